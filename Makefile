@@ -1,0 +1,54 @@
+# Everything sets itself up: the first call makes .venv, later ones start at once.
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHON_BIN := $(BIN)/python
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types contracts proto proto-check compose-test browser-test bench clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Shoal needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/.installed ## train on a local cluster, kill a worker on the way, print what happened
+	$(BIN)/shoal demo
+
+test: .venv/.installed ## every test that needs neither Docker nor a browser
+	$(BIN)/python -m pytest -m "not docker and not browser"
+
+check: lint types contracts proto-check test ## what CI runs
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.installed
+	$(BIN)/mypy
+
+contracts: .venv/.installed
+	$(BIN)/lint-imports
+
+proto: .venv/.installed ## write the generated modules from the .proto files
+	PYTHON=$(CURDIR)/$(BIN)/python proto/generate.sh
+
+proto-check: .venv/.installed
+	PYTHON=$(CURDIR)/$(BIN)/python proto/generate.sh --check
+
+compose-test: .venv/.installed ## bring the compose file up for real (needs a Docker engine)
+	$(BIN)/python -m pytest -m docker
+
+browser-test: .venv/.installed ## look at the status page with a real browser (needs Chromium)
+	$(BIN)/python -m pytest -m browser
+
+bench: .venv/.installed ## make bench NAME=demo runs bench/demo.py
+	@test -n "$(NAME)" || { echo "which one? make bench NAME=demo (there is: $(patsubst bench/%.py,%,$(wildcard bench/*.py)))"; exit 2; }
+	$(BIN)/python bench/$(NAME).py
+
+clean:
+	rm -rf .venv dist build .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Typed clients of Shoal's gRPC services, and the `shoal` command."""

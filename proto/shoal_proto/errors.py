@@ -1,0 +1,176 @@
+"""Every error Shoal raises, sorted by what the caller should do about it.
+
+An error is data: what happened, what was seen, what was expected, how to fix it. The same class
+is raised on both sides of a call; `shoal_proto.status` carries it over.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class ShoalError(Exception):
+    """The root. `str()` gives one sentence made of the parts; use the attributes in code."""
+
+    kinds: ClassVar[dict[str, type["ShoalError"]]] = {}
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        seen: str = "",
+        expected: str = "",
+        fix: str = "",
+        details: Mapping[str, str] | None = None,
+    ) -> None:
+        self.what = what
+        self.seen = seen
+        self.expected = expected
+        self.fix = fix
+        self.details = dict(details or {})
+        super().__init__(self._sentence())
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        ShoalError.kinds[cls.__name__] = cls
+
+    def __reduce__(self) -> tuple[object, ...]:
+        parts = {"seen": self.seen, "expected": self.expected, "fix": self.fix}
+        return (_rebuild, (type(self), self.what, parts, self.details))
+
+    def _sentence(self) -> str:
+        parts = [self.what]
+        if self.seen:
+            parts.append(f"saw {self.seen}")
+        if self.expected:
+            parts.append(f"expected {self.expected}")
+        text = "; ".join(parts)
+        return f"{text}. {self.fix}" if self.fix else text
+
+
+def _rebuild(
+    kind: type[ShoalError], what: str, parts: dict[str, str], details: dict[str, str]
+) -> ShoalError:
+    return kind(what, **parts, details=details)
+
+
+class RetryError(ShoalError):
+    """Nothing is wrong with the request: the same call may succeed a little later."""
+
+
+class Unavailable(RetryError):
+    """The peer cannot be reached, or is not serving yet."""
+
+
+class NotLeader(RetryError):
+    """This coordinator replica does not lead. `details["leader"]` is the address of who does."""
+
+
+class DeadlineExceeded(RetryError):
+    """No answer within the time limit; whether the call took effect is unknown."""
+
+
+class ShardNotReady(RetryError):
+    """The shard exists in the map but has no values yet."""
+
+
+class WrongEpoch(RetryError):
+    """The sender's view of the shard map is out of date: fetch the map, then retry."""
+
+
+class Overloaded(RetryError):
+    """A bounded queue or table is full."""
+
+
+class RejoinError(ShoalError):
+    """The caller's view of the membership is over: join again to go on."""
+
+
+class Fenced(RejoinError):
+    """The token is stale. `details["generation"]` is the generation that is current."""
+
+
+class GenerationBroken(RejoinError):
+    """A member of the generation was lost; the survivors are agreeing on the next one."""
+
+
+class RefusedError(ShoalError):
+    """The caller's fault: the same request will be refused again."""
+
+
+class InvalidSpec(RefusedError, ValueError):
+    """A setting is out of range, or two settings contradict each other."""
+
+
+class UnknownStrategy(RefusedError, ValueError):
+    """No strategy of that name."""
+
+
+class UnsupportedOptimizer(RefusedError):
+    """The strategy cannot run this optimizer."""
+
+
+class ProposalConflict(RefusedError):
+    """Members, or a member and its job, differ in what must be the same.
+
+    `details` maps each field at fault to the values seen and who holds them.
+    """
+
+
+class UnknownJob(RefusedError):
+    """No job of that name."""
+
+
+class JobFinished(RefusedError):
+    """The job is over; its name is not used again."""
+
+
+class UnknownMember(RefusedError):
+    """The job has no member of that id."""
+
+
+class UnknownGeneration(RefusedError):
+    """The job has no generation of that number."""
+
+
+class UnknownShard(RefusedError):
+    """The server holds no such shard."""
+
+
+class ShapeMismatch(RefusedError):
+    """A tensor's shape or length is not the one that was agreed."""
+
+
+class DtypeMismatch(RefusedError):
+    """A tensor's dtype is not the one that was agreed."""
+
+
+class NonFiniteGradient(RefusedError):
+    """A gradient holds NaN or Inf. `details["parameter"]` names where."""
+
+
+class MalformedMessage(RefusedError):
+    """The bytes are not a message of the expected type, or a required field is missing."""
+
+
+class NoServers(RefusedError):
+    """No parameter server is there to hold the shards."""
+
+
+class AddressInUse(RefusedError):
+    """The address to serve on is taken."""
+
+
+class ProtocolMismatch(RefusedError):
+    """The two sides speak different versions of the protocol."""
+
+
+class CorruptError(ShoalError):
+    """Our fault: data is not what it was when it was written. Stop, do not go on from it."""
+
+
+class ChecksumMismatch(CorruptError):
+    """Bytes changed on the way."""
+
+
+class InternalError(CorruptError):
+    """The peer failed in a way it has no name for; its log has the traceback."""

@@ -1,0 +1,135 @@
+"""Errors over gRPC: `to_status` on the serving side, `from_rpc_error` on the calling side.
+
+The status code tells any gRPC client what kind of failure it is; the trailing metadata entry
+`shoal-error-bin` holds the whole error, from which a Shoal client raises the same class again.
+"""
+
+from collections.abc import Iterable
+
+import grpc
+
+from shoal_proto.errors import (
+    CorruptError,
+    DeadlineExceeded,
+    InternalError,
+    MalformedMessage,
+    NotLeader,
+    Overloaded,
+    RejoinError,
+    RetryError,
+    ShoalError,
+    Unavailable,
+    UnknownGeneration,
+    UnknownJob,
+    UnknownMember,
+    UnknownShard,
+)
+from shoal_proto.v1.identity_pb2 import ErrorDetail
+
+ERROR_METADATA_KEY = "shoal-error-bin"
+
+# First match wins, so the narrow classes stand before their parents.
+_CODES: tuple[tuple[type[ShoalError], grpc.StatusCode], ...] = (
+    (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (NotLeader, grpc.StatusCode.UNAVAILABLE),
+    (RetryError, grpc.StatusCode.UNAVAILABLE),
+    (RejoinError, grpc.StatusCode.FAILED_PRECONDITION),
+    (UnknownJob, grpc.StatusCode.NOT_FOUND),
+    (UnknownMember, grpc.StatusCode.NOT_FOUND),
+    (UnknownGeneration, grpc.StatusCode.NOT_FOUND),
+    (UnknownShard, grpc.StatusCode.NOT_FOUND),
+    (CorruptError, grpc.StatusCode.DATA_LOSS),
+    (ShoalError, grpc.StatusCode.INVALID_ARGUMENT),
+)
+
+
+def to_detail(error: ShoalError) -> ErrorDetail:
+    """The error as a message."""
+    return ErrorDetail(
+        kind=type(error).__name__,
+        what=error.what,
+        seen=error.seen,
+        expected=error.expected,
+        fix=error.fix,
+        details=error.details,
+    )
+
+
+def from_detail(detail: ErrorDetail) -> ShoalError:
+    """The error a message stands for; a class this version does not know becomes InternalError."""
+    kind = ShoalError.kinds.get(detail.kind, InternalError)
+    return kind(
+        detail.what,
+        seen=detail.seen,
+        expected=detail.expected,
+        fix=detail.fix,
+        details=dict(detail.details),
+    )
+
+
+def to_status(error: ShoalError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
+    """Status code, text and trailing metadata that tell a client of the error."""
+    code = next(code for kind, code in _CODES if isinstance(error, kind))
+    # Metadata counts towards HTTP/2's header limit (8 KiB by default); the text alone can grow.
+    detail = to_detail(error)
+    if detail.ByteSize() > _MAX_DETAIL_BYTES:
+        detail = _shortened(detail)
+    return code, str(error)[:1024], ((ERROR_METADATA_KEY, detail.SerializeToString()),)
+
+
+_MAX_DETAIL_BYTES = 4096
+
+
+def _shortened(detail: ErrorDetail) -> ErrorDetail:
+    short = ErrorDetail(
+        kind=detail.kind,
+        what=detail.what[:1000],
+        seen=detail.seen[:500],
+        expected=detail.expected[:500],
+        fix=detail.fix[:500],
+    )
+    for key in sorted(detail.details):
+        short.details[key[:100]] = detail.details[key][:200]
+        if short.ByteSize() > _MAX_DETAIL_BYTES:
+            del short.details[key[:100]]
+            break
+    return short
+
+
+def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
+    """The ShoalError behind a failed call to `target` (host:port, for the message).
+
+    A failure that no Shoal server explained is mapped by its status code.
+    """
+    for key, value in _trailing_metadata(error):
+        if key == ERROR_METADATA_KEY:
+            # Binary entries (their key ends in -bin) are bytes by gRPC's own rule.
+            assert isinstance(value, bytes)
+            detail = ErrorDetail()
+            detail.ParseFromString(value)
+            return from_detail(detail)
+    code, text = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unavailable(
+            f"no answer from {target}",
+            seen=text,
+            expected="a Shoal server listening there",
+            fix="Check the address, that it runs, and that TLS is set the same on both sides.",
+        )
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"no answer from {target} in time", seen=text)
+    if code is grpc.StatusCode.CANCELLED:
+        return Unavailable(f"the call to {target} was cancelled", seen=text)
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
+        return MalformedMessage(
+            f"{target} did not understand the call",
+            seen=f"{code.name}: {text}",
+            expected="a Shoal server of the same protocol version",
+        )
+    return InternalError(f"call to {target} failed", seen=f"{code.name}: {text}")
+
+
+def _trailing_metadata(error: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:
+    # grpc.aio and grpc give the same pairs under the same name; neither has a common base type.
+    return ((entry[0], entry[1]) for entry in error.trailing_metadata() or ())

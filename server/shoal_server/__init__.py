@@ -1,0 +1,1 @@
+"""The serving side: coordinator, parameter server, status endpoint."""

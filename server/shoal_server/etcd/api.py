@@ -1,0 +1,174 @@
+"""What the rest of the server asks of etcd, as one Protocol.
+
+`client.EtcdClient` speaks to a real cluster; `memory.MemoryStore` is a double for unit tests and
+simulation. Both pass the contract suite in tests/server/etcd/.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NewType, Protocol
+
+Revision = NewType("Revision", int)
+LeaseId = NewType("LeaseId", int)
+
+NO_LEASE = LeaseId(0)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyValue:
+    """One key as of one revision."""
+
+    key: str
+    value: bytes
+    create_revision: Revision
+    mod_revision: Revision
+    version: int
+    """Writes since the key was created, from 1."""
+    lease: LeaseId = NO_LEASE
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All keys under a prefix, in key order, as of one revision."""
+
+    revision: Revision
+    items: tuple[KeyValue, ...]
+
+
+class EventKind(Enum):
+    PUT = "put"
+    DELETE = "delete"
+
+
+@dataclass(frozen=True, slots=True)
+class WatchEvent:
+    """One change. `previous_value` is empty for a key that did not exist before."""
+
+    kind: EventKind
+    key: str
+    value: bytes
+    mod_revision: Revision
+    previous_value: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class WatchBatch:
+    """Changes of one or more whole revisions, in order; never a part of a revision.
+
+    `reset` is set when history was compacted beyond the point the watch had reached: the events
+    then are the difference between what the watch last told and what is there now (puts of every
+    key that is present, deletes of those that vanished), as of `revision`.
+    """
+
+    revision: Revision
+    events: tuple[WatchEvent, ...]
+    reset: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Compare:
+    """A condition of a transaction on one key; use the constructors below."""
+
+    key: str
+    field: str
+    """"value", "mod_revision", "create_revision" or "version"."""
+    expected: bytes | int
+
+
+def value_is(key: str, value: bytes) -> Compare:
+    return Compare(key, "value", value)
+
+
+def unchanged_since(key: str, mod_revision: Revision) -> Compare:
+    """True while the key's newest write is that of `mod_revision` (0: the key does not exist)."""
+    return Compare(key, "mod_revision", int(mod_revision))
+
+
+def created_at(key: str, create_revision: Revision) -> Compare:
+    return Compare(key, "create_revision", int(create_revision))
+
+
+def absent(key: str) -> Compare:
+    return Compare(key, "create_revision", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    key: str
+    value: bytes
+    lease: LeaseId = NO_LEASE
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    key: str
+    prefix: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Get:
+    key: str
+    prefix: bool = False
+
+
+Operation = Put | Delete | Get
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionResult:
+    """`reads` holds the answers to the Get operations of the branch that ran, in order."""
+
+    succeeded: bool
+    revision: Revision
+    reads: tuple[tuple[KeyValue, ...], ...]
+
+
+class KeyValueStore(Protocol):
+    """A linearizable store with leases and watches.
+
+    Keys are text, values bytes. Each call retries by itself over endpoint failures and elections
+    until `timeout_s` of the client, then raises `Unavailable`. A write whose outcome the client
+    cannot know (the connection broke after it was sent) is never sent twice silently: `put` and
+    `delete` are idempotent and may be; `transact` raises `DeadlineExceeded` or `Unavailable` with
+    `details["outcome"] == "unknown"`, and the caller reads back.
+    """
+
+    async def get(self, key: str) -> KeyValue | None: ...
+
+    async def range(self, prefix: str) -> Snapshot: ...
+
+    async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
+
+    async def delete(self, key: str, *, prefix: bool = False) -> int:
+        """Delete and return how many keys there were."""
+        ...
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult: ...
+
+    def watch(self, prefix: str, start: Revision) -> AsyncIterator[WatchBatch]:
+        """Every change under `prefix` from revision `start` on, each exactly once, for ever.
+
+        Survives restarts of etcd and the death of an endpoint. Ends only when closed
+        (`aclose`/cancellation).
+        """
+        ...
+
+    async def grant(self, ttl_s: float) -> LeaseId:
+        """A lease. etcd rounds a TTL up to whole seconds and to its own minimum."""
+        ...
+
+    async def keep_alive(self, lease: LeaseId) -> float:
+        """Renew once and return the TTL left in seconds; 0.0 when the lease is gone."""
+        ...
+
+    async def revoke(self, lease: LeaseId) -> None:
+        """End the lease and delete its keys; a lease that is gone is no error."""
+        ...
+
+    async def close(self) -> None: ...

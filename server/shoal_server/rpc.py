@@ -1,0 +1,172 @@
+"""How every gRPC service of Shoal answers: one interceptor, one way to bind, one way to stop."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto.errors import AddressInUse, InternalError, MalformedMessage, ShoalError
+from shoal_proto.status import to_status
+
+log = structlog.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Clients may ping as often as each second, so that a dead network is noticed in seconds.
+    ("grpc.http2.min_ping_interval_without_data_ms", 900),
+    ("grpc.keepalive_permit_without_calls", 1),
+    # Two servers on one port would each get half of the calls.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class Parser(Protocol):
+    def __call__(self, data: bytes, /) -> Message: ...
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into a status, and bytes that do not parse into an answer.
+
+    Requests are parsed here and not by gRPC, which would report a malformed one as an internal
+    failure without a word on what was wrong.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        parse: Parser = handler.request_deserializer
+        # grpcio's handlers are named tuples, though its types do not say so.
+        replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
+        if handler.unary_unary:
+            inner = handler.unary_unary
+            return replace(request_deserializer=None, unary_unary=_unary(method, parse, inner))
+        if handler.unary_stream:
+            inner = handler.unary_stream
+            return replace(request_deserializer=None, unary_stream=_outflow(method, parse, inner))
+        if handler.stream_unary:
+            inner = handler.stream_unary
+            return replace(request_deserializer=None, stream_unary=_inflow(method, parse, inner))
+        inner = handler.stream_stream
+        return replace(request_deserializer=None, stream_stream=_both(method, parse, inner))
+
+
+def _parse(parse: Parser, data: bytes, method: str) -> Message:
+    try:
+        return parse(data)
+    except DecodeError as error:
+        expected = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
+        name = expected.full_name if expected is not None else "the method's request type"
+        raise MalformedMessage(
+            f"{method}: the request does not parse",
+            seen=f"{len(data)} bytes ({error})",
+            expected=name,
+            fix="Send a message of that type; the .proto files are in the package shoal_proto.",
+        ) from error
+
+
+async def _parsed(parse: Parser, data: AsyncIterator[bytes], method: str) -> AsyncIterator[Message]:
+    async for item in data:
+        yield _parse(parse, item, method)
+
+
+async def _abort(context: Context, method: str, error: Exception) -> None:
+    if isinstance(error, ShoalError):
+        log.info("call_refused", method=method, kind=type(error).__name__, reason=str(error))
+        refusal = error
+    else:
+        log.exception("call_failed", method=method)
+        refusal = InternalError(f"{method} failed on the server", seen=repr(error))
+    code, text, metadata = to_status(refusal)
+    await context.abort(code, text, metadata)
+
+
+def _unary(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(data: bytes, context: Context) -> Any:
+        try:
+            return await inner(_parse(parse, data, method), context)
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a call
+            await _abort(context, method, error)
+
+    return call
+
+
+def _inflow(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(data: AsyncIterator[bytes], context: Context) -> Any:
+        try:
+            return await inner(_parsed(parse, data, method), context)
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a call
+            await _abort(context, method, error)
+
+    return call
+
+
+def _outflow(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(data: bytes, context: Context) -> AsyncIterator[Any]:
+        try:
+            async for reply in inner(_parse(parse, data, method), context):
+                yield reply
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a call
+            await _abort(context, method, error)
+
+    return call
+
+
+def _both(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
+    async def call(data: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
+        try:
+            async for reply in inner(_parsed(parse, data, method), context):
+                yield reply
+        except (grpc.aio.AbortError, grpc.aio.UsageError):
+            raise
+        except Exception as error:  # noqa: BLE001 - the outermost frame of a call
+            await _abort(context, method, error)
+
+    return call
+
+
+def new_server() -> grpc.aio.Server:
+    """A server with Shoal's limits and error answers, not yet bound."""
+    return grpc.aio.server(interceptors=(ErrorInterceptor(),), options=CHANNEL_OPTIONS)
+
+
+def bind(server: grpc.aio.Server, address: str) -> int:
+    """Bind to `host:port` (port 0: any free one) and return the port.
+
+    Raises AddressInUse when the port is taken or the host is not this machine's.
+    """
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if port == 0:
+        raise AddressInUse(
+            f"cannot listen on {address}",
+            seen="the address is taken, or is not an address of this machine",
+            expected="a free port",
+            fix="Stop what listens there, or choose another port; port 0 takes any free one.",
+        )
+    return port
+
+
+__all__ = ["CHANNEL_OPTIONS", "Context", "ErrorInterceptor", "bind", "new_server"]
