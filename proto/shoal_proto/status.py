@@ -5,6 +5,7 @@ The status code tells any gRPC client what kind of failure it is; the trailing m
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import grpc
 
@@ -131,5 +132,6 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
 
 
 def _trailing_metadata(error: grpc.RpcError) -> Iterable[tuple[str, str | bytes]]:
-    # grpc.aio and grpc give the same pairs under the same name; neither has a common base type.
-    return ((entry[0], entry[1]) for entry in error.trailing_metadata() or ())
+    # grpc.aio and grpc both give pairs, of types that have no common base.
+    metadata: Any = error.trailing_metadata()
+    return metadata or ()

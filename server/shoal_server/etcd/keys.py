@@ -1,0 +1,52 @@
+"""Where things lie in etcd. Every key of Shoal is built here and nowhere else.
+
+Values are JSON objects in UTF-8 unless said otherwise. Job and member ids are checked when they
+enter (`core.names`), so they never hold a slash.
+"""
+
+ROOT = "/shoal/v1/"
+LEADER = ROOT + "leader"
+SERVERS = ROOT + "servers/"
+MEMBERS = ROOT + "members/"
+JOBS = ROOT + "jobs/"
+
+
+def server(server_id: str) -> str:
+    """A parameter server, under its own lease: {"address", "http_address", "started_unix_s"}."""
+    return SERVERS + server_id
+
+
+def members(job: str) -> str:
+    return f"{MEMBERS}{job}/"
+
+
+def member(job: str, member_id: str) -> str:
+    """A member, under a lease the coordinator renews: {"incarnation", "host", ...}.
+
+    The key is there exactly as long as the incarnation it names is not fenced.
+    """
+    return f"{MEMBERS}{job}/{member_id}"
+
+
+def job_state(job: str) -> str:
+    """Phase, bounds and newest generation number of a job."""
+    return f"{JOBS}{job}/state"
+
+
+def generations(job: str) -> str:
+    return f"{JOBS}{job}/generations/"
+
+
+def generation(job: str, number: int) -> str:
+    """The decided record of one generation. Zero-padded, so that key order is number order."""
+    return f"{JOBS}{job}/generations/{number:012d}"
+
+
+def shard_map(job: str) -> str:
+    """The job's ShardMap, as a serialized protobuf message."""
+    return f"{JOBS}{job}/shards"
+
+
+def sample_ledger(job: str) -> str:
+    """Which samples were leased and completed."""
+    return f"{JOBS}{job}/samples"
