@@ -136,6 +136,10 @@ class UnknownShard(RefusedError):
     """The server holds no such shard."""
 
 
+class ForgottenPush(RefusedError):
+    """The push is older than what its shard remembers: whether it was applied cannot be told."""
+
+
 class ShapeMismatch(RefusedError):
     """A tensor's shape or length is not the one that was agreed."""
 

@@ -384,20 +384,28 @@ class PushItem(_message.Message):
     SHARD_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
+    ABSENT_BLOCKS_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     base_version: _builtins.int
     """The version the gradient was computed at."""
+    @_builtins.property
+    def absent_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indexes, into the shard's blocks, of those that have no gradient in this push. Nothing is sent
+        for them and they are left alone: no weight decay, no momentum, no step counted.
+        """
+
     def __init__(
         self,
         *,
         shard_id: _builtins.int = ...,
         epoch: _builtins.int = ...,
         base_version: _builtins.int = ...,
+        absent_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_version", b"base_version", "epoch", b"epoch", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_blocks", b"absent_blocks", "base_version", b"base_version", "epoch", b"epoch", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -177,21 +177,27 @@ class ShardMap(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     SCHEMA_DIGEST_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     schema_digest: _builtins.str
     """Digest of the parameter schema the map was made for."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]: ...
+    @_builtins.property
+    def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterSpec]:
+        """That schema, so that a difference can be told by name."""
+
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         shards: _abc.Iterable[Global___Shard] | None = ...,
         schema_digest: _builtins.str = ...,
+        parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "schema_digest", b"schema_digest", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "parameters", b"parameters", "schema_digest", b"schema_digest", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,217 @@
+"""How parameters become shards and where the shards lie. Same arguments, same answer, always.
+
+Parameters are cut into blocks, blocks of one dtype and one parameter group are packed by size into
+shards, shards are placed by size over the servers. The number of shards follows the size of the
+model: about one a MiB and at most some hundreds, so that a big model can be moved and balanced in
+small parts, and a tiny one costs one message a server and not hundreds.
+"""
+
+import hashlib
+import heapq
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TypeVar
+
+MAX_BLOCK_BYTES = 4 * 1024 * 1024
+TARGET_SHARD_BYTES = 1024 * 1024
+MAX_SHARDS = 512
+BLOCKS_PER_SHARD = 8
+"""Blocks are cut at least so fine that a shard holds about so many: the packing is then even."""
+MIN_SPLIT_BYTES = 4096
+"""Parameters of one dtype and group that together are smaller stay in one shard."""
+CUT_ELEMENTS = 64
+"""Cuts fall on multiples of it, so that vector kernels round each element as in an uncut tensor."""
+
+T = TypeVar("T")
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    group: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """Consecutive elements of one flattened parameter."""
+
+    parameter: str
+    offset: int
+    num_elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """Blocks that lie one after the other in one flat tensor."""
+
+    shard_id: int
+    dtype: str
+    group: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.num_elements for block in self.blocks) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedShard:
+    shard: Shard
+    server_id: str
+
+
+class SchemaProblem(ValueError):
+    """The parameters cannot be cut: `seen` where `expected` should be."""
+
+    def __init__(self, what: str, *, seen: str, expected: str) -> None:
+        super().__init__(f"{what}; saw {seen}; expected {expected}")
+        self.what = what
+        self.seen = seen
+        self.expected = expected
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """One parameter in which two schemas differ; "(absent)" where one has none of that name."""
+
+    parameter: str
+    seen: str
+    expected: str
+
+
+def check_schema(parameters: Sequence[Parameter]) -> None:
+    """Raise SchemaProblem for a schema that no placement exists for."""
+    if not any(p.num_elements for p in parameters):
+        raise SchemaProblem("nothing to train", seen="no elements", expected="a parameter or more")
+    seen_names = set()
+    for p in parameters:
+        if not p.name or p.name in seen_names:
+            raise SchemaProblem(
+                "parameter names must be unique", seen=repr(p.name), expected="each name once"
+            )
+        seen_names.add(p.name)
+        if p.dtype not in DTYPE_BYTES:
+            raise SchemaProblem(
+                f"parameter {p.name} has a dtype that no optimizer kernel takes",
+                seen=p.dtype,
+                expected=" or ".join(DTYPE_BYTES),
+            )
+
+
+def schema_digest(parameters: Iterable[Parameter]) -> str:
+    """SHA-256, in hex, of names, shapes, dtypes and groups, whatever the order."""
+    rows = sorted((p.name, list(p.shape), p.dtype, p.group) for p in parameters)
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def find_differences(
+    seen: Iterable[Parameter], expected: Iterable[Parameter]
+) -> tuple[Difference, ...]:
+    """What keeps two schemas from being the same, by name of the parameter."""
+    of_seen = {p.name: _describe(p) for p in seen}
+    of_expected = {p.name: _describe(p) for p in expected}
+    return tuple(
+        Difference(
+            parameter=name,
+            seen=of_seen.get(name, "(absent)"),
+            expected=of_expected.get(name, "(absent)"),
+        )
+        for name in sorted(of_seen.keys() | of_expected.keys())
+        if of_seen.get(name) != of_expected.get(name)
+    )
+
+
+def _describe(parameter: Parameter) -> str:
+    shape = "x".join(map(str, parameter.shape)) or "scalar"
+    return f"{parameter.dtype} {shape} in group {parameter.group}"
+
+
+def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[Shard, ...]:
+    """Shards of about equal size that together hold every element exactly once.
+
+    The number of shards of each dtype and group is a multiple of `num_servers`, unless they are
+    too small to be worth splitting.
+    """
+    total_bytes = sum(p.num_bytes for p in parameters)
+    target_bytes = max(TARGET_SHARD_BYTES, -(-total_bytes // MAX_SHARDS))
+    alike: dict[tuple[str, int], list[Parameter]] = defaultdict(list)
+    for p in parameters:
+        if p.num_elements:
+            alike[p.dtype, p.group].append(p)
+    shards: list[Shard] = []
+    for (dtype, group), members in sorted(alike.items()):
+        num_bytes = sum(p.num_bytes for p in members)
+        num_shards = _round_up(-(-num_bytes // target_bytes), num_servers)
+        if num_bytes < MIN_SPLIT_BYTES * num_servers:
+            num_shards = 1
+        blocks = _cut_into_blocks(members, num_bytes // (num_shards * BLOCKS_PER_SHARD))
+        for packed in _pack(blocks, [b.num_elements for b in blocks], num_shards):
+            in_order = sorted(packed, key=lambda b: (b.parameter, b.offset))
+            shards.append(
+                Shard(shard_id=len(shards), dtype=dtype, group=group, blocks=tuple(in_order))
+            )
+    return tuple(shards)
+
+
+def place(shards: Sequence[Shard], server_ids: Iterable[str]) -> tuple[PlacedShard, ...]:
+    """Each shard on the server that has least so far, biggest shards first."""
+    servers = sorted(server_ids)
+    packed = _pack(shards, [s.num_bytes for s in shards], len(servers), keep_empty=True)
+    placed = [
+        PlacedShard(shard=shard, server_id=server_id)
+        for server_id, held in zip(servers, packed, strict=True)
+        for shard in held
+    ]
+    return tuple(sorted(placed, key=lambda p: p.shard.shard_id))
+
+
+def skew(placed: Sequence[PlacedShard], num_servers: int) -> float:
+    """Bytes on the fullest server over the mean of all; 1.0 is perfect."""
+    load: dict[str, int] = defaultdict(int)
+    for p in placed:
+        load[p.server_id] += p.shard.num_bytes
+    return max(load.values()) * num_servers / sum(load.values())
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _cut_into_blocks(parameters: Sequence[Parameter], wish_bytes: int) -> list[Block]:
+    blocks = []
+    for p in parameters:
+        limit_bytes = min(MAX_BLOCK_BYTES, max(wish_bytes, 1))
+        limit = _round_up(-(-limit_bytes // DTYPE_BYTES[p.dtype]), CUT_ELEMENTS)
+        limit = min(limit, MAX_BLOCK_BYTES // DTYPE_BYTES[p.dtype])
+        for offset in range(0, p.num_elements, limit):
+            size = min(limit, p.num_elements - offset)
+            blocks.append(Block(parameter=p.name, offset=offset, num_elements=size))
+    return blocks
+
+
+def _pack(
+    items: Sequence[T], sizes: Sequence[int], num_bins: int, *, keep_empty: bool = False
+) -> list[list[T]]:
+    """Longest first into the emptiest bin (Graham 1969): at most one item above the mean."""
+    bins: list[list[T]] = [[] for _ in range(num_bins)]
+    heap = [(0, index) for index in range(num_bins)]
+    for i in sorted(range(len(items)), key=lambda i: (-sizes[i], i)):
+        load, index = heapq.heappop(heap)
+        bins[index].append(items[i])
+        heapq.heappush(heap, (load + sizes[i], index))
+    return bins if keep_empty else [held for held in bins if held]
