@@ -1,0 +1,233 @@
+"""What the session asks of a strategy, and what it promises the strategy in return.
+
+One strategy object lives as long as the session. Its life, as the session calls it (all on the
+trainer's thread, but for `cut`):
+
+    distribute -> attach -> enter(generation)
+      -> [begin_step -> backward... -> end_step] per step
+      -> on a lost peer or a planned change, synchronous only: abandon -> enter(next generation)
+      -> asynchronous only, training on meanwhile: enter(next generation)
+    -> close
+
+A step is committed when `end_step` returns, or it did not happen: whatever fails in between leaves
+`step` as it was, and after `abandon` the state is again the one of the last committed step.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import ClassVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal_proto.errors import InternalError
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where a strategy lives: its job, the coordinators, and the member's identity as of now."""
+
+    job: str
+    coordinators: Sequence[str]
+    """host:port of every coordinator replica."""
+    token: Callable[[], Token]
+    """The member's token with the generation it has entered. Free to call; any thread."""
+    limits: Limits
+    """Every time limit in force, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """An agreed roster as one member sees it."""
+
+    record: GenerationRecord
+    token: Token
+    """This member's token in the generation that is entered."""
+
+    @property
+    def number(self) -> int:
+        return self.record.roster.generation
+
+    @property
+    def world_size(self) -> int:
+        return len(self.record.roster.entries)
+
+    @property
+    def entries(self) -> list[RosterEntry]:
+        """The roster by rank."""
+        return sorted(self.record.roster.entries, key=lambda entry: entry.rank)
+
+    @property
+    def me(self) -> RosterEntry:
+        """This member's own entry."""
+        for entry in self.record.roster.entries:
+            if entry.member_id == self.token.member_id:
+                return entry
+        raise InternalError(
+            f"generation {self.number} does not have this member in it",
+            seen=", ".join(entry.member_id for entry in self.record.roster.entries),
+            expected=self.token.member_id,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.me.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that training has changed, by name: what a joiner needs to go on from here."""
+
+    step: int
+    """Optimizer steps behind it."""
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Json] = field(default_factory=dict)
+    """What is no tensor: hyper-parameters, counters."""
+
+
+class Strategy(ABC):
+    """Trains one model with others. See the head of this module for the order of calls."""
+
+    name: ClassVar[str]
+    """What a user writes in `distribute(strategy=...)`; also the proposal's field."""
+    synchronous: ClassVar[bool]
+    """True: all members take each step together, and a lost peer stops the rest until they agreed
+    on a new generation. False: members train on through every change; only the generation in
+    their token moves."""
+
+    @abstractmethod
+    def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        """What the user trains with from now on; the same objects over all generations.
+
+        Checks all that can be checked without talking to anybody and raises RefusedError
+        (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
+        """
+
+    @abstractmethod
+    def fields(self) -> Mapping[str, str]:
+        """What all members must have in common for this strategy, for the proposal.
+
+        "schema" and "optimizer" digests at least. The session adds strategy, synchronous, torch,
+        global_batch, dataset and seed.
+        """
+
+    def attach(self, context: Context) -> None:
+        """Learn the surroundings. Called once, when this process has become a member."""
+        self.context = context
+
+    @abstractmethod
+    def enter(self, generation: Generation) -> None:
+        """Bring the generation up; return once its first collective (if it has any) has passed.
+
+        Raises GenerationBroken if it broke meanwhile: the session waits for the next one.
+        """
+
+    def cut(self, generation: int) -> None:  # noqa: B027 - nothing to cut is a fine default
+        """Make whatever waits for a peer of the generation raise at once, `enter` included.
+
+        Runs on the membership's thread: be quick, raise nothing.
+        """
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Stop being part of the generation, whole or broken; the state is the last committed one.
+
+        Quick, raises nothing, may be called twice.
+        """
+
+    @abstractmethod
+    def begin_step(self) -> None:
+        """Get ready to compute one step: gradients are zero and parameters as they should be."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Compute gradients of `loss`, the mean over this member's samples.
+
+        `weight` is the batch's: the members' weights average to one, so the mean over members of
+        weighted gradients is the gradient of the mean over the global batch. May be called more
+        than once a step; gradients add up.
+        """
+
+    @abstractmethod
+    def end_step(self, acknowledged: Callable[[], None]) -> None:
+        """Apply the gradients and commit: `step` is one higher on return.
+
+        Calls `acknowledged` exactly once, from any thread and possibly after the return, as soon
+        as the step cannot be lost any more. Raises NonFiniteGradient with parameter and step.
+        """
+
+    @property
+    @abstractmethod
+    def step(self) -> int:
+        """Optimizer steps that this member has committed (asynchronous: its own)."""
+
+    @property
+    @abstractmethod
+    def has_state(self) -> bool:
+        """Whether this member holds trained state, from a generation it has fully entered."""
+
+    @abstractmethod
+    def capture(self) -> State:
+        """The state as of the last committed step, detached: later steps do not change it."""
+
+    @abstractmethod
+    def restore(self, state: State) -> None:
+        """Make `state` this member's. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Figures for the health report, e.g. "staleness". Free to call; any thread."""
+        return {}
+
+    def flush(self) -> None:  # noqa: B027 - most strategies have nothing in flight
+        """Wait until every step ended so far is acknowledged."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of everything. May be called twice, and without `enter` ever called."""
+
+
+def schema_digest(model: nn.Module) -> str:
+    """A digest of the names, shapes and dtypes of all parameters and buffers, in order."""
+    lines = [
+        f"{kind} {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for kind, tensors in (
+            ("parameter", model.named_parameters()),
+            ("buffer", model.named_buffers()),
+        )
+        for name, tensor in tensors
+    ]
+    return sha256("\n".join(lines).encode()).hexdigest()
+
+
+def optimizer_digest(optimizer: Optimizer) -> str:
+    """Class and hyper-parameters of the optimizer, in words that a conflict can show a person.
+
+    Taken before training: a schedule that has moved the learning rate since is no conflict.
+    """
+    groups = [
+        " ".join(
+            f"{key}={value}"
+            for key, value in sorted(group.items())
+            if key != "params" and isinstance(value, bool | int | float | str | tuple)
+        )
+        + f" parameters={len(group['params'])}"
+        for group in optimizer.param_groups
+    ]
+    return f"{type(optimizer).__name__}({' | '.join(groups)})"
+
+
+__all__ = [
+    "Context",
+    "Generation",
+    "Json",
+    "State",
+    "Strategy",
+    "optimizer_digest",
+    "schema_digest",
+]
