@@ -1,0 +1,223 @@
+"""What a job's membership hears (events), tells its members (notices) and asks for (effects)."""
+
+from dataclasses import dataclass
+
+from shoal_server.core.roster import (
+    NO_GENERATION,
+    Conflict,
+    Generation,
+    JobSpec,
+    MemberInfo,
+    Proposal,
+    Record,
+    Roster,
+    Step,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that happened. `incarnation` fences: another one than the member's is refused."""
+
+    member_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attended(Event):
+    spec: JobSpec
+    info: MemberInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposed(Event):
+    proposal: Proposal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    field: str
+    seen: str
+    expected: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered(Event):
+    generation: Generation
+    digest: str
+    rejections: tuple[Rejection, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled(Event):
+    """The trainer stands still, with `step` optimizer steps behind its state."""
+
+    step: Step
+    has_state: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offered(Event):
+    """The trainer holds before `next_step`."""
+
+    generation: Generation
+    next_step: Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class BecameReady(Event):
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Broke(Event):
+    """A collective failed under the member."""
+
+    generation: Generation
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disconnected(Event):
+    """The member's stream broke; it may come back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lost(Event):
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Left(Event):
+    completed: bool
+    reason: str
+
+
+# What members are told.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Notice:
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareNotice(Notice):
+    roster: Roster
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutcomeNotice(Notice):
+    record: Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopAtNotice(Notice):
+    generation: Generation
+    step: Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class BreakNotice(Notice):
+    generation: Generation
+    lost_member_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningNotice(Notice):
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True)
+class StandbyNotice(Notice):
+    position: int
+
+
+class RefusalKind:
+    """Names of classes in shoal_proto.errors, which the core does not import."""
+
+    CONFLICT = "ProposalConflict"
+    FENCED = "Fenced"
+    FINISHED = "JobFinished"
+    TIMEOUT = "DeadlineExceeded"
+    SPEC = "InvalidSpec"
+    UNKNOWN_MEMBER = "UnknownMember"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refusal:
+    """Why something was refused, as the parts of an error."""
+
+    kind: str
+    what: str
+    seen: str = ""
+    expected: str = ""
+    fix: str = ""
+    conflicts: tuple[Conflict, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RefusedNotice(Notice):
+    refusal: Refusal
+
+
+# What the edge has to do, in order.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tell:
+    member_id: str
+    notice: Notice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Write:
+    """Make the record durable before anything behind this effect happens."""
+
+    record: Record
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admit:
+    """Give the member its key in etcd, under a lease."""
+
+    member_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expel:
+    """Take the member's key away, which fences its incarnation everywhere, and end its stream."""
+
+    member_id: str
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """Something a person wants to read: the log, the page and `shoal why` show it."""
+
+    kind: str
+    reason: str
+    member_id: str = ""
+    generation: Generation = NO_GENERATION
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finish:
+    """The job is over; its name is not used again."""
+
+    reason: str
+
+
+Effect = Tell | Write | Admit | Expel | Log | Finish
+
+
+class Refused(Exception):
+    """An event that the state machine does not take; the state is as it was before."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.what)
+        self.refusal = refusal

@@ -1,0 +1,85 @@
+"""Every time limit, computed from two numbers, in an order that makes sense.
+
+A limit that is out of order shows as a fault far from its cause: a lease shorter than a few
+heartbeats expels the living, a collective that outwaits the watchdog is killed as if it hung. So
+the order is checked once, where the numbers enter.
+"""
+
+from dataclasses import dataclass
+
+MIN_HEARTBEAT_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds, all of them. Only `heartbeat_s` and `join_s` are chosen."""
+
+    heartbeat_s: float = 0.5
+    """How often a member says that it lives. Less finds a silent loss sooner and costs more."""
+    join_s: float = 120.0
+    """The longest any member waits to become part of a generation before it is told why not."""
+
+    def __post_init__(self) -> None:
+        if not self.heartbeat_s >= MIN_HEARTBEAT_S:
+            raise ValueError(
+                f"heartbeat_s is {self.heartbeat_s}; expected at least {MIN_HEARTBEAT_S}"
+            )
+        for smaller, larger in self.hierarchy():
+            if not smaller[1] < larger[1]:
+                raise ValueError(
+                    f"{smaller[0]} ({smaller[1]:g} s) must stay below"
+                    f" {larger[0]} ({larger[1]:g} s)."
+                    f" Raise join_s (now {self.join_s:g}) or lower heartbeat_s"
+                    f" (now {self.heartbeat_s:g})."
+                )
+
+    def hierarchy(self) -> tuple[tuple[tuple[str, float], tuple[str, float]], ...]:
+        """The pairs (smaller, larger) that must hold, each a name and its seconds."""
+        forming = self.last_call_s + self.prepare_s + self.bring_up_s
+        return (
+            (("3 x heartbeat_s", 3 * self.heartbeat_s), ("lease_s", self.lease_s)),
+            (("lease_s", self.lease_s), ("collective_s", self.collective_s)),
+            (("collective_s", self.collective_s), ("watchdog_s", self.watchdog_s)),
+            (("watchdog_s", self.watchdog_s), ("join_s", self.join_s)),
+            (("last_call_s + prepare_s + bring_up_s", forming), ("join_s", self.join_s)),
+        )
+
+    @property
+    def reconnect_s(self) -> float:
+        """How long a broken stream may take to come back before its member is lost."""
+        return 2 * self.heartbeat_s
+
+    @property
+    def lease_s(self) -> float:
+        """Without a heartbeat for so long, a member is lost."""
+        return 4 * self.heartbeat_s
+
+    @property
+    def gather_s(self) -> float:
+        """How long a running job waits for further joiners before it changes for the first."""
+        return self.heartbeat_s / 2
+
+    @property
+    def last_call_s(self) -> float:
+        """A first generation forms without those still missing once so much time has passed."""
+        return self.join_s / 4
+
+    @property
+    def prepare_s(self) -> float:
+        """Time to accept or reject a roster."""
+        return self.join_s / 12
+
+    @property
+    def bring_up_s(self) -> float:
+        """Time from a committed roster to the first collective having passed everywhere."""
+        return self.join_s / 4
+
+    @property
+    def collective_s(self) -> float:
+        """Time limit of one collective, and for a trainer to come to a stand after a break."""
+        return self.join_s / 4
+
+    @property
+    def watchdog_s(self) -> float:
+        """A step that takes longer is taken for hung."""
+        return self.join_s / 2

@@ -1,0 +1,41 @@
+"""One member of a job, as the coordinator knows it."""
+
+from dataclasses import dataclass
+
+from shoal_server.core.roster import Candidate, MemberInfo, Proposal, Roster, Step
+
+
+@dataclass(kw_only=True)
+class Member:
+    member_id: str
+    incarnation: str
+    info: MemberInfo
+    attended_s: float
+    proposal: Proposal | None = None
+    """What it would train; a member without one cannot be in a roster yet."""
+    settled: bool = True
+    """Stands still and can be part of the next roster. False while a synchronous one trains."""
+    accepted: bool = False
+    ready: bool = False
+    offer: Step | None = None
+    """In a planned change: the first step it has not begun and will not begin before StopAt."""
+    disconnected_s: float | None = None
+    waiting_for: str = "its own model: it has not proposed yet"
+    waiting_since_s: float = 0.0
+
+    def waits(self, reason: str, now_s: float) -> None:
+        """Note what the member waits for; the clock starts anew only when that changes."""
+        if reason != self.waiting_for:
+            self.waiting_for, self.waiting_since_s = reason, now_s
+
+    def is_in(self, roster: Roster | None) -> bool:
+        return roster is not None and roster.holds(self.member_id, self.incarnation)
+
+    def as_candidate(self) -> Candidate:
+        assert self.proposal is not None
+        return Candidate(
+            member_id=self.member_id,
+            incarnation=self.incarnation,
+            info=self.info,
+            proposal=self.proposal,
+        )

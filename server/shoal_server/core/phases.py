@@ -1,0 +1,58 @@
+"""The phases a job goes through, as one table. An illegal trigger raises and changes nothing."""
+
+from collections.abc import Mapping
+from enum import Enum
+
+
+class Phase(Enum):
+    COLLECT = "collect"
+    PREPARE = "prepare"
+    COMMITTED = "committed"
+    RUNNING = "running"
+    ABORTED = "aborted"
+    FINISHED = "finished"
+
+
+class Trigger(Enum):
+    CHANGE_WANTED = "a change of a running generation is wanted"
+    CHANGE_DROPPED = "nobody wants the change any more"
+    BROKEN = "the running generation broke"
+    FROZEN = "the roster is drawn up"
+    ACCEPTED = "all accepted the same digest"
+    FAILED = "rejected, lost or timed out"
+    READY = "every member's first collective passed"
+    INTACT = "the previous generation still runs"
+    BACKED_OFF = "time to try again"
+    COMPLETED = "the work is done"
+
+
+TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {
+    (Phase.RUNNING, Trigger.CHANGE_WANTED): Phase.COLLECT,
+    (Phase.RUNNING, Trigger.BROKEN): Phase.COLLECT,
+    (Phase.COLLECT, Trigger.CHANGE_DROPPED): Phase.RUNNING,
+    (Phase.COLLECT, Trigger.BROKEN): Phase.COLLECT,
+    (Phase.COLLECT, Trigger.FROZEN): Phase.PREPARE,
+    (Phase.PREPARE, Trigger.ACCEPTED): Phase.COMMITTED,
+    (Phase.PREPARE, Trigger.FAILED): Phase.ABORTED,
+    (Phase.COMMITTED, Trigger.READY): Phase.RUNNING,
+    (Phase.COMMITTED, Trigger.FAILED): Phase.ABORTED,
+    (Phase.ABORTED, Trigger.INTACT): Phase.RUNNING,
+    (Phase.ABORTED, Trigger.BACKED_OFF): Phase.COLLECT,
+    (Phase.COLLECT, Trigger.COMPLETED): Phase.FINISHED,
+    (Phase.PREPARE, Trigger.COMPLETED): Phase.FINISHED,
+    (Phase.COMMITTED, Trigger.COMPLETED): Phase.FINISHED,
+    (Phase.RUNNING, Trigger.COMPLETED): Phase.FINISHED,
+    (Phase.ABORTED, Trigger.COMPLETED): Phase.FINISHED,
+}
+
+
+class IllegalTransition(Exception):
+    """The table has no such move: a fault in the state machine's own logic."""
+
+
+def after(phase: Phase, trigger: Trigger) -> Phase:
+    """The phase that `trigger` leads to from `phase`."""
+    try:
+        return TRANSITIONS[phase, trigger]
+    except KeyError:
+        raise IllegalTransition(f"{trigger.name} in {phase.name}") from None

@@ -1,0 +1,80 @@
+"""Every refusal the membership can give, worded in one place."""
+
+from shoal_server.core.events import Event, Refusal, RefusalKind
+from shoal_server.core.roster import Conflict, Generation, JobSpec
+
+
+def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FENCED,
+        what=f"{event.member_id} is not a member of job {job}",
+        seen=f"incarnation {event.incarnation}",
+        expected=f"a member that attends; the current generation is {generation}",
+        fix="It may have been declared lost: join again.",
+    )
+
+
+def replaced(event: Event, incarnation: str, generation: Generation) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FENCED,
+        what=f"{event.member_id} was replaced by a newer process",
+        seen=f"incarnation {event.incarnation}",
+        expected=f"incarnation {incarnation}; the current generation is {generation}",
+        fix="End this process.",
+    )
+
+
+def bad_spec(job: str, problem: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"job {job} cannot have these bounds",
+        seen=problem,
+        fix="Set min_members <= desired_members <= max_members.",
+    )
+
+
+def other_bounds(seen: JobSpec, expected: JobSpec) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.CONFLICT,
+        what=f"job {expected.job} has other bounds",
+        seen=_bounds(seen),
+        expected=_bounds(expected),
+        fix="Start every worker of a job with the same bounds.",
+    )
+
+
+def empty_proposal(member_id: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"{member_id} proposed nothing",
+        expected="the fields that all members must agree in",
+    )
+
+
+def finished(job: str, reason: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FINISHED,
+        what=f"job {job} is finished",
+        seen=reason,
+        expected="a job that still has work to do",
+        fix="Choose another job name.",
+    )
+
+
+def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.CONFLICT,
+        what=f"members of job {job} differ",
+        seen="; ".join(str(c) for c in conflicts),
+        expected="the same value in every member",
+        fix="Start all workers with the same script, model and settings.",
+        conflicts=conflicts,
+    )
+
+
+def timeout(reason: str) -> Refusal:
+    return Refusal(kind=RefusalKind.TIMEOUT, what=reason)
+
+
+def _bounds(spec: JobSpec) -> str:
+    return f"min={spec.min_members} max={spec.max_members} desired={spec.desired_members}"

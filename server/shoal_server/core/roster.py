@@ -1,0 +1,220 @@
+"""Rosters: who trains together, in which rank, from whose state; and what they must agree in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+Generation = NewType("Generation", int)
+Step = NewType("Step", int)
+
+NO_GENERATION = Generation(0)
+
+
+class StateAction(Enum):
+    """Where a member's training state comes from when its generation starts."""
+
+    INITIAL = "initial"
+    KEEP = "keep"
+    RECEIVE = "receive"
+
+
+class Verdict(Enum):
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobSpec:
+    """The bounds of a job's world size."""
+
+    job: str
+    min_members: int = 1
+    max_members: int = 1024
+    desired_members: int = 1
+
+    def problem(self) -> str:
+        """What is wrong with the bounds, or an empty text."""
+        if self.min_members < 1:
+            return f"min_members is {self.min_members}; expected at least 1"
+        if self.min_members > self.max_members:
+            return (
+                f"min_members is {self.min_members} and max_members {self.max_members};"
+                " expected min_members <= max_members"
+            )
+        if not self.min_members <= self.desired_members <= self.max_members:
+            return (
+                f"desired_members is {self.desired_members};"
+                f" expected {self.min_members} to {self.max_members}"
+            )
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberInfo:
+    host: str = ""
+    pid: int = 0
+    address: str = ""
+    device: str = ""
+    torch_version: str = ""
+    shoal_version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """What a member would train; every field must be the same for all."""
+
+    fields: Mapping[str, str] = field(default_factory=dict)
+    synchronous: bool = True
+    step: Step = Step(0)
+    has_state: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RosterEntry:
+    member_id: str
+    incarnation: str
+    rank: int
+    host: str = ""
+    address: str = ""
+    state: StateAction = StateAction.INITIAL
+    step: Step = Step(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roster:
+    generation: Generation
+    entries: tuple[RosterEntry, ...]
+    source_member_id: str
+    step: Step
+    planned: bool
+    synchronous: bool
+    fields: Mapping[str, str]
+
+    @property
+    def member_ids(self) -> tuple[str, ...]:
+        return tuple(entry.member_id for entry in self.entries)
+
+    def holds(self, member_id: str, incarnation: str) -> bool:
+        return any(
+            entry.member_id == member_id and entry.incarnation == incarnation
+            for entry in self.entries
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conflict:
+    """One field in which members differ: each value seen, and who holds it."""
+
+    field: str
+    values: tuple[tuple[str, tuple[str, ...]], ...]
+
+    def __str__(self) -> str:
+        held = " but ".join(f"{value!r} in {', '.join(who)}" for value, who in self.values)
+        return f"{self.field}: {held}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """How an attempt to form a generation ended. Everybody concerned gets this same record."""
+
+    job: str
+    roster: Roster
+    verdict: Verdict
+    reason: str
+    digest: str
+    decided_s: float
+    conflicts: tuple[Conflict, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A member as it stands when a roster is drawn up."""
+
+    member_id: str
+    incarnation: str
+    info: MemberInfo
+    proposal: Proposal
+
+
+def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
+    """The fields in which the candidates differ, by name. No majority wins.
+
+    A field that only some of them state is a conflict too: its absence is shown as "(absent)".
+    """
+    names = sorted({name for c in candidates for name in c.proposal.fields})
+    conflicts = []
+    for name in names:
+        holders: dict[str, list[str]] = {}
+        for c in candidates:
+            holders.setdefault(c.proposal.fields.get(name, "(absent)"), []).append(c.member_id)
+        if len(holders) > 1:
+            values = tuple((value, tuple(sorted(who))) for value, who in sorted(holders.items()))
+            conflicts.append(Conflict(field=name, values=values))
+    return tuple(conflicts)
+
+
+def assign_ranks(member_ids: Sequence[str], previous: Roster | None) -> dict[str, int]:
+    """Ranks 0 to n-1: who had one below n before keeps it, the others fill the holes in order."""
+    num_members = len(member_ids)
+    before = {e.member_id: e.rank for e in previous.entries} if previous else {}
+    ranks = {m: before[m] for m in member_ids if before.get(m, num_members) < num_members}
+    holes = iter(sorted(set(range(num_members)) - set(ranks.values())))
+    # Those who lose their rank come before those who never had one, so that survivors stay low.
+    for m in sorted((m for m in member_ids if m not in ranks), key=lambda m: (m not in before, m)):
+        ranks[m] = next(holes)
+    return ranks
+
+
+def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
+    """Whose state everybody starts from: the highest step, then the lowest rank.
+
+    Where nobody holds trained state that is rank 0, whose initial values all take.
+    """
+    return min(
+        candidates,
+        key=lambda c: (not c.proposal.has_state, -c.proposal.step, ranks[c.member_id]),
+    )
+
+
+def draw_up(
+    generation: Generation,
+    candidates: Sequence[Candidate],
+    *,
+    previous: Roster | None,
+    planned: bool,
+) -> Roster:
+    """The roster of a new generation, ranks and states assigned."""
+    ranks = assign_ranks([c.member_id for c in candidates], previous)
+    source = choose_source(candidates, ranks)
+    entries = tuple(
+        RosterEntry(
+            member_id=c.member_id,
+            incarnation=c.incarnation,
+            rank=ranks[c.member_id],
+            host=c.info.host,
+            address=c.info.address,
+            state=_state_action(c, source, planned=planned),
+            step=c.proposal.step,
+        )
+        for c in sorted(candidates, key=lambda c: ranks[c.member_id])
+    )
+    return Roster(
+        generation=generation,
+        entries=entries,
+        source_member_id=source.member_id,
+        step=source.proposal.step,
+        planned=planned,
+        synchronous=source.proposal.synchronous,
+        fields=dict(source.proposal.fields),
+    )
+
+
+def _state_action(candidate: Candidate, source: Candidate, *, planned: bool) -> StateAction:
+    if not source.proposal.has_state:
+        return StateAction.INITIAL
+    # In a planned change all who train stand at the same boundary, whatever they last reported.
+    stands_there = planned or candidate.proposal.step == source.proposal.step
+    if candidate.proposal.has_state and stands_there:
+        return StateAction.KEEP
+    return StateAction.RECEIVE
