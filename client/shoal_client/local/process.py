@@ -1,0 +1,282 @@
+"""Child processes that outlive nobody, and whose end is noticed at once.
+
+Each child is started through a guard: a small Python that asks the kernel to kill it when its
+parent dies (PR_SET_PDEATHSIG), checks that the parent is still there, and becomes the command.
+So a crash or SIGKILL of the parent leaves no child. The kernel's signal fires when the *thread*
+that forked ends, so a Supervisor forks from a thread of its own that lives as long as it does.
+
+Each child leads a process group of its own: a Ctrl-C in the terminal reaches only the parent,
+which decides; and what the child itself started is killed with it.
+"""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+from shoal_proto.errors import InvalidSpec
+
+MAX_LINE_BYTES = 1 << 16
+"""A longer line of a child's output is handed on in pieces of this size."""
+
+_GUARD = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(137)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print(f"cannot run {sys.argv[2]}: {error.strerror}", file=sys.stderr)
+    os._exit(127)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What to run, and where its output goes."""
+
+    name: str
+    """Who this is in logs and messages."""
+    arguments: Sequence[str]
+    environment: Mapping[str, str] | None = None
+    """The whole environment; None: this process' own."""
+    log_path: Path | None = None
+    """File to which stdout and stderr go, appended; it works on even while nobody reads."""
+    sink: Callable[[str], None] | None = None
+    """Called with each line of stdout and stderr, without its end, on a thread of the child's.
+
+    Without a sink and a log_path the child writes to this process' stdout and stderr.
+    """
+
+    def __post_init__(self) -> None:
+        if not self.arguments:
+            raise InvalidSpec(f"nothing to run for {self.name}", expected="a command")
+        if self.sink is not None and self.log_path is not None:
+            raise InvalidSpec(f"two outputs for {self.name}", expected="a sink or a log_path")
+
+
+class Process:
+    """One child. Made by `Supervisor.spawn`; every method is safe from any thread."""
+
+    def __init__(self, command: Command, popen: subprocess.Popen[bytes]) -> None:
+        self.command = command
+        self.name = command.name
+        self.pid = popen.pid
+        self.started_s = time.monotonic()
+        self._popen = popen
+        self._reaping = threading.Lock()
+        self._exited = threading.Event()
+        self._pump: threading.Thread | None = None
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs, else its exit code; minus N when signal N killed it."""
+        return self._popen.returncode if self._exited.is_set() else None
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait for the exit and return the code, or None when the time is up."""
+        self._exited.wait(timeout_s)
+        return self.exit_code
+
+    def drain(self, timeout_s: float) -> None:
+        """After the exit: wait until its last lines have reached the sink."""
+        if self._pump is not None:
+            # A stray that left the group may hold the pipe open: hence the bound.
+            self._pump.join(timeout_s)
+
+    def send_signal(self, number: int) -> None:
+        """Signal the child itself; one that has exited is no error."""
+        # The lock keeps the pid ours: it is free for others only once the child is reaped.
+        with self._reaping:
+            if self._popen.returncode is None:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL the child and all of its process group."""
+        with self._reaping:
+            if self._popen.returncode is None:
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def stop(self, grace_s: float) -> int:
+        """SIGTERM, then SIGKILL if it has not exited after `grace_s`. Returns the exit code."""
+        self.send_signal(signal.SIGTERM)
+        # A stopped child would not see the SIGTERM before it is continued.
+        self.send_signal(signal.SIGCONT)
+        if self.wait(grace_s) is None:
+            self.kill()
+            self.wait()
+        code = self.exit_code
+        assert code is not None
+        return code
+
+    def _watch(
+        self,
+        on_exit: Callable[["Process"], None],
+        on_stop: Callable[["Process", bool], None],
+    ) -> None:
+        events = os.WEXITED | os.WSTOPPED | os.WCONTINUED
+        while True:
+            seen = os.waitid(os.P_PID, self.pid, events | os.WNOWAIT)
+            assert seen is not None
+            if seen.si_code in (os.CLD_STOPPED, os.CLD_CONTINUED):
+                # Consume it, or the next wait would tell of it again.
+                os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
+                on_stop(self, seen.si_code == os.CLD_STOPPED)
+                continue
+            break
+        with self._reaping:
+            # While it is not reaped, the number of its group cannot be anybody else's.
+            os.killpg(self.pid, signal.SIGKILL)
+            self._popen.wait()
+        self._exited.set()
+        on_exit(self)
+
+
+def _pump(stream: IO[bytes], sink: Callable[[str], None]) -> None:
+    with stream:
+        while line := stream.readline(MAX_LINE_BYTES):
+            sink(line.decode("utf-8", "replace").rstrip("\r\n"))
+
+
+class Supervisor:
+    """Starts children and stops all of them at the end of its `with` block.
+
+    `on_exit` and `on_stop` (True: SIGSTOP halted it, False: it goes on) run on a thread of the
+    child they tell of, as soon as the kernel tells: hand the news over and return.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_exit: Callable[[Process], None] = lambda process: None,
+        on_stop: Callable[[Process, bool], None] = lambda process, halted: None,
+        grace_s: float = 5.0,
+    ) -> None:
+        self._on_exit = on_exit
+        self._on_stop = on_stop
+        self._grace_s = grace_s
+        self._orders: queue.SimpleQueue[tuple[Command, Future[Process]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._forker = threading.Thread(target=self._fork, name="shoal-fork", daemon=True)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._processes: list[Process] = []
+
+    def __enter__(self) -> "Supervisor":
+        self._forker.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def spawn(self, command: Command) -> Process:
+        """Start a child. Raises OSError when the kernel refuses; a command that cannot be run
+        exits with 127 and says so in its output."""
+        order: Future[Process] = Future()
+        with self._lock:
+            if self._closed:
+                raise InvalidSpec(f"cannot start {command.name}", seen="a closed supervisor")
+            self._orders.put((command, order))
+        return order.result()
+
+    @property
+    def running(self) -> list[Process]:
+        """The children that have not exited, in the order of their start."""
+        with self._lock:
+            self._processes = [each for each in self._processes if each.exit_code is None]
+            return list(self._processes)
+
+    def close(self) -> None:
+        """Stop every child (SIGTERM, and SIGKILL after the grace time) and start none any more."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            stop_all(self.running, self._grace_s)
+        finally:
+            # Also on a Ctrl-C in the midst of the grace time.
+            self._orders.put(None)
+            self._forker.join()
+            for process in self.running:
+                process.kill()
+            for process in self.running:
+                process.wait()
+
+    def _fork(self) -> None:
+        while (item := self._orders.get()) is not None:
+            command, order = item
+            try:
+                order.set_result(self._start(command))
+            except BaseException as error:  # noqa: BLE001 - raised by `spawn`, on its thread
+                order.set_exception(error)
+
+    def _start(self, command: Command) -> Process:
+        guard = (sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()))
+        output: int | IO[bytes] | None = subprocess.PIPE if command.sink is not None else None
+        log = None
+        if command.log_path is not None:
+            log = output = command.log_path.open("ab", buffering=0)
+        try:
+            popen = subprocess.Popen(
+                [*guard, *command.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT if output is not None else None,
+                env=None if command.environment is None else dict(command.environment),
+                process_group=0,
+            )
+        finally:
+            if log is not None:
+                log.close()
+        process = Process(command, popen)
+        with self._lock:
+            self._processes.append(process)
+        self._follow(process, popen)
+        return process
+
+    def _follow(self, process: Process, popen: subprocess.Popen[bytes]) -> None:
+        if process.command.sink is not None:
+            assert popen.stdout is not None
+            arguments = (popen.stdout, process.command.sink)
+            process._pump = threading.Thread(target=_pump, args=arguments, daemon=True)
+            process._pump.start()
+        threading.Thread(
+            target=process._watch,
+            args=(self._on_exit, self._on_stop),
+            name=f"shoal-watch-{process.name}",
+            daemon=True,
+        ).start()
+
+
+def stop_all(processes: Sequence[Process], grace_s: float) -> None:
+    """Stop several at once: one grace time for all of them together."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGCONT)
+    deadline_s = time.monotonic() + grace_s
+    for process in processes:
+        process.wait(max(0.0, deadline_s - time.monotonic()))
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+
+
+__all__ = ["MAX_LINE_BYTES", "Command", "Process", "Supervisor", "stop_all"]

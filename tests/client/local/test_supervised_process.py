@@ -1,0 +1,184 @@
+"""Child processes: nobody outlives their parent, every end is noticed."""
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_proto.errors import InvalidSpec
+
+DEADLINE_S = 20.0
+FOREVER = "import signal; print('up', flush=True); signal.pause()"
+
+
+def python(code: str, name: str = "child", **options: object) -> Command:
+    return Command(name=name, arguments=(sys.executable, "-u", "-c", code), **options)  # type: ignore[arg-type]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def await_death(pid: int) -> bool:
+    """Whether a process that is not ours ends before the deadline."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while is_alive(pid):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture
+def exits() -> queue.SimpleQueue[Process]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def stops() -> queue.SimpleQueue[tuple[Process, bool]]:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def supervisor(
+    exits: queue.SimpleQueue[Process], stops: queue.SimpleQueue[tuple[Process, bool]]
+) -> Iterator[Supervisor]:
+    def on_stop(process: Process, halted: bool) -> None:
+        stops.put((process, halted))
+
+    with Supervisor(on_exit=exits.put, on_stop=on_stop, grace_s=2.0) as supervisor:
+        yield supervisor
+
+
+def test_lines_and_exit_code_arrive(
+    supervisor: Supervisor, exits: queue.SimpleQueue[Process]
+) -> None:
+    """Each line of stdout and stderr reaches the sink, the last one without its newline too."""
+    lines: list[str] = []
+    code = "import sys; print('a'); print('b', file=sys.stderr); print('c', end=''); sys.exit(7)"
+    process = supervisor.spawn(python(code, sink=lines.append))
+    assert exits.get(timeout=DEADLINE_S) is process
+    process.drain(DEADLINE_S)
+    assert (process.exit_code, lines) == (7, ["a", "b", "c"])
+
+
+def test_death_by_signal_is_told_at_once(
+    supervisor: Supervisor, exits: queue.SimpleQueue[Process]
+) -> None:
+    """A SIGKILL is told within a tenth of a second, as the negative signal number."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    process = supervisor.spawn(python(FOREVER, sink=lines.put))
+    assert lines.get(timeout=DEADLINE_S) == "up"
+    killed_s = time.monotonic()
+    os.kill(process.pid, signal.SIGKILL)
+    assert exits.get(timeout=DEADLINE_S) is process
+    assert time.monotonic() - killed_s < 0.5  # 0.1 with a margin for a busy machine
+    assert process.exit_code == -signal.SIGKILL
+
+
+def test_a_halted_child_is_told_of(
+    supervisor: Supervisor, stops: queue.SimpleQueue[tuple[Process, bool]]
+) -> None:
+    """SIGSTOP and SIGCONT of a child are told, each once, and it can still be stopped."""
+    process = supervisor.spawn(python(FOREVER, sink=lambda line: None))
+    process.send_signal(signal.SIGSTOP)
+    assert stops.get(timeout=DEADLINE_S) == (process, True)
+    process.send_signal(signal.SIGCONT)
+    assert stops.get(timeout=DEADLINE_S) == (process, False)
+    process.send_signal(signal.SIGSTOP)
+    assert stops.get(timeout=DEADLINE_S) == (process, True)
+    assert process.stop(DEADLINE_S) == -signal.SIGTERM
+
+
+def test_stop_is_graceful_then_not(supervisor: Supervisor) -> None:
+    """SIGTERM gives a child its chance; one that ignores it is killed after the grace time."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    graceful = "import signal, sys; signal.signal(15, lambda *_: sys.exit(3)); "
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); "
+    first = supervisor.spawn(python(graceful + FOREVER, sink=lines.put))
+    second = supervisor.spawn(python(deaf + FOREVER, sink=lines.put))
+    assert [lines.get(timeout=DEADLINE_S) for _ in range(2)] == ["up", "up"]
+    assert first.stop(DEADLINE_S) == 3
+    assert second.stop(0.2) == -signal.SIGKILL
+
+
+def test_what_a_child_started_ends_with_it(supervisor: Supervisor) -> None:
+    """A grandchild in the child's group does not survive the child."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    code = (
+        "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c',"
+        f" {FOREVER!r}]); print(p.pid)\nimport signal; signal.pause()"
+    )
+    process = supervisor.spawn(python(code, sink=lines.put))
+    grandchild = next(int(each) for each in iter(lambda: lines.get(timeout=20), "") if each != "up")
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    assert await_death(grandchild)
+
+
+def test_a_command_that_is_not_there(supervisor: Supervisor, tmp_path: Path) -> None:
+    """It exits with 127 and its log names the command."""
+    log_path = tmp_path / "log"
+    process = supervisor.spawn(
+        Command(name="ghost", arguments=("/no/such/command",), log_path=log_path)
+    )
+    assert process.wait(DEADLINE_S) == 127
+    assert "/no/such/command" in log_path.read_text()
+
+
+def test_close_ends_all_and_starts_no_more() -> None:
+    """After the block no child is left, and a further spawn is refused instead of hanging."""
+    with Supervisor(grace_s=1.0) as supervisor:
+        children = [supervisor.spawn(python(FOREVER, sink=lambda line: None)) for _ in range(3)]
+    assert all(child.exit_code is not None for child in children)
+    with pytest.raises(InvalidSpec, match="closed"):
+        supervisor.spawn(python(FOREVER))
+
+
+PARENT = """
+import sys, threading
+from shoal_client.local.process import Command, Supervisor
+
+def start():
+    global child
+    child = supervisor.spawn(
+        Command(name="child", arguments=("sleep", "600"), sink=lambda line: None)
+    )
+
+with Supervisor() as supervisor:
+    # From a thread that ends at once: the child must not end with it.
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert child.wait(0.3) is None
+    print(child.pid, flush=True)
+    child.wait()
+"""
+
+
+def test_no_child_survives_a_killed_parent() -> None:
+    """SIGKILL of the parent ends the child, though a thread that has ended had asked for it."""
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert is_alive(child)
+        parent.kill()
+        parent.wait(DEADLINE_S)
+        assert await_death(child)
+    finally:
+        parent.kill()
+        parent.wait()
+        assert parent.stdout is not None
+        parent.stdout.close()
