@@ -54,15 +54,27 @@ class LeaseRequest(_message.Message):
     NUM_SAMPLES_FIELD_NUMBER: _builtins.int
     DATASET_SIZE_FIELD_NUMBER: _builtins.int
     NUM_EPOCHS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     num_samples: _builtins.int
     """0: report only."""
     dataset_size: _builtins.int
     """The first request of a job fixes both; later ones must agree."""
     num_epochs: _builtins.int
+    sequence: _builtins.int
+    """Rises from request to request of one incarnation. A retry repeats it and is answered with the
+    first answer, so that a reply that was lost on the way leaks no range.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
     def completed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]: ...
+    @_builtins.property
+    def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
+        """What this member leased before and still works at. Whatever else the books hold for it goes
+        back, so that books which missed a report (a coordinator died) never wait for it.
+        """
+
     def __init__(
         self,
         *,
@@ -71,10 +83,12 @@ class LeaseRequest(_message.Message):
         num_samples: _builtins.int = ...,
         dataset_size: _builtins.int = ...,
         num_epochs: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        held: _abc.Iterable[Global___SampleRange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "dataset_size", b"dataset_size", "num_epochs", b"num_epochs", "num_samples", b"num_samples", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "dataset_size", b"dataset_size", "held", b"held", "num_epochs", b"num_epochs", "num_samples", b"num_samples", "sequence", b"sequence", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
