@@ -1,0 +1,70 @@
+"""Sets of positions as sorted, merged spans [start, stop)."""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+
+
+class Spans:
+    """A set of whole numbers that costs as much as it has gaps, however many numbers it holds."""
+
+    __slots__ = ("_starts", "_stops")
+
+    def __init__(self, spans: Iterable[tuple[int, int]] = ()) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for start, stop in spans:
+            self.add(start, stop)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self._starts, self._stops, strict=True)))
+
+    def __len__(self) -> int:
+        """How many spans there are, not how many numbers."""
+        return len(self._starts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Spans) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+    def __repr__(self) -> str:
+        return f"Spans({list(self)})"
+
+    @property
+    def size(self) -> int:
+        """How many numbers are in the set."""
+        return sum(self._stops) - sum(self._starts)
+
+    def within(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The parts of [start, stop) that are in the set."""
+        first = bisect_right(self._stops, start)
+        last = bisect_left(self._starts, stop)
+        pieces = zip(self._starts[first:last], self._stops[first:last], strict=True)
+        return [(max(a, start), min(b, stop)) for a, b in pieces] if start < stop else []
+
+    def add(self, start: int, stop: int) -> None:
+        """Add [start, stop); spans that touch become one."""
+        if start >= stop:
+            return
+        first = bisect_left(self._stops, start)
+        last = bisect_right(self._starts, stop)
+        if first < last:
+            start = min(start, self._starts[first])
+            stop = max(stop, self._stops[last - 1])
+        self._starts[first:last] = [start]
+        self._stops[first:last] = [stop]
+
+    def remove(self, start: int, stop: int) -> None:
+        """Take [start, stop) out; what of it is not there is no error."""
+        first = bisect_right(self._stops, start)
+        last = bisect_left(self._starts, stop)
+        if start >= stop or first >= last:
+            return
+        left, right = self._starts[first], self._stops[last - 1]
+        rest = [(a, b) for a, b in ((left, start), (stop, right)) if a < b]
+        self._starts[first:last] = [a for a, _ in rest]
+        self._stops[first:last] = [b for _, b in rest]
+
+    def first(self) -> tuple[int, int]:
+        """The lowest span. There must be one."""
+        return self._starts[0], self._stops[0]
