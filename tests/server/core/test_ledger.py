@@ -162,7 +162,8 @@ def test_a_member_that_hoards_ranges_gets_no_more() -> None:
     """The number of spans a member can hold is bounded, and the refusal changes nothing."""
     ledger = Ledger(dataset_size=1000, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
-    held: Sequence[SampleRange] = ()
+    held: list[SampleRange] = []
+    apart: list[SampleRange] = []
     while len(held) < MAX_HELD_RANGES:
         granted = a.ask(1, held=held)
         assert granted is not None
