@@ -1,22 +1,31 @@
-"""A worker's membership: one background thread keeps it, the trainer reads where it stands.
+"""A worker's membership: background threads keep it, the trainer reads where it stands.
 
-The thread holds the Attend stream, answers every Prepare, sends heartbeats, finds the leader
-again after a fail-over, and tells of a break at once through `on_break`. The trainer's thread only
-ever waits here with a time limit.
+One thread holds the Attend stream, answers every Prepare, finds the leader again after a
+fail-over, and tells of a break at once through `on_break`; another sends heartbeats. The trainer's
+thread only ever waits here with a time limit.
 """
 
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import grpc
+import structlog
+
+from shoal_client.channel import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, Coordinators, Method
+from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.digest import roster_digest
+from shoal_proto.errors import DeadlineExceeded, RetryError, ShoalError
+from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.membership_pb2 import (
-    GenerationRecord,
-    JobSpec,
-    Limits,
-    MemberInfo,
-    Prepare,
-    Rejection,
-)
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+log = structlog.get_logger(__name__)
+
+ATTEND_TIMEOUT_S = 10.0
+LEAVE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,78 +34,427 @@ class Member:
 
     coordinators: Sequence[str]
     """host:port of every coordinator replica."""
-    spec: JobSpec
+    spec: pb.JobSpec
     member_id: str
     incarnation: str
-    info: MemberInfo
+    info: pb.MemberInfo
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """A planned successor of the generation that trains."""
+
+    record: pb.GenerationRecord
+    offer: int
+    """The first step not begun; none from there on is begun before `stop_at` is known."""
+    stop_at: int | None = None
 
 
 class Membership:
+    """See the module. `judge` and `on_break(generation, reason)` run on the background thread."""
+
+    limits: pb.Limits
+    http_url: str
+
     def __init__(
         self,
         member: Member,
         *,
-        judge: Callable[[Prepare], Sequence[Rejection]] = lambda prepare: (),
+        judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: (),
         on_break: Callable[[int, str], None] = lambda generation, reason: None,
     ) -> None:
-        """`judge` and `on_break(generation, reason)` run on the background thread: be quick."""
+        self._member = member
+        self._judge = judge
+        self._on_break = on_break
+        self._coordinators = Coordinators(member.coordinators)
+        self.limits = pb.Limits()
+        self.http_url = ""
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._stream: grpc.Call | None = None
+        self._admitted = False
+        self._failure: ShoalError | None = None
+        self._proposal: pb.Proposal | None = None
+        self._record: pb.GenerationRecord | None = None
+        self._generation = 0
+        self._ready_generation = 0
+        self._begun = -1
+        self._step = 0
+        self._change: _Change | None = None
+        self._broken: dict[int, str] = {}
+        self._waiting_for = "the coordinator to admit this member"
 
-    limits: Limits
-    http_url: str
+    # --- joining ---
 
-    def attend(self) -> None:
-        """Become a member. Raises Unavailable, JobFinished, InvalidSpec, ProtocolMismatch."""
+    def attend(self, timeout_s: float = ATTEND_TIMEOUT_S) -> None:
+        """Become a member.
+
+        Raises Unavailable if no coordinator answers within `timeout_s`, and what the coordinator
+        refuses with: JobFinished, InvalidSpec, ProposalConflict, ProtocolMismatch.
+        """
+        self._start("shoal-attend", self._listen)
+        with self._changed:
+            self._changed.wait_for(lambda: self._admitted or self._failure, timeout=timeout_s)
+            failure, admitted = self._failure, self._admitted
+        if failure is not None or not admitted:
+            self.close()
+            raise failure or DeadlineExceeded(
+                f"no coordinator admitted this member within {timeout_s:g} s",
+                seen=self._waiting_for,
+                expected=f"one of {', '.join(self._member.coordinators)} to answer",
+                fix="Check that the coordinator and its etcd run: see its /readyz.",
+            )
+        self._start("shoal-heartbeat", self._beat)
 
     def propose(
         self, fields: Mapping[str, str], *, synchronous: bool, step: int, has_state: bool
     ) -> None:
         """State what this member trains; makes it a candidate. Raises ProposalConflict."""
+        proposal = pb.Proposal(
+            fields=fields, synchronous=synchronous, step=step, has_state=has_state
+        )
+        with self._changed:
+            self._proposal, self._step, self._begun = proposal, step, step - 1
+        self._call(_propose, pb.ProposeRequest(token=self.token, proposal=proposal))
 
-    def await_generation(self, above: int, timeout_s: float | None = None) -> GenerationRecord:
+    def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """The next committed record with a number above `above` that has this member in it.
 
-        Waits through aborted attempts and stand-by. Raises what the coordinator refused this
-        member with (ProposalConflict, JobFinished, Fenced ...), or DeadlineExceeded with the
-        reason for the wait.
+        Waits through aborted attempts and stand-by, `timeout_s` (default: the job's join limit) at
+        the most. Raises what the coordinator refused this member with (ProposalConflict,
+        JobFinished, Fenced ...), or DeadlineExceeded with the reason for the wait.
         """
+        limit_s = timeout_s if timeout_s is not None else self.limits.join_s + ATTEND_TIMEOUT_S
+        give_up_s = time.monotonic() + limit_s
+        with self._changed:
+            while True:
+                record = self._record
+                number = record.roster.generation if record else 0
+                if record is not None and number > above and number not in self._broken:
+                    self._generation = number
+                    return record
+                if self._failure is not None:
+                    raise self._failure
+                left_s = give_up_s - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceeded(
+                        f"no generation above {above} within {limit_s:g} s", seen=self._waiting_for
+                    )
+                self._changed.wait(left_s)
 
-    def planned(self, generation: int) -> GenerationRecord | None:
-        """The committed successor of a generation that still runs, if there is one. Free to call.
+    def ready(self, record: pb.GenerationRecord) -> None:
+        """Say that the first collective of the generation passed."""
+        with self._changed:
+            self._ready_generation = record.roster.generation
+        self._call(_ready, pb.ReadyRequest(token=self._token(record.roster.generation)))
 
-        On one: `stop = offer(...)`, finish the steps below `stop`, then bring the successor up.
+    # --- training ---
+
+    def begin_step(self, step: int) -> pb.GenerationRecord | None:
+        """Ask whether step number `step` (0-based) may begin in the current generation.
+
+        None: it has begun. A record: the old generation stops here by agreement; bring this one up
+        instead, then ask again. Waits only while the members agree on where to stop, which takes
+        no longer than a step of the slowest. Raises what ended the membership.
         """
+        with self._changed:
+            give_up_s: float | None = None
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                change = self._change
+                if change is None or self._generation in self._broken:
+                    break
+                if change.stop_at is not None and step >= change.stop_at:
+                    self._change, self._record = None, change.record
+                    self._generation = change.record.roster.generation
+                    return change.record
+                if change.stop_at is not None or step < change.offer:
+                    break
+                give_up_s = give_up_s or time.monotonic() + 2 * self.limits.collective_s
+                if not self._changed.wait(give_up_s - time.monotonic()):
+                    raise DeadlineExceeded(
+                        "the members did not agree on a step to stop at", seen=self._waiting_for
+                    )
+            self._begun = step
+            return None
 
-    def offer(self, record: GenerationRecord, next_step: int) -> int:
-        """Hold before `next_step` and return the step the old generation stops at (>= next_step).
-
-        Raises GenerationBroken if either generation breaks meanwhile.
-        """
-
-    def ready(self, record: GenerationRecord) -> None:
-        """Say that the first collective of the generation passed; the token moves to it."""
+    def progress(self, step: int) -> None:
+        """Steps committed so far, for the heartbeats. Free to call."""
+        self._step = step
 
     def is_broken(self, generation: int) -> bool:
         """Whether the generation is over, by a loss or an aborted bring-up. Free to call."""
+        return generation in self._broken
 
     def wait_broken(self, generation: int, timeout_s: float) -> bool:
         """Wait for the break of a generation in which a collective failed."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: generation in self._broken or self._failure is not None, timeout_s
+            )
 
     def report_broken(self, error: str) -> None:
         """Tell the coordinator that a collective of the current generation failed here."""
+        self._call(_report_broken, pb.ReportBrokenRequest(token=self.token, error=error[:1000]))
 
     def settle(self, step: int, *, has_state: bool) -> None:
-        """After a break: the trainer stands still with `step` optimizer steps behind its state."""
+        """After a break: the trainer stands still with `step` optimizer steps behind its state.
 
-    def progress(self, step: int) -> None:
-        """The step that heartbeats carry. Free to call."""
+        Raises JobFinished if others completed the job meanwhile, Fenced if this member was lost.
+        """
+        with self._changed:
+            self._change, self._step, self._begun = None, step, step - 1
+            if self._proposal is not None:
+                self._proposal.step, self._proposal.has_state = step, has_state
+        request = pb.SettleRequest(token=self.token, step=step, has_state=has_state)
+        self._call(_settle, request)
+
+    # --- leaving ---
 
     def leave(self, *, completed: bool, reason: str) -> None:
-        """End the membership and the thread. Never raises for an unreachable coordinator."""
+        """End the membership. An unreachable coordinator is logged: it finds out by itself."""
+        if self._admitted and self._failure is None:
+            request = pb.LeaveRequest(token=self.token, completed=completed, reason=reason[:1000])
+            try:
+                self._coordinators.call(_leave, request, timeout_s=LEAVE_TIMEOUT_S)
+            except ShoalError as error:
+                log.warning("leave_failed", member=self._member.member_id, reason=str(error))
+        self.close()
+
+    def close(self) -> None:
+        """Stop the threads and the connection without a word to the coordinator."""
+        self._closing.set()
+        with self._changed:
+            if self._stream is not None:
+                self._stream.cancel()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        self._coordinators.close()
 
     @property
-    def token(self) -> Token: ...
+    def token(self) -> Token:
+        """The fencing token as of the generation last returned to the trainer."""
+        return self._token(self._generation)
+
+    @property
+    def coordinators(self) -> Coordinators:
+        """The connection, for the other services of the coordinator."""
+        return self._coordinators
 
     @property
     def waiting_for(self) -> str:
         """The coordinator's latest reason why this member is not training."""
-        ...
+        return self._waiting_for
+
+    # --- the background threads ---
+
+    def _start(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _token(self, generation: int) -> Token:
+        member = self._member
+        return Token(
+            job=member.spec.job,
+            generation=generation,
+            member_id=member.member_id,
+            incarnation=member.incarnation,
+        )
+
+    def _call(self, method_of: Callable[[grpc.Channel], Method[pb.Ack]], request: object) -> None:
+        try:
+            self._coordinators.call(method_of, request, timeout_s=self.limits.join_s)
+        except RetryError:
+            raise
+        except ShoalError as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: ShoalError) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = error
+            generation = self._generation
+            self._changed.notify_all()
+        if generation:
+            self._on_break(generation, str(error))
+
+    def _listen(self) -> None:
+        """Hold the stream; after a failure find who leads now and attend again."""
+        back_off_s = FIRST_BACK_OFF_S
+        while not self._closing.is_set() and self._failure is None:
+            address = self._coordinators.current
+            try:
+                stub = MembershipStub(self._coordinators.channel())
+                stream = stub.Attend(self._attend_request())
+                with self._changed:
+                    self._stream = stream
+                for notice in stream:
+                    back_off_s = FIRST_BACK_OFF_S
+                    self._take(notice)
+                error: ShoalError | None = None
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error, address)
+            if self._closing.is_set() or self._failure is not None:
+                return
+            if error is not None and not isinstance(error, RetryError):
+                self._fail(error)
+                return
+            if error is not None:
+                self._waiting_for = str(error)
+                self._coordinators.move_on(address, error)
+            self._closing.wait(back_off_s)
+            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+
+    def _attend_request(self) -> pb.AttendRequest:
+        return pb.AttendRequest(
+            protocol=PROTOCOL_VERSION,
+            token=self.token,
+            spec=self._member.spec,
+            info=self._member.info,
+        )
+
+    def _beat(self) -> None:
+        """Say every `heartbeat_s` that this member lives; learn from the reply if it is fenced."""
+        while not self._closing.wait(self.limits.heartbeat_s):
+            beat = pb.Beat(token=self.token, step=self._step)
+            try:
+                reply = self._coordinators.call(
+                    _heartbeat,
+                    pb.HeartbeatRequest(beats=[beat]),
+                    timeout_s=self.limits.lease_s,
+                )
+            except ShoalError as error:
+                log.info("heartbeat_failed", member=beat.token.member_id, reason=str(error))
+                continue
+            if reply.replies and reply.replies[0].HasField("error"):
+                self._fail(from_detail(reply.replies[0].error))
+                return
+
+    def _take(self, notice: pb.Notice) -> None:
+        """Act on one notice."""
+        kind = notice.WhichOneof("kind")
+        self._waiting_for = notice.reason or self._waiting_for
+        if kind == "admitted":
+            self._take_admitted(notice.admitted)
+        elif kind == "prepare":
+            self._answer(notice.prepare)
+        elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
+            self._take_committed(notice.outcome)
+        elif kind == "outcome":
+            self._take_aborted(notice.outcome)
+        elif kind == "stop_at":
+            self._take_stop_at(notice.stop_at)
+        elif kind == "break":
+            self._take_break(getattr(notice, "break").generation, notice.reason)
+        elif kind == "refused":
+            self._fail(from_detail(notice.refused))
+
+    def _take_admitted(self, admitted: pb.Admitted) -> None:
+        with self._changed:
+            self.limits, self.http_url = admitted.limits, admitted.http_url
+            again, self._admitted = self._admitted, True
+            proposal, ready = self._proposal, self._ready_generation
+            self._changed.notify_all()
+        # A new leader knows the roster from etcd, not what each member has said since.
+        if again and proposal is not None:
+            self._call(_propose, pb.ProposeRequest(token=self.token, proposal=proposal))
+        if again and ready and ready == self._generation:
+            self._call(_ready, pb.ReadyRequest(token=self._token(ready)))
+
+    def _answer(self, prepare: pb.Prepare) -> None:
+        answer = pb.AnswerRequest(
+            token=self.token,
+            generation=prepare.roster.generation,
+            digest=roster_digest(prepare.roster),
+            rejections=self._judge(prepare),
+        )
+        self._call(_answer, answer)
+
+    def _take_committed(self, record: pb.GenerationRecord) -> None:
+        number = record.roster.generation
+        if not record.roster.synchronous:
+            with self._changed:
+                self._record, self._generation = record, number
+                self._changed.notify_all()
+            self.ready(record)
+            return
+        with self._changed:
+            trains = self._generation > 0 and self._generation not in self._broken
+            if number <= self._generation:
+                return  # told again after a reconnection
+            if not trains or not record.roster.planned:
+                self._record = record
+                self._changed.notify_all()
+                return
+            if self._change is None or self._change.record.roster.generation != number:
+                self._change = _Change(record=record, offer=self._begun + 1)
+            offer = self._change.offer
+        token = self._token(self._generation)
+        self._call(_offer, pb.OfferRequest(token=token, generation=number, next_step=offer))
+
+    def _take_aborted(self, record: pb.GenerationRecord) -> None:
+        number = record.roster.generation
+        with self._changed:
+            if self._change is not None and self._change.record.roster.generation == number:
+                self._change = None
+            was_committed = self._record is not None and self._record.roster.generation == number
+            self._changed.notify_all()
+        if was_committed:
+            self._take_break(number, record.reason)
+
+    def _take_stop_at(self, stop: pb.StopAt) -> None:
+        with self._changed:
+            change = self._change
+            if change is not None and change.record.roster.generation == stop.generation:
+                self._change = replace(change, stop_at=stop.step)
+            self._changed.notify_all()
+
+    def _take_break(self, generation: int, reason: str) -> None:
+        with self._changed:
+            if generation in self._broken:
+                return
+            self._broken[generation] = reason
+            self._changed.notify_all()
+        log.info("generation_broken", generation=generation, reason=reason)
+        self._on_break(generation, reason)
+
+
+# Which method of which stub a call goes to, on whatever channel leads at the time.
+
+
+def _propose(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Propose
+
+
+def _answer(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Answer
+
+
+def _settle(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Settle
+
+
+def _offer(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Offer
+
+
+def _ready(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Ready
+
+
+def _report_broken(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).ReportBroken
+
+
+def _leave(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Leave
+
+
+def _heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
+    return MembershipStub(channel).Heartbeat

@@ -598,9 +598,9 @@ class Job:
             yield self.phase_since_s + self.limits.gather_s
             return
         waiting = [m for m in self.members.values() if m.proposal is not None]
-        if len(waiting) >= self.spec.min_members and self.first_proposal_s is not None:
-            if all(m.settled for m in waiting) and not self._survivors(waiting):
-                yield self.first_proposal_s + self.limits.last_call_s
+        formable = len(waiting) >= self.spec.min_members and all(m.settled for m in waiting)
+        if formable and self.first_proposal_s is not None and not self._survivors(waiting):
+            yield self.first_proposal_s + self.limits.last_call_s
         for member in waiting:
             yield self._overdue_s(member)
 

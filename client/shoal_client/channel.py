@@ -1,0 +1,123 @@
+"""Connections to the coordinator: which replica to ask, and when to ask again."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import grpc
+import structlog
+
+from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto.errors import DeadlineExceeded, NotLeader, RetryError, ShoalError, Unavailable
+from shoal_proto.status import from_rpc_error
+
+log = structlog.get_logger(__name__)
+
+FIRST_BACK_OFF_S = 0.02
+MAX_BACK_OFF_S = 1.0
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # gRPC's own back-off grows to minutes; a coordinator that is back should be found at once.
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # Two clients in one process must not share a connection: one may be cut off on purpose.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+Reply = TypeVar("Reply", covariant=True)
+
+
+class Method(Protocol[Reply]):
+    """A unary method of a generated stub."""
+
+    def __call__(self, request: Any, /, *, timeout: float | None = ...) -> Reply: ...
+
+
+class Coordinators:
+    """The coordinator replicas as one peer: calls go to who leads, and are retried elsewhere.
+
+    Thread-safe. Every call is bounded by its `timeout_s`, retries included.
+    """
+
+    def __init__(self, addresses: Sequence[str]) -> None:
+        if not addresses:
+            raise ValueError("no coordinator address was given; expected at least one host:port")
+        self._addresses = list(addresses)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._current = self._addresses[0]
+
+    @property
+    def current(self) -> str:
+        """host:port of the replica that calls go to."""
+        with self._lock:
+            return self._current
+
+    def channel(self) -> grpc.Channel:
+        """The channel to the replica that calls go to."""
+        with self._lock:
+            if self._closed.is_set():
+                raise Unavailable("the connection to the coordinator was closed")
+            channel = self._channels.get(self._current)
+            if channel is None:
+                channel = grpc.insecure_channel(self._current, options=CHANNEL_OPTIONS)
+                self._channels[self._current] = channel
+            return channel
+
+    def move_on(self, failed: str, error: ShoalError) -> None:
+        """After a failure at `failed`: go to the leader it named, else to the next address."""
+        with self._lock:
+            if self._current != failed:
+                return
+            leader = error.details.get("leader") if isinstance(error, NotLeader) else None
+            if leader:
+                self._current = leader
+            else:
+                known = self._addresses
+                position = known.index(failed) if failed in known else -1
+                self._current = known[(position + 1) % len(known)]
+
+    def call(
+        self,
+        method_of: Callable[[grpc.Channel], Method[Reply]],
+        request: Any,
+        *,
+        timeout_s: float,
+    ) -> Reply:
+        """Call until it succeeds, is refused, or `timeout_s` has passed.
+
+        Raises what the server raised; a RetryError only once the time is over.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        back_off_s = FIRST_BACK_OFF_S
+        while True:
+            address = self.current
+            left_s = give_up_s - time.monotonic()
+            try:
+                return method_of(self.channel())(request, timeout=max(left_s, 0.001))
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error, address)
+                if not isinstance(error, RetryError) or isinstance(error, DeadlineExceeded):
+                    raise error from None
+                if time.monotonic() + back_off_s >= give_up_s or self._closed.is_set():
+                    raise error from None
+                self.move_on(address, error)
+            self._closed.wait(back_off_s)
+            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+
+    def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        self._closed.set()
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
