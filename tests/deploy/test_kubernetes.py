@@ -1,0 +1,341 @@
+"""The Kubernetes manifests render, are valid, and agree with each other and with the program."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from deploy.kustomization import Resource, containers, find, render, workloads
+
+from shoal_client.cli import build_parser
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+VARIANTS = ["base", "overlays/dev"]
+ROLES = {"coordinator", "ps"}
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> Path:
+    return KUBERNETES / str(request.param)
+
+
+@pytest.fixture
+def resources(variant: Path) -> list[Resource]:
+    return render(variant)
+
+
+def config(resources: list[Resource], name: str) -> dict[str, str]:
+    data: dict[str, str] = find(resources, kinds={"ConfigMap"}, name=name)["data"]
+    return data
+
+
+def pod_name(workload: Resource, ordinal: int) -> str:
+    return f"{workload['metadata']['name']}-{ordinal}"
+
+
+def variables(resources: list[Resource], container: Resource) -> dict[str, str]:
+    """What the container finds in its environment, for the first pod of a workload."""
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        found |= config(resources, source["configMapRef"]["name"])
+    fields = {"metadata.name": f"{container['name']}-0", "status.podIP": "10.1.2.3"}
+    for entry in container.get("env", ()):
+        if "value" in entry:
+            found[entry["name"]] = entry["value"]
+        elif "fieldRef" in entry["valueFrom"]:
+            found[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        else:
+            reference = entry["valueFrom"]["configMapKeyRef"]
+            found[entry["name"]] = config(resources, reference["name"])[reference["key"]]
+    return found
+
+
+def arguments(resources: list[Resource], container: Resource) -> list[str]:
+    """The arguments as the kubelet hands them over. Raises KeyError for a variable not there."""
+    known = variables(resources, container)
+    return [
+        re.sub(r"\$\(([A-Z_]+)\)", lambda match: known[match[1]], argument)
+        for argument in container.get("args", ())
+    ]
+
+
+def without_hashes(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
+    """By kind and name, the content hash taken off the names of generated config maps."""
+    names = {r["metadata"]["name"] for r in resources if r["kind"] == "ConfigMap"}
+    text = json.dumps(resources)
+    for name in names:
+        text = text.replace(f'"{name}"', json.dumps(re.sub(r"-[a-z0-9]{10}$", "", name)))
+    return {(r["kind"], r["metadata"]["name"]): r for r in json.loads(text)}
+
+
+def kubectl() -> str:
+    """A kubectl whose kustomize knows `replicas` and resources that are folders."""
+    command = shutil.which("kubectl")
+    if command is None:
+        pytest.skip("no kubectl here; the checks render the manifests without it")
+    text = subprocess.run(
+        [command, "version", "--client", "--output=json"], capture_output=True, check=True
+    ).stdout
+    version = json.loads(text)["clientVersion"]
+    if int(version["minor"].rstrip("+")) < 21:
+        pytest.skip(f"kubectl {version['gitVersion']} holds kustomize 2; 1.21 or newer is needed")
+    return command
+
+
+def test_kubectl_renders_the_same(variant: Path) -> None:
+    """`kubectl kustomize` gives what the checks below look at."""
+    output = subprocess.run(
+        [kubectl(), "kustomize", str(variant)], capture_output=True, check=True, text=True
+    )
+    assert not output.stderr, "a warning counts as a failure"
+    theirs = without_hashes(list(yaml.safe_load_all(output.stdout)))
+    assert theirs == without_hashes(render(variant))
+
+
+def test_schema(variant: Path, tmp_path: Path) -> None:
+    """Each resource is valid by Kubernetes' own schemas: no unknown field, no warning."""
+    path = tmp_path / "all.yaml"
+    path.write_text(yaml.safe_dump_all(render(variant)))
+    program = Path(sys.executable).with_name("kubernetes-validate")
+    result = subprocess.run(
+        [program, "--strict", path], capture_output=True, text=True, check=False
+    )
+    report = result.stdout + result.stderr
+    assert result.returncode == 0, report
+    lines = report.splitlines()
+    assert len(lines) == len(render(variant))
+    assert all(line.startswith("INFO") and " passed " in line for line in lines), report
+
+
+def test_schema_check_can_fail(tmp_path: Path) -> None:
+    """The validator does refuse a field that does not exist."""
+    path = tmp_path / "bad.yaml"
+    bad = render(KUBERNETES / "base")
+    find(bad, kinds={"Deployment"}, name="worker")["spec"]["replica"] = 3
+    path.write_text(yaml.safe_dump_all(bad))
+    program = Path(sys.executable).with_name("kubernetes-validate")
+    result = subprocess.run([program, "--strict", path], capture_output=True, check=False)
+    assert result.returncode != 0
+
+
+def test_parts_are_there(resources: list[Resource]) -> None:
+    """etcd and parameter servers keep an identity, coordinators and workers need none."""
+    kinds = {w["metadata"]["name"]: w["kind"] for w in workloads(resources)}
+    assert kinds == {
+        "etcd": "StatefulSet",
+        "ps": "StatefulSet",
+        "coordinator": "Deployment",
+        "worker": "Deployment",
+    }
+
+
+def test_names_are_unique(resources: list[Resource]) -> None:
+    """No two resources of a kind share a name; else the later one would replace the earlier."""
+    names = [(r["kind"], r["metadata"]["name"]) for r in resources]
+    assert len(names) == len(set(names))
+
+
+def matches(labels: dict[str, str], selector: dict[str, Any]) -> bool:
+    expressions = selector.get("matchExpressions", ())
+    assert all(e["operator"] == "In" for e in expressions)
+    return all(labels.get(k) == v for k, v in selector.get("matchLabels", {}).items()) and all(
+        labels.get(e["key"]) in e["values"] for e in expressions
+    )
+
+
+def selected(resources: list[Resource], selector: dict[str, Any]) -> set[str]:
+    """The names of the workloads whose pods a selector takes."""
+    return {
+        workload["metadata"]["name"]
+        for workload in workloads(resources)
+        if matches(workload["spec"]["template"]["metadata"]["labels"], selector)
+    }
+
+
+def test_selectors_take_their_own_pods(resources: list[Resource]) -> None:
+    """A workload, Service or budget takes the pods of the workload of its own name, no other."""
+    own = {"Deployment", "StatefulSet", "PodDisruptionBudget"}
+    for resource in resources:
+        name = resource["metadata"]["name"]
+        if resource["kind"] in own:
+            assert selected(resources, resource["spec"]["selector"]) == {name}
+        elif resource["kind"] == "Service":
+            assert selected(resources, {"matchLabels": resource["spec"]["selector"]}) == {name}
+
+
+def test_budgets_leave_a_quorum(resources: list[Resource]) -> None:
+    """Every workload has a budget; a drain never takes two etcd members or servers at once."""
+    budgets = {
+        r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == "PodDisruptionBudget"
+    }
+    assert set(budgets) == {"etcd", "ps", "coordinator", "worker"}
+    assert budgets["etcd"]["maxUnavailable"] == 1
+    assert budgets["ps"]["maxUnavailable"] == 1
+    minimum = int(config(resources, "job")["SHOAL_MIN_MEMBERS"])
+    assert budgets["worker"]["minAvailable"] >= minimum
+
+
+def test_stateful_sets_have_their_headless_service(resources: list[Resource]) -> None:
+    """The Service that names a StatefulSet's pods exists and is headless."""
+    for workload in workloads(resources):
+        if workload["kind"] == "StatefulSet":
+            service = find(resources, kinds={"Service"}, name=workload["spec"]["serviceName"])
+            assert service["spec"]["clusterIP"] == "None"
+
+
+def test_ports_agree(resources: list[Resource]) -> None:
+    """A Service sends to a port that its pods declare, under the same number."""
+    for service in (r for r in resources if r["kind"] == "Service"):
+        workload = find(
+            resources, kinds={"Deployment", "StatefulSet"}, name=service["metadata"]["name"]
+        )
+        declared = {
+            port["name"]: port["containerPort"]
+            for container in workload["spec"]["template"]["spec"]["containers"]
+            for port in container["ports"]
+        }
+        for port in service["spec"]["ports"]:
+            assert declared[port["targetPort"]] == port["port"]
+
+
+def port_of(container: Resource, name: str) -> int:
+    return next(int(p["containerPort"]) for p in container["ports"] if p["name"] == name)
+
+
+def test_probes_use_declared_ports(resources: list[Resource]) -> None:
+    """A probe that names a port names one of its container."""
+    for container in containers(resources):
+        for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
+            probe = container.get(kind, {})
+            target = probe.get("httpGet") or probe.get("tcpSocket")
+            if target:
+                assert port_of(container, target["port"])
+
+
+def test_commands_parse(resources: list[Resource]) -> None:
+    """The program itself understands each flag, and listens where the manifests say."""
+    parser = build_parser()
+    parsed = {}
+    for container in containers(resources):
+        if "command" not in container:
+            options = parser.parse_args(arguments(resources, container))
+            parsed[container["name"]] = options
+            assert options.listen == f"0.0.0.0:{port_of(container, 'grpc')}"
+    assert set(parsed) == ROLES
+    coordinator = find(resources, kinds={"Deployment"}, name="coordinator")
+    [container] = coordinator["spec"]["template"]["spec"]["containers"]
+    assert parsed["coordinator"].http == f"0.0.0.0:{port_of(container, 'http')}"
+
+
+def test_ready_file_is_the_one_that_is_written(resources: list[Resource]) -> None:
+    """The parameter server's startup probe looks at the file of its --ready-file."""
+    server = find(resources, kinds={"StatefulSet"}, name="ps")
+    [container] = server["spec"]["template"]["spec"]["containers"]
+    path = container["startupProbe"]["exec"]["command"][-1]
+    assert f"--ready-file={path}" in container["args"]
+    assert path.startswith("/tmp/"), "the rest of the file system is read-only"
+
+
+def etcd_arguments(resources: list[Resource]) -> dict[str, str]:
+    etcd = find(resources, kinds={"StatefulSet"}, name="etcd")
+    [container] = etcd["spec"]["template"]["spec"]["containers"]
+    return dict(
+        argument.removeprefix("--").split("=", 1) for argument in arguments(resources, container)
+    )
+
+
+def test_etcd_founders_are_the_replicas(resources: list[Resource]) -> None:
+    """The initial cluster names every replica, at the peer address that it advertises itself."""
+    etcd = find(resources, kinds={"StatefulSet"}, name="etcd")
+    given = etcd_arguments(resources)
+    founders = dict(item.split("=", 1) for item in given["initial-cluster"].split(","))
+    replicas = [pod_name(etcd, i) for i in range(etcd["spec"]["replicas"])]
+    service = etcd["spec"]["serviceName"]
+    assert founders == {name: f"http://{name}.{service}:2380" for name in replicas}
+    assert founders[given["name"]] == given["initial-advertise-peer-urls"]
+    assert len(replicas) % 2 == 1, "an even number loses a quorum as soon as one less does"
+
+
+def test_endpoints_are_the_replicas(resources: list[Resource]) -> None:
+    """Coordinators and parameter servers know each etcd member; the workers the coordinators."""
+    etcd = find(resources, kinds={"StatefulSet"}, name="etcd")
+    names = [pod_name(etcd, i) for i in range(etcd["spec"]["replicas"])]
+    endpoints = config(resources, "endpoints")
+    assert endpoints["ETCD_ENDPOINTS"].split(",") == [f"{name}.etcd:2379" for name in names]
+    service = find(resources, kinds={"Service"}, name="coordinator")
+    ports = {port["name"]: port["port"] for port in service["spec"]["ports"]}
+    assert endpoints["SHOAL_COORDINATOR"] == f"coordinator:{ports['grpc']}"
+    assert endpoints["SHOAL_COORDINATOR_HTTP"] == f"http://coordinator:{ports['http']}"
+
+
+def test_etcd_admits_its_users_only(resources: list[Resource]) -> None:
+    """The network policy of etcd lets in who has its address, and nobody else."""
+    policy = find(resources, kinds={"NetworkPolicy"}, name="etcd")["spec"]
+    assert selected(resources, policy["podSelector"]) == {"etcd"}
+    [rule] = policy["ingress"]
+    [source] = rule["from"]
+    assert selected(resources, source["podSelector"]) == {"etcd", "coordinator", "ps"}
+
+
+def test_one_image(resources: list[Resource]) -> None:
+    """All roles run one image, the one that docker-compose.yml builds."""
+    images = {container["image"] for container in containers(resources)}
+    assert images == {"shoal:dev"}
+
+
+def test_pods_have_no_privileges(resources: list[Resource]) -> None:
+    """Non-root, no privilege to gain, no capability, a read-only root: in every pod."""
+    for workload in workloads(resources):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            context = container["securityContext"]
+            assert context["allowPrivilegeEscalation"] is False
+            assert context["readOnlyRootFilesystem"] is True
+            assert context["capabilities"]["drop"] == ["ALL"]
+
+
+def test_pods_say_what_they_need(resources: list[Resource]) -> None:
+    """Requests for the scheduler, a memory limit for the node, time to stop for the drain."""
+    for workload in workloads(resources):
+        pod = workload["spec"]["template"]["spec"]
+        assert pod["terminationGracePeriodSeconds"] >= 30
+        assert pod["affinity"]["podAntiAffinity"]
+        for container in pod["containers"]:
+            assert set(container["resources"]["requests"]) == {"cpu", "memory"}
+            assert "memory" in container["resources"]["limits"]
+            assert "readinessProbe" in container
+
+
+def test_mounts_have_volumes(resources: list[Resource]) -> None:
+    """What is mounted is a volume of the pod or a claim of the set."""
+    for workload in workloads(resources):
+        pod = workload["spec"]["template"]["spec"]
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        volumes |= {c["metadata"]["name"] for c in workload["spec"].get("volumeClaimTemplates", ())}
+        for container in pod["containers"]:
+            assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+
+
+def test_job_settings_are_consistent(resources: list[Resource]) -> None:
+    """The job's bounds admit the number of workers that is deployed."""
+    job = config(resources, "job")
+    workers = find(resources, kinds={"Deployment"}, name="worker")["spec"]["replicas"]
+    least, most = int(job["SHOAL_MIN_MEMBERS"]), int(job["SHOAL_MAX_MEMBERS"])
+    assert least <= int(job["SHOAL_DESIRED_MEMBERS"]) == workers <= most
+
+
+def test_an_unknown_kustomization_field_is_refused(tmp_path: Path) -> None:
+    """The renderer does not leave out what it cannot render."""
+    (tmp_path / "kustomization.yaml").write_text("resources: []\nnamePrefix: a-\n")
+    with pytest.raises(ValueError, match="namePrefix"):
+        render(tmp_path)
