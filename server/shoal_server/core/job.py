@@ -77,6 +77,18 @@ FIRST_BACK_OFF_S = 0.05
 MAX_BACK_OFF_S = 5.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What the store holds of a job."""
+
+    last_generation: Generation
+    record: Record | None
+    """The newest committed record."""
+    members: tuple[Member, ...]
+    finished: bool
+    reason: str
+
+
 @dataclass(kw_only=True)
 class Job:
     """State of one job. Its fields are read by the edge and changed only in here."""
@@ -105,6 +117,43 @@ class Job:
     failures: int = 0
     completing: bool = False
     _effects: list[Effect] = field(default_factory=list)
+
+    @classmethod
+    def restored(
+        cls,
+        *,
+        spec: JobSpec,
+        limits: Limits,
+        digest_of: Callable[[Roster], str],
+        saved: Saved,
+        now_s: float,
+    ) -> "Job":
+        """The job as a new leader finds it in the store.
+
+        Whether the newest generation already ran is not recorded: its members say so again when
+        they attend. They get the time of a lease for that before they count as disconnected.
+        """
+        job = cls(spec=spec, limits=limits, digest_of=digest_of, phase_since_s=now_s)
+        job.last_generation, job.reason = saved.last_generation, "a new leader took over"
+        if saved.finished:
+            job.phase, job.completing, job.reason = Phase.FINISHED, True, saved.reason
+            return job
+        for member in saved.members:
+            member.disconnected_s = now_s + limits.lease_s
+            job.members[member.member_id] = member
+        if saved.record is None:
+            return job
+        roster = saved.record.roster
+        job.record, job.previous = saved.record, roster
+        present = job._members_of(roster)
+        for member in present:
+            member.settled = not roster.synchronous
+        if len(present) == len(roster.entries):
+            job.phase, job.attempt = Phase.COMMITTED, roster
+            job.deadline_s = now_s + limits.collective_s + limits.bring_up_s
+        elif roster.synchronous and present:
+            job.broken_since_s = now_s
+        return job
 
     # --- what the edge calls ---
 
@@ -466,9 +515,11 @@ class Job:
     def _settled(self, member: Member, event: Settled, now_s: float) -> None:
         if self.completing:
             raise Refused(refusals.finished(self.spec.job, self.reason))
-        if member.proposal is None or member.is_in(self.running) or member.is_in(self.attempt):
+        if member.is_in(self.running) or member.is_in(self.attempt):
             return
-        member.proposal = replace(member.proposal, step=event.step, has_state=event.has_state)
+        if member.proposal is not None:
+            step, has_state = event.step, event.has_state
+            member.proposal = replace(member.proposal, step=step, has_state=has_state)
         member.settled = True
         member.waits("the other members to settle", now_s)
         if all(m.settled for m in self.members.values()):

@@ -1,0 +1,248 @@
+"""The core's types as messages and as records in etcd, and back."""
+
+import json
+from collections.abc import Mapping
+
+from google.protobuf.json_format import MessageToJson, Parse
+
+from shoal_proto import errors
+from shoal_proto.digest import roster_digest
+from shoal_proto.errors import InternalError, ShoalError
+from shoal_proto.status import to_detail
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.core import events
+from shoal_server.core.limits import Limits
+from shoal_server.core.roster import (
+    Conflict,
+    Generation,
+    JobSpec,
+    MemberInfo,
+    Proposal,
+    Record,
+    Roster,
+    RosterEntry,
+    StateAction,
+    Step,
+    Verdict,
+)
+
+_STATE_TO_PB = {
+    StateAction.INITIAL: pb.STATE_ACTION_INITIAL,
+    StateAction.KEEP: pb.STATE_ACTION_KEEP,
+    StateAction.RECEIVE: pb.STATE_ACTION_RECEIVE,
+}
+_STATE_FROM_PB = {value: key for key, value in _STATE_TO_PB.items()}
+_VERDICT_TO_PB = {
+    Verdict.COMMITTED: pb.VERDICT_COMMITTED,
+    Verdict.ABORTED: pb.VERDICT_ABORTED,
+}
+_VERDICT_FROM_PB = {value: key for key, value in _VERDICT_TO_PB.items()}
+
+
+def spec_from_pb(spec: pb.JobSpec) -> JobSpec:
+    return JobSpec(
+        job=spec.job,
+        min_members=spec.min_members,
+        max_members=spec.max_members,
+        desired_members=spec.desired_members,
+    )
+
+
+def info_from_pb(info: pb.MemberInfo) -> MemberInfo:
+    return MemberInfo(
+        host=info.host,
+        pid=info.pid,
+        address=info.address,
+        device=info.device,
+        torch_version=info.torch_version,
+        shoal_version=info.shoal_version,
+    )
+
+
+def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
+    return Proposal(
+        fields=dict(proposal.fields),
+        synchronous=proposal.synchronous,
+        step=Step(proposal.step),
+        has_state=proposal.has_state,
+    )
+
+
+def limits_to_pb(limits: Limits) -> pb.Limits:
+    return pb.Limits(
+        heartbeat_s=limits.heartbeat_s,
+        reconnect_s=limits.reconnect_s,
+        lease_s=limits.lease_s,
+        last_call_s=limits.last_call_s,
+        prepare_s=limits.prepare_s,
+        bring_up_s=limits.bring_up_s,
+        collective_s=limits.collective_s,
+        watchdog_s=limits.watchdog_s,
+        join_s=limits.join_s,
+    )
+
+
+def roster_to_pb(roster: Roster) -> pb.Roster:
+    entries = [
+        pb.RosterEntry(
+            member_id=e.member_id,
+            incarnation=e.incarnation,
+            rank=e.rank,
+            host=e.host,
+            address=e.address,
+            state=_STATE_TO_PB[e.state],
+            step=e.step,
+        )
+        for e in roster.entries
+    ]
+    return pb.Roster(
+        generation=roster.generation,
+        entries=entries,
+        source_member_id=roster.source_member_id,
+        step=roster.step,
+        planned=roster.planned,
+        synchronous=roster.synchronous,
+        fields=roster.fields,
+    )
+
+
+def roster_from_pb(roster: pb.Roster) -> Roster:
+    entries = tuple(
+        RosterEntry(
+            member_id=e.member_id,
+            incarnation=e.incarnation,
+            rank=e.rank,
+            host=e.host,
+            address=e.address,
+            state=_STATE_FROM_PB[e.state],
+            step=Step(e.step),
+        )
+        for e in roster.entries
+    )
+    return Roster(
+        generation=Generation(roster.generation),
+        entries=entries,
+        source_member_id=roster.source_member_id,
+        step=Step(roster.step),
+        planned=roster.planned,
+        synchronous=roster.synchronous,
+        fields=dict(roster.fields),
+    )
+
+
+def digest_of(roster: Roster) -> str:
+    return roster_digest(roster_to_pb(roster))
+
+
+def record_to_pb(record: Record) -> pb.GenerationRecord:
+    conflicts = [
+        pb.Conflict(
+            field=c.field,
+            values=[pb.ConflictingValue(value=value, member_ids=who) for value, who in c.values],
+        )
+        for c in record.conflicts
+    ]
+    return pb.GenerationRecord(
+        job=record.job,
+        roster=roster_to_pb(record.roster),
+        verdict=_VERDICT_TO_PB[record.verdict],
+        reason=record.reason,
+        digest=record.digest,
+        conflicts=conflicts,
+        decided_unix_s=record.decided_s,
+    )
+
+
+def record_from_pb(record: pb.GenerationRecord) -> Record:
+    conflicts = tuple(
+        Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
+        for c in record.conflicts
+    )
+    return Record(
+        job=record.job,
+        roster=roster_from_pb(record.roster),
+        verdict=_VERDICT_FROM_PB[record.verdict],
+        reason=record.reason,
+        digest=record.digest,
+        decided_s=record.decided_unix_s,
+        conflicts=conflicts,
+    )
+
+
+def record_to_json(record: pb.GenerationRecord) -> bytes:
+    """The record as it lies in etcd: JSON, so that a person can read it with etcdctl."""
+    return MessageToJson(record, preserving_proto_field_name=True, indent=None).encode()
+
+
+def record_from_json(data: bytes) -> pb.GenerationRecord:
+    return Parse(data.decode(), pb.GenerationRecord())
+
+
+def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
+    value = {
+        "incarnation": incarnation,
+        "host": info.host,
+        "pid": info.pid,
+        "address": info.address,
+        "device": info.device,
+        "torch_version": info.torch_version,
+        "shoal_version": info.shoal_version,
+    }
+    return json.dumps(value).encode()
+
+
+def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
+    """Incarnation and info of a member's key."""
+    value: Mapping[str, str | int] = json.loads(data)
+    info = MemberInfo(
+        host=str(value["host"]),
+        pid=int(value["pid"]),
+        address=str(value["address"]),
+        device=str(value["device"]),
+        torch_version=str(value["torch_version"]),
+        shoal_version=str(value["shoal_version"]),
+    )
+    return str(value["incarnation"]), info
+
+
+def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
+    """The error class a refusal names, with the conflicts and current generation as details."""
+    kind = getattr(errors, refusal.kind, InternalError)
+    details = {c.field: str(c) for c in refusal.conflicts}
+    details["generation"] = str(generation)
+    error: ShoalError = kind(
+        refusal.what,
+        seen=refusal.seen,
+        expected=refusal.expected,
+        fix=refusal.fix,
+        details=details,
+    )
+    return error
+
+
+def notice_to_pb(notice: events.Notice, generation: int) -> pb.Notice:
+    """`generation` is the job's newest, for the details of a refusal."""
+    message = pb.Notice(reason=notice.reason)
+    match notice:
+        case events.PrepareNotice():
+            message.prepare.CopyFrom(
+                pb.Prepare(roster=roster_to_pb(notice.roster), digest=notice.digest)
+            )
+        case events.OutcomeNotice():
+            message.outcome.CopyFrom(record_to_pb(notice.record))
+        case events.StopAtNotice():
+            message.stop_at.CopyFrom(pb.StopAt(generation=notice.generation, step=notice.step))
+        case events.BreakNotice():
+            lost = notice.lost_member_ids
+            getattr(message, "break").CopyFrom(
+                pb.Break(generation=notice.generation, lost_member_ids=lost)
+            )
+        case events.RunningNotice():
+            message.running.CopyFrom(pb.Running(generation=notice.generation))
+        case events.StandbyNotice():
+            message.standby.CopyFrom(pb.Standby(position=notice.position))
+        case events.RefusedNotice():
+            message.refused.CopyFrom(to_detail(refusal_to_error(notice.refusal, generation)))
+        case _:
+            raise AssertionError(f"no message for {notice}")
+    return message

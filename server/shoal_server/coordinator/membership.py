@@ -1,0 +1,192 @@
+"""The Membership service: decodes a call, hands it to the job's actor, answers."""
+
+from collections.abc import AsyncIterator
+
+import structlog
+
+from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.errors import Fenced, InvalidSpec, ProtocolMismatch, ShoalError, UnknownMember
+from shoal_proto.status import to_detail
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipServicer
+from shoal_server.coordinator import codec
+from shoal_server.coordinator.job_actor import JobActor
+from shoal_server.coordinator.registry import Registry
+from shoal_server.core import events
+from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.core.roster import Generation, Step
+from shoal_server.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_WAIT_S = 60.0
+
+
+class Membership(MembershipServicer):
+    def __init__(self, registry: Registry, http_url: str) -> None:
+        self._registry = registry
+        self._http_url = http_url
+
+    async def Attend(self, request: pb.AttendRequest, context: Context) -> AsyncIterator[pb.Notice]:
+        _check_attendance(request)
+        token, spec = request.token, codec.spec_from_pb(request.spec)
+        if problem := spec.problem():
+            raise InvalidSpec(
+                f"job {spec.job} cannot have these bounds",
+                seen=problem,
+                fix="Set min_members <= desired_members <= max_members.",
+            )
+        actor = self._registry.find_or_create(spec)
+        stream = actor.open(token.member_id, token.incarnation)
+        try:
+            await actor.submit(
+                events.Attended(
+                    member_id=token.member_id,
+                    incarnation=token.incarnation,
+                    spec=spec,
+                    info=codec.info_from_pb(request.info),
+                )
+            )
+            yield self._admitted(actor)
+            while (notice := await stream.notices.get()) is not None:
+                yield notice
+        finally:
+            actor.closed(stream)
+
+    def _admitted(self, actor: JobActor) -> pb.Notice:
+        admitted = pb.Admitted(
+            limits=codec.limits_to_pb(self._registry.limits),
+            phase=actor.job.phase.value,
+            http_url=self._http_url,
+        )
+        return pb.Notice(reason=f"admitted: {actor.job.reason}", admitted=admitted)
+
+    async def Propose(self, request: pb.ProposeRequest, context: Context) -> pb.Ack:
+        proposal = codec.proposal_from_pb(request.proposal)
+        who = _identity(request.token)
+        return await self._submit(request.token, events.Proposed(**who, proposal=proposal))
+
+    async def Answer(self, request: pb.AnswerRequest, context: Context) -> pb.Ack:
+        rejections = tuple(
+            events.Rejection(field=r.field, seen=r.seen, expected=r.expected)
+            for r in request.rejections
+        )
+        event = events.Answered(
+            **_identity(request.token),
+            generation=Generation(request.generation),
+            digest=request.digest,
+            rejections=rejections,
+        )
+        return await self._submit(request.token, event)
+
+    async def Settle(self, request: pb.SettleRequest, context: Context) -> pb.Ack:
+        event = events.Settled(
+            **_identity(request.token), step=Step(request.step), has_state=request.has_state
+        )
+        return await self._submit(request.token, event)
+
+    async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.Ack:
+        event = events.Offered(
+            **_identity(request.token),
+            generation=Generation(request.generation),
+            next_step=Step(request.next_step),
+        )
+        return await self._submit(request.token, event)
+
+    async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.Ack:
+        generation = Generation(request.token.generation)
+        event = events.BecameReady(**_identity(request.token), generation=generation)
+        return await self._submit(request.token, event)
+
+    async def ReportBroken(self, request: pb.ReportBrokenRequest, context: Context) -> pb.Ack:
+        event = events.Broke(
+            **_identity(request.token),
+            generation=Generation(request.token.generation),
+            error=request.error,
+        )
+        return await self._submit(request.token, event)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.Ack:
+        event = events.Left(
+            **_identity(request.token), completed=request.completed, reason=request.reason
+        )
+        return await self._submit(request.token, event)
+
+    async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
+        """Only the process that the launcher names is declared lost, not one that replaced it."""
+        actor = self._registry.find(request.job)
+        member = actor.job.members.get(request.member_id)
+        if member is None:
+            raise UnknownMember(
+                f"job {request.job} has no member {request.member_id}",
+                seen=request.member_id,
+                expected=", ".join(sorted(actor.job.members)) or "none: all are gone",
+            )
+        if (member.info.pid, member.info.host) == (request.pid, request.host):
+            reason = _exit_reason(request.exit_code)
+            await actor.submit(
+                events.Lost(
+                    member_id=member.member_id, incarnation=member.incarnation, reason=reason
+                )
+            )
+        return _ack(actor)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
+        self._registry.require_leading()
+        return pb.HeartbeatReply(replies=[self._beat(beat) for beat in request.beats])
+
+    def _beat(self, beat: pb.Beat) -> pb.BeatReply:
+        try:
+            actor = self._registry.find(beat.token.job)
+            actor.authorize(beat.token)
+        except ShoalError as error:
+            return pb.BeatReply(error=to_detail(error))
+        actor.seen(beat.token.member_id, beat.step)
+        return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
+
+    async def GetGeneration(
+        self, request: pb.GetGenerationRequest, context: Context
+    ) -> pb.GenerationRecord:
+        actor = self._registry.find(request.job)
+        return await actor.record(request.generation, min(request.wait_s, MAX_WAIT_S))
+
+    async def _submit(self, token: Token, event: events.Event) -> pb.Ack:
+        actor = self._registry.find(token.job)
+        await actor.submit(event)
+        return _ack(actor)
+
+
+def _check_attendance(request: pb.AttendRequest) -> None:
+    if request.protocol != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            "worker and coordinator speak different versions of the protocol",
+            seen=str(request.protocol),
+            expected=str(PROTOCOL_VERSION),
+            fix="Install the same version of shoal everywhere.",
+        )
+    for kind, name in (("job", request.spec.job), ("member_id", request.token.member_id)):
+        if not is_name(name):
+            raise InvalidSpec(f"{kind} is no valid name", seen=repr(name), expected=NAME_RULE)
+    if request.token.job != request.spec.job:
+        raise InvalidSpec(
+            "token and bounds name different jobs",
+            seen=request.token.job,
+            expected=request.spec.job,
+        )
+    if not request.token.incarnation:
+        raise Fenced("the token has no incarnation", expected="a fresh UUID for each process start")
+
+
+def _identity(token: Token) -> dict[str, str]:
+    return {"member_id": token.member_id, "incarnation": token.incarnation}
+
+
+def _ack(actor: JobActor) -> pb.Ack:
+    return pb.Ack(generation=actor.job.last_generation, phase=actor.job.phase.value)
+
+
+def _exit_reason(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"its launcher saw it die of signal {-exit_code}"
+    return f"its launcher saw it exit with code {exit_code}"
