@@ -1,0 +1,93 @@
+"""`shoal up` and `shoal demo`: a cluster on this machine."""
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import Process
+
+BAD_ARGUMENTS = 2
+
+
+def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `shoal up` and `shoal demo`."""
+    add_up(subparsers)
+
+
+def add_up(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "up",
+        help="run a cluster on this machine until Ctrl-C",
+        description="Runs etcd, a coordinator and parameter servers on this machine until Ctrl-C.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ps", type=int, default=2, help="parameter servers (default 2)")
+    parser.add_argument(
+        "--dir", type=Path, help="directory for logs and etcd's data (default: a temporary one)"
+    )
+    parser.set_defaults(handler=up)
+
+
+def up(options: argparse.Namespace) -> int:
+    """Run a cluster until Ctrl-C or SIGTERM (0), or until a part of it ends by itself (1)."""
+    if options.ps < 0:
+        print(f"shoal up: bad --ps; saw {options.ps}; expected 0 or more", file=sys.stderr)
+        return BAD_ARGUMENTS
+    ended = threading.Event()
+    dead: list[Process] = []
+
+    def on_exit(process: Process) -> None:
+        dead.append(process)
+        ended.set()
+
+    with ExitStack() as stack:
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
+        try:
+            directory = options.dir or Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))
+            )
+            config = LocalClusterConfig(directory=directory, num_parameter_servers=options.ps)
+            cluster = stack.enter_context(LocalCluster(config, on_exit=on_exit))
+            print(_welcome(cluster, directory), flush=True)
+            ended.wait()
+        except KeyboardInterrupt:
+            print("stopping", flush=True)
+            return 0
+        first = dead[0]
+        print(
+            f"shoal up: {first.name} ended with code {first.exit_code}; the end of its log:\n"
+            f"{cluster.log_tail(first.name)}",
+            file=sys.stderr,
+        )
+        return 1
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _welcome(cluster: LocalCluster, directory: Path) -> str:
+    servers = ", ".join(cluster.parameter_servers) or "none"
+    return f"""\
+coordinator        {cluster.coordinator}
+status page        {cluster.http_url}
+parameter servers  {servers}
+etcd               {cluster.etcd}
+logs               {directory}
+
+In another terminal:
+  export SHOAL_COORDINATOR={cluster.coordinator}
+  shoal run -n 3 --job first your_script.py
+
+Ctrl-C stops the cluster.\
+"""
+
+
+__all__ = ["add", "up"]

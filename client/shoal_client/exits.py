@@ -1,0 +1,131 @@
+"""A launcher's line to the coordinators: is anybody there, and this worker has exited."""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import grpc
+import structlog
+
+from shoal_proto.errors import InvalidSpec, RejoinError, RetryError, ShoalError, Unavailable
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1.membership_pb2 import GetGenerationRequest, ReportExitRequest
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+log = structlog.get_logger(__name__)
+
+CALL_TIMEOUT_S = 2.0
+REPORT_LIMIT_S = 10.0
+"""A report that nobody has taken after so long is dropped: the member's lease has told by then."""
+
+
+def parse_coordinators(text: str) -> tuple[str, ...]:
+    """The addresses in `host:port[,host:port...]`. Raises InvalidSpec."""
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise InvalidSpec(
+                "bad coordinator address", seen=repr(address), expected="HOST:PORT[,HOST:PORT...]"
+            )
+    if not addresses:
+        raise InvalidSpec("no coordinator address", seen=repr(text), expected="HOST:PORT")
+    return addresses
+
+
+def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
+    """Return as soon as one of the coordinators answers.
+
+    Raises Unavailable with every address and what was seen there, once `timeout_s` is over.
+    """
+    seen: dict[str, str] = {}
+    for address in coordinators:
+        with grpc.insecure_channel(address) as channel:
+            # A share for each, so that a dead first one does not hide the second.
+            budget_s = timeout_s / len(coordinators)
+            try:
+                # Any job will do: an answer that there is no such job is an answer.
+                request = GetGenerationRequest(job="reachable")
+                MembershipStub(channel).GetGeneration(
+                    request, timeout=budget_s, wait_for_ready=False
+                )
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error, address)
+                if not isinstance(failure, RetryError) or failure.details.get("leader"):
+                    return
+                seen[address] = failure.seen or failure.what
+            else:
+                return
+    raise Unavailable(
+        f"no coordinator answers at {', '.join(coordinators)}",
+        seen="; ".join(f"{address}: {text}" for address, text in seen.items()),
+        expected="a Shoal coordinator listening there",
+        fix="Start one with `shoal up` or `shoal coordinator`, or name another --coordinator.",
+    )
+
+
+class ExitReporter:
+    """Tells the coordinators of exits, in order, from a thread of its own.
+
+    A report goes to one coordinator after the other until one takes it; an exit is never worth
+    stopping the launcher for, so a report that nobody takes is logged and dropped.
+    """
+
+    def __init__(self, coordinators: Sequence[str]) -> None:
+        self._coordinators = tuple(coordinators)
+        self._reports: queue.SimpleQueue[ReportExitRequest | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._send_all, name="shoal-exits", daemon=True)
+
+    def __enter__(self) -> "ExitReporter":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._reports.put(None)
+        self._thread.join(2 * CALL_TIMEOUT_S)
+
+    def report(self, request: ReportExitRequest) -> None:
+        """Send it as soon as the ones before are sent."""
+        self._reports.put(request)
+
+    def _send_all(self) -> None:
+        channels = [grpc.insecure_channel(address) for address in self._coordinators]
+        stubs = [MembershipStub(channel) for channel in channels]
+        try:
+            while (request := self._reports.get()) is not None:
+                self._send(request, stubs)
+        finally:
+            for channel in channels:
+                channel.close()
+
+    def _send(self, request: ReportExitRequest, stubs: Sequence[MembershipStub]) -> None:
+        deadline_s = time.monotonic() + REPORT_LIMIT_S
+        failure: ShoalError | None = None
+        while time.monotonic() < deadline_s:
+            for address, stub in zip(self._coordinators, stubs, strict=True):
+                try:
+                    stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
+                    return
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error, address)
+                    if not isinstance(failure, RetryError | RejoinError):
+                        # Such as a job or member it has never heard of: nothing to tell it.
+                        log.info(
+                            "exit_report_refused", member=request.member_id, reason=failure.what
+                        )
+                        return
+            if self._closing.wait(0.5):
+                break
+        log.warning("exit_report_dropped", member=request.member_id, reason=str(failure))
+
+
+__all__ = ["ExitReporter", "check_reachable", "parse_coordinators"]

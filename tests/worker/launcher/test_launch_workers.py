@@ -1,0 +1,293 @@
+"""`shoal run` as a user meets it: a process, its workers, its signals, its exit code.
+
+The coordinator is a gRPC server that takes exit reports and knows no jobs.
+"""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+import pytest
+
+from shoal_proto.errors import UnknownJob
+from shoal_proto.status import to_status
+from shoal_proto.v1.membership_pb2 import (
+    Ack,
+    GenerationRecord,
+    GetGenerationRequest,
+    ReportExitRequest,
+)
+from shoal_proto.v1.membership_pb2_grpc import (
+    MembershipServicer,
+    add_MembershipServicer_to_server,
+)
+
+DEADLINE_S = 30.0
+
+
+class ExitBook(MembershipServicer):
+    def __init__(self) -> None:
+        self.reports: queue.SimpleQueue[ReportExitRequest] = queue.SimpleQueue()
+
+    def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
+        self.reports.put(request)
+        return Ack()
+
+    def GetGeneration(
+        self, request: GetGenerationRequest, context: grpc.ServicerContext
+    ) -> GenerationRecord:
+        code, text, metadata = to_status(UnknownJob(f"no job {request.job}"))
+        context.set_trailing_metadata(metadata)
+        context.abort(code, text)
+        raise AssertionError("abort raises")
+
+
+@pytest.fixture
+def book() -> ExitBook:
+    return ExitBook()
+
+
+@pytest.fixture
+def coordinator(book: ExitBook) -> Iterator[str]:
+    server = grpc.server(futures.ThreadPoolExecutor(2))
+    add_MembershipServicer_to_server(book, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(0).wait()
+
+
+Run = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def shoal_run(tmp_path: Path, coordinator: str) -> Iterator[Run]:
+    """Starts `shoal run OPTIONS script.py` with the script's text; killed at the end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(
+        script: str | None, *options: str, arguments: tuple[str, ...] = ()
+    ) -> subprocess.Popen[str]:
+        target: tuple[str, ...] = ()
+        if script is not None:
+            path = tmp_path / "script.py"
+            path.write_text(script)
+            target = (str(path), *arguments)
+        environment = {**os.environ, "SHOAL_COORDINATOR": coordinator}
+        environment.pop("OMP_NUM_THREADS", None)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "shoal_client", "run", *options, *target],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+            cwd=tmp_path,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, output
+
+
+def read_until(process: "subprocess.Popen[str]", wanted: str, count: int = 1) -> list[str]:
+    """Lines up to the `count`-th one that holds `wanted`."""
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        count -= wanted in line
+        if count == 0:
+            return lines
+    raise AssertionError(f"{wanted!r} did not come in {lines}")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+SHOW = """
+import os, sys
+keys = ("COORDINATOR", "JOB", "MEMBER_ID", "MIN_MEMBERS", "MAX_MEMBERS", "DESIRED_MEMBERS")
+print(*(os.environ["SHOAL_" + key] for key in keys), *sys.argv[1:], sep="|")
+print("threads", os.environ["OMP_NUM_THREADS"])
+"""
+
+WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
+
+
+def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
+    """Each worker has the job, bounds and an id of its own; its lines carry the id."""
+    code, output = finish(
+        shoal_run(SHOW, "-n", "3", "--job", "j", "--min", "2", arguments=("--lr", "1"))
+    )
+    assert code == 0, output
+    shown = [line.split("] ", 1) for line in output.splitlines() if "|" in line]
+    assert len({member for member, _ in shown}) == 3
+    for prefix, text in shown:
+        member = prefix.removeprefix("[")
+        assert text == f"{coordinator}|j|{member}|2|3|3|--lr|1"
+    threads = max(1, len(os.sched_getaffinity(0)) // 3)
+    assert output.count(f"threads {threads}\n") == 3
+    assert f"OMP_NUM_THREADS={threads}" in output
+
+
+def test_a_module_is_run_with_m(shoal_run: Run, tmp_path: Path) -> None:
+    """`-m module args` runs the module, found from the working directory as with python -m."""
+    (tmp_path / "trainer.py").write_text("import sys; print(__name__, sys.argv[1:])")
+    code, output = finish(shoal_run(None, "-n", "1", "-m", "trainer", "-n", "7"))
+    assert code == 0, output
+    assert "__main__ ['-n', '7']" in output
+
+
+def test_a_killed_worker_is_started_again(shoal_run: Run, book: ExitBook, tmp_path: Path) -> None:
+    """SIGKILL: the exit is reported, the same member id is started again, and the job counts."""
+    os.mkfifo(tmp_path / "again")
+    script = f"""
+import os, pathlib, signal
+# Slot 0 reads from the pipe until the second life of slot 1, so that the job is not over before.
+first, again = (pathlib.Path({str(tmp_path)!r}) / name for name in ("first", "again"))
+if os.environ["SHOAL_MEMBER_ID"].endswith("-0"):
+    again.read_text()
+elif not first.exists():
+    first.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    again.write_text("here")
+print("done")
+"""
+    code, output = finish(shoal_run(script, "-n", "2", "--job", "j", "--max-restarts", "1"))
+    assert code == 0, output
+    assert "was killed by SIGKILL" in output
+    reports = [book.reports.get(timeout=DEADLINE_S) for _ in range(book.reports.qsize())]
+    killed = [report for report in reports if report.exit_code == -signal.SIGKILL]
+    assert len(killed) == 1
+    assert killed[0].member_id.endswith("-1")
+    assert (killed[0].job, killed[0].host) == ("j", socket.gethostname())
+
+
+def test_restarts_are_bounded(shoal_run: Run, book: ExitBook) -> None:
+    """A worker that is killed each time runs 1 + max-restarts times; the code is 128 + signal."""
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code, output = finish(shoal_run(script, "-n", "1", "--max-restarts", "2"))
+    assert code == 128 + signal.SIGKILL, output
+    reports = [book.reports.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert len({report.member_id for report in reports}) == 1
+    assert len({report.pid for report in reports}) == 3
+
+
+@pytest.mark.parametrize(("restart_on", "runs"), [("signal", 1), ("failure", 3)])
+def test_a_failed_worker_is_started_again_only_on_request(
+    shoal_run: Run, restart_on: str, runs: int
+) -> None:
+    """A non-zero exit comes through as the run's code, and is tried again with --restart-on."""
+    script = "import sys; print('tried'); sys.exit(5)"
+    code, output = finish(
+        shoal_run(script, "--max-restarts", "2", "--restart-on", restart_on, "-n", "1")
+    )
+    assert code == 5, output
+    assert output.count("tried") == runs
+
+
+def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
+    """Others that complete do not hide a worker that failed by itself."""
+    script = "import os, sys; sys.exit(4 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else 0)"
+    code, output = finish(shoal_run(script, "-n", "2"))
+    assert code == 4, output
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
+    """SIGINT and SIGTERM reach every worker, nobody is started again, the code says which."""
+    process = shoal_run(WAIT, "-n", "2")
+    lines = read_until(process, " pid ", count=2)
+    process.send_signal(number)
+    code, output = finish(process)
+    assert code == 128 + number, output
+    assert "started again" not in output
+    pids = [int(line.rpartition(" ")[2]) for line in lines if " pid " in line]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_a_second_interrupt_kills(shoal_run: Run) -> None:
+    """Workers that ignore Ctrl-C are killed by the second one."""
+    deaf = "import signal; signal.signal(2, lambda *_: print('deaf', flush=True)); "
+    process = shoal_run(deaf + WAIT + "\nwhile True: signal.pause()", "-n", "1")
+    read_until(process, " pid ")
+    process.send_signal(signal.SIGINT)
+    read_until(process, "deaf")
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert "SIGKILL" in output
+
+
+def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
+    """kill -9 of the launcher ends its workers."""
+    process = shoal_run(WAIT, "-n", "2")
+    lines = read_until(process, " pid ", count=2)
+    pids = [int(line.rpartition(" ")[2]) for line in lines if " pid " in line]
+    process.kill()
+    process.wait(DEADLINE_S)
+    deadline_s = time.monotonic() + DEADLINE_S
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline_s, "a worker outlived its launcher"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("-n", "0"), "at least 1"),
+        (("-n", "1", "--min", "3", "--max", "2"), "--min is above --max; saw 3 > 2"),
+        (("-n", "1", "--min", "2"), "--desired is out of bounds"),
+        (("-n", "1", "--coordinator", "nowhere"), "bad coordinator address; saw 'nowhere'"),
+        (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
+    ],
+)
+def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> None:
+    """One line that names what was seen and expected, exit code 2, nothing started."""
+    code, output = finish(shoal_run("print('ran')", *options))
+    assert code == 2
+    assert words in output
+    assert len(output.splitlines()) == 1
+
+
+def test_a_missing_script() -> None:
+    """The path is named; exit code 2."""
+    command = [sys.executable, "-m", "shoal_client", "run", "/no/such.py"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 2
+    assert "no such script; saw /no/such.py" in done.stderr
+
+
+def test_an_unreachable_coordinator(shoal_run: Run) -> None:
+    """The address is named at once, and no worker is started."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound but not listening: connections are refused
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, output = finish(shoal_run("print('ran')", "-n", "1", "--coordinator", address))
+    assert code == 1
+    assert f"no coordinator answers at {address}" in output
+    assert "ran" not in output

@@ -1,0 +1,257 @@
+"""Starts a host's workers of one job, watches them, and starts them again when they are killed.
+
+Each worker has a slot, and the slot a member id: a worker that is started again is a fresh
+incarnation of the same member. Every exit is reported to the coordinator at once, so that the
+others need not wait for a lease to run out. Nothing here polls: the launcher sleeps until a
+worker exits, is halted, or a signal arrives.
+"""
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from shoal.run_config import RunConfig, worker_environment
+from shoal_client.exits import ExitReporter
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_proto.v1.membership_pb2 import ReportExitRequest
+
+DRAIN_S = 2.0
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """One worker's place: the process of now, and how those before it ended."""
+
+    index: int
+    member_id: str
+    process: Process | None = None
+    exit_codes: list[int] = field(default_factory=list)
+
+    @property
+    def restarts(self) -> int:
+        return max(0, len(self.exit_codes) - 1)
+
+
+@dataclass(frozen=True)
+class _Halted:
+    process: Process
+    halted: bool
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    number: int
+
+
+_Event = Process | _Halted | _Signalled
+
+
+class Launcher:
+    """One `shoal run`: `run` returns the exit code when no worker is left."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._host = socket.gethostname()
+        # Two launchers on one host, or hosts of one name, must not share member ids.
+        unique = f"{_name_part(self._host)}-{os.urandom(2).hex()}"
+        self.slots = [
+            Slot(index=index, member_id=f"{unique}-{index}") for index in range(config.num_workers)
+        ]
+        # Signal handlers put into it: a SimpleQueue is safe from there.
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._output = threading.Lock()
+        self._ended: list[int] = []
+        self._deaf = False
+        self._interrupted = 0
+        self._starved = False
+
+    def run(self) -> int:
+        """Start the workers and stay until all have ended."""
+        with (
+            self._signals(),
+            ExitReporter(self._config.coordinators) as reporter,
+            Supervisor(on_exit=self._events.put, on_stop=self._on_stop, grace_s=0.5) as supervisor,
+        ):
+            for slot in self.slots:
+                self._start(supervisor, slot)
+            kill_at_s: float | None = None
+            while any(slot.process for slot in self.slots):
+                event = self._next_event(kill_at_s)
+                if isinstance(event, Process):
+                    self._on_exit(event, supervisor, reporter)
+                elif isinstance(event, _Halted):
+                    self._tell_halted(event)
+                else:
+                    self._interrupt(event)
+                    # The first time they may finish; a second one, or the bound, ends them.
+                    kill_at_s = time.monotonic() + self._config.grace_s
+        code = self._exit_code()
+        self._say(f"{self._outcome()}; exit code {code}")
+        return code
+
+    def _next_event(self, kill_at_s: float | None) -> _Event:
+        if kill_at_s is None:
+            return self._events.get()
+        try:
+            return self._events.get(timeout=max(0.0, kill_at_s - time.monotonic()))
+        except queue.Empty:
+            return _Signalled(signal.SIGKILL)
+
+    def _start(self, supervisor: Supervisor, slot: Slot) -> None:
+        slot.process = supervisor.spawn(
+            Command(
+                name=slot.member_id,
+                arguments=(sys.executable, "-u", *self._config.target),
+                environment=worker_environment(self._config, slot.member_id),
+                sink=self._sink(slot),
+            )
+        )
+
+    def _on_exit(self, process: Process, supervisor: Supervisor, reporter: ExitReporter) -> None:
+        slot = next(each for each in self.slots if each.process is process)
+        code = process.exit_code
+        assert code is not None
+        reporter.report(
+            ReportExitRequest(
+                job=self._config.job,
+                member_id=slot.member_id,
+                pid=process.pid,
+                host=self._host,
+                exit_code=code,
+            )
+        )
+        process.drain(DRAIN_S)
+        slot.process = None
+        slot.exit_codes.append(code)
+        if self._may_restart(slot):
+            self._start(supervisor, slot)
+            tries = f"restart {slot.restarts + 1} of {self._config.max_restarts}"
+            self._say(f"{slot.member_id} {describe(code)}; started again ({tries})")
+            return
+        self._ended.append(code)
+        self._say(f"{slot.member_id} {describe(code)}")
+        self._end_if_starved()
+
+    def _may_restart(self, slot: Slot) -> bool:
+        code = slot.exit_codes[-1]
+        if code == 0 or self._interrupted or self._starved or self._completed:
+            return False
+        if code > 0 and self._config.restart_on == "signal":
+            return False
+        return len(slot.exit_codes) <= self._config.max_restarts
+
+    @property
+    def _completed(self) -> bool:
+        """A worker that is done has ended the job: there is nothing to join any more."""
+        return any(0 in slot.exit_codes for slot in self.slots)
+
+    def _end_if_starved(self) -> None:
+        running = [slot.process for slot in self.slots if slot.process is not None]
+        few = 0 < len(running) < self._config.min_members
+        if not (self._config.alone and few) or self._completed or self._starved:
+            return
+        self._starved = True
+        self._say(
+            f"{len(running)} of at least {self._config.min_members} workers left and none "
+            "can come: ending them"
+        )
+        for process in running:
+            process.send_signal(signal.SIGTERM)
+
+    def _interrupt(self, event: _Signalled) -> None:
+        running = [slot.process for slot in self.slots if slot.process is not None]
+        if self._interrupted or event.number == signal.SIGKILL:
+            self._say(f"killing {len(running)} workers")
+            for process in running:
+                process.kill()
+            return
+        self._interrupted = event.number
+        name = signal.Signals(event.number).name
+        self._say(f"{name} passed on to {len(running)} workers; once more kills them")
+        for process in running:
+            process.send_signal(event.number)
+            process.send_signal(signal.SIGCONT)
+
+    def _exit_code(self) -> int:
+        """0 if the job was completed: what signals took from it on the way does not count."""
+        if self._completed:
+            # A replacement that came after the end was refused: no failure of the job.
+            histories = [slot.exit_codes for slot in self.slots]
+            return next((each[0] for each in histories if each[0] > 0 and each[-1] != 0), 0)
+        if self._interrupted:
+            return 128 + self._interrupted
+        first = self._ended[0]
+        return first if first > 0 else 128 - first
+
+    def _outcome(self) -> str:
+        done = sum(slot.exit_codes[-1] == 0 for slot in self.slots)
+        lost = [slot.member_id for slot in self.slots if slot.exit_codes[-1] != 0]
+        text = f"{done} of {len(self.slots)} workers completed"
+        return f"{text}, not {', '.join(lost)}" if lost else text
+
+    def _on_stop(self, process: Process, halted: bool) -> None:
+        self._events.put(_Halted(process, halted))
+
+    def _tell_halted(self, event: _Halted) -> None:
+        how = "was halted (SIGSTOP)" if event.halted else "goes on (SIGCONT)"
+        self._say(f"{event.process.name} {how}")
+
+    def _sink(self, slot: Slot) -> Callable[[str], None]:
+        prefix = f"[{slot.member_id}] "
+        if self._config.colour:
+            prefix = f"\x1b[{_COLOURS[slot.index % len(_COLOURS)]}m{prefix}\x1b[0m"
+
+        def write(line: str) -> None:
+            with self._output:
+                if self._deaf:
+                    return
+                try:
+                    print(f"{prefix}{line}", flush=True)
+                except BrokenPipeError:
+                    # As in any pipeline: when nobody reads any more, the work ends.
+                    self._deaf = True
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                    self._events.put(_Signalled(signal.SIGTERM))
+
+        return write
+
+    def _say(self, text: str) -> None:
+        with self._output:
+            print(f"shoal run: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._events.put(_Signalled(number))
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def describe(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return "completed" if code == 0 else f"failed with exit code {code}"
+
+
+def _name_part(host: str) -> str:
+    first = host.partition(".")[0]
+    kept = "".join(each if each.isalnum() and each.isascii() else "-" for each in first)
+    return kept.strip("-")[:64] or "host"
+
+
+__all__ = ["Launcher", "Slot", "describe"]

@@ -1,0 +1,93 @@
+"""What `shoal run` was asked for, and the environment that each of its workers gets."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal_proto.errors import InvalidSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What to start, and what to do when it ends."""
+
+    job: str
+    """Name of the job that the workers join."""
+    coordinators: Sequence[str]
+    """host:port of every coordinator replica."""
+    target: Sequence[str]
+    """What each worker runs, after `python -u`: a script or `-m module`, and its arguments."""
+    num_workers: int = 1
+    """Worker processes on this host."""
+    min_members: int = 1
+    """The job trains with no fewer workers, over all hosts."""
+    max_members: int = 0
+    """At most so many train, over all hosts; further ones stand by. 0: as many as desired."""
+    desired_members: int = 0
+    """The job starts at once when so many are there. 0: `num_workers`."""
+    max_restarts: int = 3
+    """How often one slot's worker is started again."""
+    restart_on: str = "signal"
+    """"signal": only a worker that a signal killed (preemption, out of memory) is started again;
+    "failure": also one that exited with another code than 0. An error in the script, or a refusal
+    by the job, would only come again."""
+    alone: bool = False
+    """No worker can come from elsewhere: too few left means that the rest is waiting in vain."""
+    grace_s: float = 15.0
+    """Time for the workers to end after a SIGINT or SIGTERM, before they are killed."""
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """What the workers' environment is made from."""
+    colour: bool = False
+    """Whether the prefixes of the output are coloured."""
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1:
+            raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")
+        if self.min_members < 1:
+            raise InvalidSpec("bad --min", seen=str(self.min_members), expected="at least 1")
+        if self.max_restarts < 0:
+            raise InvalidSpec("bad --max-restarts", seen=str(self.max_restarts), expected=">= 0")
+        if self.restart_on not in ("signal", "failure"):
+            raise InvalidSpec(
+                "bad --restart-on", seen=self.restart_on, expected="'signal' or 'failure'"
+            )
+        desired = self.desired_members or self.num_workers
+        highest = self.max_members or max(desired, self.min_members)
+        if not self.min_members <= highest:
+            raise InvalidSpec(
+                "--min is above --max",
+                seen=f"{self.min_members} > {highest}",
+                expected="min <= max",
+            )
+        if not self.min_members <= desired <= highest:
+            raise InvalidSpec(
+                "--desired is out of bounds",
+                seen=str(desired),
+                expected=f"between --min {self.min_members} and --max {highest}",
+                fix="Without --desired it is the number of workers (-n).",
+            )
+        object.__setattr__(self, "desired_members", desired)
+        object.__setattr__(self, "max_members", highest)
+
+
+def worker_environment(config: RunConfig, member_id: str) -> dict[str, str]:
+    """The environment of one worker."""
+    environment = dict(config.environment)
+    environment.update(
+        SHOAL_COORDINATOR=",".join(config.coordinators),
+        SHOAL_JOB=config.job,
+        SHOAL_MEMBER_ID=member_id,
+        SHOAL_MIN_MEMBERS=str(config.min_members),
+        SHOAL_MAX_MEMBERS=str(config.max_members),
+        SHOAL_DESIRED_MEMBERS=str(config.desired_members),
+    )
+    environment.setdefault("OMP_NUM_THREADS", str(threads_per_worker(config.num_workers)))
+    return environment
+
+
+def threads_per_worker(num_workers: int) -> int:
+    """The cores this process may use, shared by the workers; at least one each."""
+    return max(1, len(os.sched_getaffinity(0)) // num_workers)
+
+
+__all__ = ["RunConfig", "threads_per_worker", "worker_environment"]
