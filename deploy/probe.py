@@ -1,15 +1,13 @@
 #!/usr/bin/env python3
 """Answers one health check by its exit code, so that the image needs neither curl nor wget.
 
-    shoal-probe http http://127.0.0.1:7780/readyz               answers with success
-    shoal-probe tcp 127.0.0.1:7710                              accepts a connection
-    shoal-probe member http://coordinator:7780 digits worker-0  the job has that member
+    shoal-probe http http://127.0.0.1:7780/readyz  answers with success
+    shoal-probe tcp 127.0.0.1:7710                 accepts a connection
 
 Standard library only: a check runs every few seconds beside the training, so it must cost little.
 """
 
 import argparse
-import json
 import socket
 import sys
 import urllib.request
@@ -28,15 +26,6 @@ def probe_tcp(options: argparse.Namespace) -> None:
     socket.create_connection((host, int(port)), options.timeout_s).close()
 
 
-def probe_member(options: argparse.Namespace) -> None:
-    url = f"{options.coordinator}/api/v1/jobs/{options.job}/members"
-    with urllib.request.urlopen(url, timeout=options.timeout_s) as answer:
-        members = json.loads(answer.read(ANSWER_MAX_BYTES))
-    seen = [member["member_id"] for member in members]
-    if options.member not in seen:
-        raise LookupError(f"{options.job} has no member {options.member!r}; it has {seen}")
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="shoal-probe", allow_abbrev=False)
     parser.add_argument("--timeout-s", type=float, default=2.0)
@@ -47,11 +36,6 @@ def build_parser() -> argparse.ArgumentParser:
     tcp = kinds.add_parser("tcp", help="the address accepts a connection")
     tcp.add_argument("address", metavar="HOST:PORT")
     tcp.set_defaults(probe=probe_tcp)
-    member = kinds.add_parser("member", help="the job has that member")
-    member.add_argument("coordinator", metavar="URL")
-    member.add_argument("job")
-    member.add_argument("member")
-    member.set_defaults(probe=probe_member)
     return parser
 
 
@@ -59,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     try:
         options.probe(options)
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError) as error:
         print(f"shoal-probe: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,14 +5,19 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from deploy.kustomization import Resource, containers, find, render, workloads
 
 from shoal_client.cli import build_parser
+from shoal_server.status.app import build_app
+from shoal_server.status.board import StatusBoard
+from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VARIANTS = ["base", "overlays/dev"]
@@ -169,11 +174,16 @@ def test_selectors_take_their_own_pods(resources: list[Resource]) -> None:
 
 
 def test_budgets_leave_a_quorum(resources: list[Resource]) -> None:
-    """Every workload has a budget; a drain never takes two etcd members or servers at once."""
+    """A drain never takes two etcd members or servers at once, nor the last worker.
+
+    The coordinator has none: a budget would forbid to drain the only pod that is ever ready.
+    """
     budgets = {
         r["metadata"]["name"]: r["spec"] for r in resources if r["kind"] == "PodDisruptionBudget"
     }
-    assert set(budgets) == {"etcd", "ps", "coordinator", "worker"}
+    assert set(budgets) == {"etcd", "ps", "worker"}
+    leader = find(resources, kinds={"Deployment"}, name="coordinator")
+    assert leader["spec"]["strategy"] == {"type": "Recreate"}
     assert budgets["etcd"]["maxUnavailable"] == 1
     assert budgets["ps"]["maxUnavailable"] == 1
     minimum = int(config(resources, "job")["SHOAL_MIN_MEMBERS"])
@@ -215,6 +225,53 @@ def test_probes_use_declared_ports(resources: list[Resource]) -> None:
             target = probe.get("httpGet") or probe.get("tcpSocket")
             if target:
                 assert port_of(container, target["port"])
+
+
+class Nothing:
+    """A coordinator that knows no job."""
+
+    def readiness(self) -> Readiness:
+        return Readiness(ready=True, reason="a test")
+
+    def jobs(self) -> Sequence[JobView]:
+        return ()
+
+    def samples(self, job: str) -> SamplesView | None:
+        return None
+
+    async def shards(self, job: str) -> ShardsView | None:
+        return None
+
+
+async def answer(url: str) -> httpx.Response:
+    """What the real HTTP side of a coordinator answers."""
+    transport = httpx.ASGITransport(build_app(Nothing(), StatusBoard()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://coordinator") as client:
+        return await client.get(url)
+
+
+async def test_probed_paths_are_served(resources: list[Resource]) -> None:
+    """The coordinator's HTTP side has each path that a probe or a scraper asks for."""
+    coordinator = find(resources, kinds={"Deployment"}, name="coordinator")
+    template = coordinator["spec"]["template"]
+    [container] = template["spec"]["containers"]
+    probes = ("startupProbe", "readinessProbe", "livenessProbe")
+    asked = {container[probe]["httpGet"]["path"] for probe in probes}
+    asked.add(template["metadata"]["annotations"]["prometheus.io/path"])
+    assert {path: (await answer(path)).status_code for path in asked} == dict.fromkeys(asked, 200)
+
+
+async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) -> None:
+    """The worker's readiness is the coordinator's word on a path of its API."""
+    worker = find(resources, kinds={"Deployment"}, name="worker")
+    [container] = worker["spec"]["template"]["spec"]["containers"]
+    known = variables(resources, container)
+    command = container["readinessProbe"]["exec"]["command"][-1]
+    url = re.sub(r"\$([A-Z_]+)", lambda match: known[match[1]], command.split('"')[1])
+    assert url == "http://coordinator:7780/api/v1/jobs/digits/members/worker-0"
+    refusal = await answer(url)
+    assert refusal.status_code == 404
+    assert refusal.json()["kind"] == "UnknownJob", "the path is there, the job is not"
 
 
 def test_commands_parse(resources: list[Resource]) -> None:

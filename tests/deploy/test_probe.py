@@ -1,6 +1,5 @@
 """What the image brings for its health checks, and what its requirements are made of."""
 
-import json
 import subprocess
 import sys
 import threading
@@ -11,19 +10,15 @@ from pathlib import Path
 import pytest
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
-MEMBERS_PATH = "/api/v1/jobs/digits/members"
 
 
 class Coordinator(BaseHTTPRequestHandler):
-    """Answers like a coordinator with one job of one member."""
+    """Ready, and knows of nothing else."""
 
     def do_GET(self) -> None:
-        known = {"/readyz": {"ready": True}, MEMBERS_PATH: [{"member_id": "worker-0"}]}
-        body = json.dumps(known.get(self.path, {})).encode()
-        self.send_response(200 if self.path in known else 503)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_response(200 if self.path == "/readyz" else 503)
+        self.send_header("Content-Length", "0")
         self.end_headers()
-        self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -61,15 +56,6 @@ def test_tcp_probe(address: str) -> None:
     """A port that listens is exit 0, one that does not is exit 1."""
     assert probe("tcp", address).returncode == 0
     assert probe("tcp", "127.0.0.1:1").returncode == 1
-
-
-def test_member_probe(address: str) -> None:
-    """A member of the job is exit 0; who is none gets to read who is."""
-    assert probe("member", f"http://{address}", "digits", "worker-0").returncode == 0
-    stranger = probe("member", f"http://{address}", "digits", "worker-9")
-    assert stranger.returncode == 1
-    assert "worker-9" in stranger.stderr
-    assert "worker-0" in stranger.stderr
 
 
 def requirements(extra: str, *arguments: str) -> list[str]:
