@@ -1,0 +1,262 @@
+"""A job, and members that behave as the real client does, in virtual time."""
+
+import hashlib
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal_server.core import events
+from shoal_server.core.job import Job
+from shoal_server.core.limits import Limits
+from shoal_server.core.phases import Phase
+from shoal_server.core.roster import (
+    Generation,
+    JobSpec,
+    MemberInfo,
+    Proposal,
+    Record,
+    Roster,
+    Step,
+    Verdict,
+)
+
+FIELDS = {"strategy": "ddp", "schema": "s1"}
+
+
+def digest_of(roster: Roster) -> str:
+    return hashlib.sha256(repr(roster).encode()).hexdigest()
+
+
+@dataclass(kw_only=True)
+class SimMember:
+    """One worker process: answers, brings up, trains, settles."""
+
+    name: str
+    incarnation: str
+    proposal: Proposal
+    alive: bool = True
+    paused: bool = False
+    refused: events.Refusal | None = None
+    generation: int = 0
+    """The generation it trains or brings up."""
+    broken: set[int] = field(default_factory=set)
+    begun: int = -1
+    next_generation: int = 0
+    records: dict[int, list[Record]] = field(default_factory=dict)
+
+
+class World:
+    """Delivers events and notices after random delays; runs the job's clock."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        *,
+        limits: Limits | None = None,
+        seed: int = 0,
+        max_delay_s: float = 0.0,
+    ) -> None:
+        self.random = random.Random(seed)
+        self.max_delay_s = max_delay_s
+        self.now_s = 0.0
+        self.job = Job(spec=spec, limits=limits or Limits(), digest_of=digest_of)
+        self.members: dict[str, SimMember] = {}
+        self.gone: list[SimMember] = []
+        self.written: dict[int, list[Record]] = {}
+        self.log: list[str] = []
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._last_to: dict[str, float] = {}
+        self.check: Callable[[], None] = lambda: None
+
+    # --- faults and arrivals ---
+
+    def join(self, name: str, fields: dict[str, str] | None = None, step: int = 0) -> SimMember:
+        proposal = Proposal(
+            fields=dict(fields or FIELDS), step=Step(step), has_state=step > 0, synchronous=True
+        )
+        member = SimMember(name=name, incarnation=f"{name}-{self._count}", proposal=proposal)
+        if name in self.members:
+            self.gone.append(self.members[name])
+        self.members[name] = member
+        spec, info = self.job.spec, MemberInfo(host="h")
+        self.send(member, events.Attended(**self._who(member), spec=spec, info=info))
+        self.send(member, events.Proposed(**self._who(member), proposal=proposal))
+        return member
+
+    def kill(self, name: str, *, seen_by_launcher: bool = False) -> None:
+        """SIGKILL. The coordinator learns of the broken stream, or from the launcher."""
+        member = self.members.pop(name)
+        member.alive = False
+        self.gone.append(member)
+        who = self._who(member)
+        event = (
+            events.Lost(**who, reason="its launcher saw it exit")
+            if seen_by_launcher
+            else events.Disconnected(**who)
+        )
+        self.later(lambda: self._handle(event))
+        if member.generation and not seen_by_launcher:
+            for other in self.members.values():
+                if other.generation == member.generation:
+                    self._report_broken(other)
+
+    def _report_broken(self, member: SimMember) -> None:
+        generation = Generation(member.generation)
+        self.send(
+            member,
+            events.Broke(**self._who(member), generation=generation, error="connection reset"),
+        )
+
+    # --- time ---
+
+    def later(self, act: Callable[[], None], delay_s: float | None = None) -> None:
+        if delay_s is None:
+            delay_s = self.random.uniform(0, self.max_delay_s)
+        self._count += 1
+        heapq.heappush(self._queue, (self.now_s + delay_s, self._count, act))
+
+    def run(self, until_s: float) -> None:
+        """Deliver all that is due up to `until_s`; deadlines of the job included."""
+        for _ in range(200_000):
+            deadline_s = self.job.next_deadline_s()
+            queued_s = self._queue[0][0] if self._queue else float("inf")
+            next_s = min(queued_s, deadline_s if deadline_s is not None else float("inf"))
+            if next_s > until_s:
+                self.now_s = until_s
+                return
+            self.now_s = max(self.now_s, next_s)
+            if queued_s <= next_s:
+                heapq.heappop(self._queue)[2]()
+            else:
+                self._effects(self.job.tick(self.now_s))
+            self.check()
+        raise AssertionError(f"the job does not come to rest: {self.job.reason}")
+
+    # --- between member and job ---
+
+    @staticmethod
+    def _who(member: SimMember) -> dict[str, str]:
+        return {"member_id": member.name, "incarnation": member.incarnation}
+
+    def send(self, member: SimMember, event: events.Event) -> None:
+        """A call: calls of one member arrive in the order in which they were made."""
+        self._in_order(f"from {member.incarnation}", lambda: self._handle(event, member))
+
+    def _in_order(self, line: str, act: Callable[[], None]) -> None:
+        arrival_s = self.now_s + self.random.uniform(0, self.max_delay_s)
+        arrival_s = max(arrival_s, self._last_to.get(line, 0.0))
+        self._last_to[line] = arrival_s
+        self.later(act, arrival_s - self.now_s)
+
+    def _handle(self, event: events.Event, sender: SimMember | None = None) -> None:
+        try:
+            self._effects(self.job.handle(event, self.now_s))
+        except events.Refused as refused:
+            if sender is not None and sender.alive:
+                sender.refused = refused.refusal
+                self._drop(sender)
+
+    def _drop(self, member: SimMember) -> None:
+        """The refused process raises and ends."""
+        member.alive = False
+        if self.members.get(member.name) is member:
+            del self.members[member.name]
+        self.gone.append(member)
+        self.later(lambda: self._handle(events.Disconnected(**self._who(member))))
+
+    def _effects(self, effects: list[events.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case events.Write():
+                    self.written.setdefault(effect.record.roster.generation, []).append(
+                        effect.record
+                    )
+                case events.Tell():
+                    self._tell(effect.member_id, effect.notice)
+                case events.Log():
+                    self.log.append(f"{self.now_s:.3f} {effect.kind}: {effect.reason}")
+                case _:
+                    pass
+
+    def _tell(self, name: str, notice: events.Notice) -> None:
+        member = self.members.get(name)
+        if member is not None:
+            self._in_order(f"to {member.incarnation}", lambda: self._take(member, notice))
+
+    def _take(self, member: SimMember, notice: events.Notice) -> None:
+        if not member.alive or member.paused:
+            return
+        who = self._who(member)
+        match notice:
+            case events.PrepareNotice():
+                generation = notice.roster.generation
+                answer = events.Answered(**who, generation=generation, digest=notice.digest)
+                self.send(member, answer)
+            case events.OutcomeNotice():
+                self._take_outcome(member, notice.record)
+            case events.StopAtNotice():
+                if member.next_generation == notice.generation:
+                    member.proposal = Proposal(
+                        fields=member.proposal.fields, step=notice.step, has_state=True
+                    )
+                    self._bring_up(member, notice.generation)
+            case events.BreakNotice():
+                self._take_break(member, notice.generation)
+            case events.RefusedNotice():
+                member.refused = notice.refusal
+                self._drop(member)
+            case _:
+                pass
+
+    def _take_outcome(self, member: SimMember, record: Record) -> None:
+        generation = record.roster.generation
+        member.records.setdefault(generation, []).append(record)
+        if record.verdict is Verdict.COMMITTED:
+            if (
+                record.roster.planned
+                and member.generation
+                and member.generation not in member.broken
+            ):
+                member.next_generation = generation
+                offer = events.Offered(
+                    **self._who(member), generation=generation, next_step=Step(member.begun + 1)
+                )
+                self.send(member, offer)
+            else:
+                self._bring_up(member, generation)
+        elif member.generation == generation:
+            self._take_break(member, generation)
+        elif member.next_generation == generation:
+            member.next_generation = 0
+
+    def _bring_up(self, member: SimMember, generation: Generation) -> None:
+        member.generation, member.next_generation = generation, 0
+        self.send(member, events.BecameReady(**self._who(member), generation=generation))
+
+    def _take_break(self, member: SimMember, generation: int) -> None:
+        if generation in member.broken:
+            return
+        member.broken.add(generation)
+        if member.generation == generation or member.next_generation:
+            member.next_generation = 0
+            step = Step(max(member.begun, 0))
+            self.send(
+                member,
+                events.Settled(**self._who(member), step=step, has_state=member.begun > 0),
+            )
+
+    # --- what tests ask ---
+
+    def train(self, step: int) -> None:
+        """All members of the running generation have begun this step."""
+        for member in self.members.values():
+            member.begun = step
+
+    def roster(self) -> list[str]:
+        assert self.job.running is not None, f"{self.job.phase}: {self.job.reason}"
+        return [e.member_id for e in sorted(self.job.running.entries, key=lambda e: e.rank)]
+
+    def is_running(self) -> bool:
+        return self.job.phase is Phase.RUNNING
