@@ -1,0 +1,133 @@
+"""The endpoints under /api/v1."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+
+from shoal_server.core.names import MAX_NAME_LENGTH
+from shoal_server.status.board import MAX_EVENTS
+from shoal_server.status.errors import ErrorBody
+from shoal_server.status.health import MAX_COUNT, HealthReport
+from shoal_server.status.reading import Events, JobDetail, JobSummary, MemberDetail, Reading, Why
+from shoal_server.status.views import GenerationView, ShardsView
+
+Responses = dict[int | str, dict[str, Any]]
+
+JobName = Annotated[
+    str, Path(max_length=MAX_NAME_LENGTH, description="Name of the job.", examples=["digits"])
+]
+MemberId = Annotated[
+    str, Path(max_length=MAX_NAME_LENGTH, description="Id of the member.", examples=["w0"])
+]
+NOT_FOUND: Responses = {
+    404: {"model": ErrorBody, "description": "No such job, member or generation."}
+}
+REPORT_REFUSED: Responses = {
+    **NOT_FOUND,
+    409: {"model": ErrorBody, "description": "The incarnation is not the member's."},
+    413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
+    422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
+}
+AWAY: Responses = {503: {"model": ErrorBody, "description": "etcd cannot be reached."}}
+
+
+def router(reading: Reading) -> APIRouter:
+    """The endpoints. Handlers are coroutines, so that the board stays on the one event loop."""
+    api = APIRouter(prefix="/api/v1")
+    _add_jobs(api, reading)
+    _add_members(api, reading)
+    _add_history(api, reading)
+    return api
+
+
+def _add_jobs(api: APIRouter, reading: Reading) -> None:
+    @api.get("/jobs", summary="All jobs", tags=["jobs"])
+    async def jobs() -> list[JobSummary]:
+        """Every job this coordinator knows, by name."""
+        found = sorted(reading.source.jobs(), key=lambda job: job.job)
+        return [reading.summary(job) for job in found]
+
+    @api.get("/jobs/{job}", summary="One job", tags=["jobs"], responses=NOT_FOUND)
+    async def job(job: JobName) -> JobDetail:
+        """A job with its members, newest generations and samples."""
+        return reading.detail(reading.job(job))
+
+    @api.get(
+        "/jobs/{job}/shards",
+        summary="Parameter shards",
+        tags=["jobs"],
+        responses={**NOT_FOUND, **AWAY},
+    )
+    async def shards(job: JobName) -> ShardsView:
+        """Where the job's parameters lie, and the state of each shard; at most a second old."""
+        reading.job(job)
+        return await reading.source.shards(job) or ShardsView(servers=(), shards=())
+
+
+def _add_members(api: APIRouter, reading: Reading) -> None:
+    @api.get("/jobs/{job}/members", summary="Members", tags=["members"], responses=NOT_FOUND)
+    async def members(job: JobName) -> list[MemberDetail]:
+        """The members of a job by rank, those without one last."""
+        return list(reading.detail(reading.job(job)).members)
+
+    @api.get(
+        "/jobs/{job}/members/{member}", summary="Member", tags=["members"], responses=NOT_FOUND
+    )
+    async def member(job: JobName, member: MemberId) -> MemberDetail:
+        """One member with its last health report."""
+        return reading.member_detail(*reading.member(job, member))
+
+    @api.get(
+        "/jobs/{job}/members/{member}/why",
+        summary="What is it waiting for?",
+        tags=["members"],
+        responses=NOT_FOUND,
+    )
+    async def why(job: JobName, member: MemberId) -> Why:
+        """What the member waits for, since when, and what the job is doing meanwhile."""
+        return reading.why(job, member)
+
+    @api.post(
+        "/jobs/{job}/members/{member}/health",
+        summary="Report health",
+        tags=["members"],
+        status_code=204,
+        responses=REPORT_REFUSED,
+    )
+    async def report(job: JobName, member: MemberId, health: HealthReport) -> None:
+        """Posted by a worker every second or so. It informs people; liveness is decided elsewhere.
+
+        Of each member the latest report and its newest losses are kept.
+        """
+        reading.report(job, member, health)
+
+
+def _add_history(api: APIRouter, reading: Reading) -> None:
+    @api.get(
+        "/jobs/{job}/generations", summary="Generations", tags=["history"], responses=NOT_FOUND
+    )
+    async def generations(job: JobName) -> Sequence[GenerationView]:
+        """The newest decided generations, committed and aborted, newest first."""
+        return reading.job(job).generations
+
+    @api.get(
+        "/jobs/{job}/generations/{generation}",
+        summary="One generation",
+        tags=["history"],
+        responses=NOT_FOUND,
+    )
+    async def generation(
+        job: JobName, generation: Annotated[int, Path(ge=1, le=MAX_COUNT)]
+    ) -> GenerationView:
+        """The record that every member of the attempt got."""
+        return reading.generation(job, generation)
+
+    @api.get("/jobs/{job}/events", summary="Events", tags=["history"], responses=NOT_FOUND)
+    async def events(
+        job: JobName,
+        after: Annotated[int, Query(ge=0, le=MAX_COUNT, description="Only ids above this.")] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100,
+    ) -> Events:
+        """What happened to the job, oldest first; the newest 1000 events are kept."""
+        return reading.events(job, after, limit)

@@ -1,0 +1,152 @@
+"""Views made of the core's own types, so that a coordinator need not spell them out."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+
+from shoal_server.core.job import Job
+from shoal_server.core.member import Member
+from shoal_server.core.phases import Phase
+from shoal_server.core.roster import Record, Roster
+from shoal_server.core.samples import LedgerCounts
+from shoal_server.status.views import (
+    ConflictView,
+    EpochSamplesView,
+    GenerationView,
+    JobView,
+    MemberView,
+    RosterEntryView,
+    SamplesView,
+)
+
+MAX_GENERATIONS = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastSeen:
+    """A member's newest heartbeat."""
+
+    at_s: float
+    """On the clock of the core's `now_s`."""
+    step: int
+
+
+def job_view(
+    job: Job,
+    *,
+    records: Iterable[Record],
+    last_seen: Mapping[str, LastSeen],
+    to_unix_s: Callable[[float], float] = lambda at_s: at_s,
+) -> JobView:
+    """A job as it stands.
+
+    `records` are its decided generations in any order, of which the newest 100 are shown;
+    `last_seen` maps member ids to heartbeats; `to_unix_s` turns the core's clock into Unix time
+    (a record's `decided_s` is on that clock too).
+    """
+    roster = job.attempt or job.running or job.previous
+    newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
+    return JobView(
+        job=job.spec.job,
+        phase=job.phase.value,
+        reason=job.reason,
+        since_unix_s=to_unix_s(job.phase_since_s),
+        min_members=job.spec.min_members,
+        max_members=job.spec.max_members,
+        desired_members=job.spec.desired_members,
+        generation=job.last_generation,
+        synchronous=roster.synchronous if roster else True,
+        fields=dict(roster.fields) if roster else {},
+        members=tuple(
+            _member_view(job, member, last_seen.get(member.member_id), to_unix_s)
+            for member in job.members.values()
+        ),
+        generations=tuple(generation_view(record, to_unix_s) for record in newest),
+    )
+
+
+def generation_view(
+    record: Record, to_unix_s: Callable[[float], float] = lambda at_s: at_s
+) -> GenerationView:
+    """A decided generation, committed or aborted."""
+    roster = record.roster
+    return GenerationView(
+        generation=roster.generation,
+        verdict=record.verdict.value,
+        reason=record.reason,
+        decided_unix_s=to_unix_s(record.decided_s),
+        members=tuple(
+            RosterEntryView(
+                member_id=entry.member_id,
+                incarnation=entry.incarnation,
+                rank=entry.rank,
+                host=entry.host,
+                address=entry.address,
+                state_action=entry.state.value,
+            )
+            for entry in sorted(roster.entries, key=lambda entry: entry.rank)
+        ),
+        source_member_id=roster.source_member_id,
+        step=roster.step,
+        planned=roster.planned,
+        digest=record.digest,
+        conflicts=tuple(
+            ConflictView(field=c.field, values=dict(c.values)) for c in record.conflicts
+        ),
+    )
+
+
+def samples_view(counts: LedgerCounts) -> SamplesView:
+    """The books on samples, in numbers."""
+    numbers = asdict(counts)
+    epochs = tuple(EpochSamplesView(**epoch) for epoch in numbers.pop("epochs"))
+    return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)
+
+
+def _member_view(
+    job: Job, member: Member, seen: LastSeen | None, to_unix_s: Callable[[float], float]
+) -> MemberView:
+    info, proposed = member.info, member.proposal
+    roster = _roster_of(job, member)
+    ranks = {entry.member_id: entry.rank for entry in roster.entries} if roster else {}
+    last_seen_s = max(member.attended_s, seen.at_s if seen else member.attended_s)
+    return MemberView(
+        member_id=member.member_id,
+        incarnation=member.incarnation,
+        state=_state(job, member),
+        waiting_for=member.waiting_for,
+        waiting_since_unix_s=to_unix_s(member.waiting_since_s),
+        rank=ranks.get(member.member_id),
+        generation=roster.generation if roster else 0,
+        host=info.host,
+        pid=info.pid,
+        address=info.address,
+        device=info.device,
+        torch_version=info.torch_version,
+        shoal_version=info.shoal_version,
+        step=max(seen.step if seen else 0, proposed.step if proposed else 0),
+        joined_unix_s=to_unix_s(member.attended_s),
+        last_seen_unix_s=to_unix_s(last_seen_s),
+    )
+
+
+def _roster_of(job: Job, member: Member) -> Roster | None:
+    return next((r for r in (job.running, job.attempt) if member.is_in(r)), None)
+
+
+def _state(job: Job, member: Member) -> str:
+    if member.disconnected_s is not None:
+        return "disconnected"
+    if member.is_in(job.running):
+        return "training"
+    if member.is_in(job.attempt):
+        brought_up = "ready" if member.ready else "bringing-up"
+        return "preparing" if job.phase is Phase.PREPARE else brought_up
+    return _state_outside(member)
+
+
+def _state_outside(member: Member) -> str:
+    if member.proposal is None:
+        return "joining"
+    if not member.settled:
+        return "settling"
+    return "standby" if member.waiting_for.startswith("standing by") else "waiting"

@@ -1,0 +1,176 @@
+"""Metrics for Prometheus, computed from the source when they are asked for.
+
+Nothing is counted on the side, so nothing can drift from what the API shows, and the series of a
+job or member that is gone are gone with it.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import structlog
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from shoal_proto.errors import ShoalError
+from shoal_server.status.reading import Reading
+from shoal_server.status.views import JobView, ShardsView
+
+log = structlog.get_logger(__name__)
+
+PHASES = ("collect", "prepare", "committed", "running", "aborted", "finished")
+
+_HEALTH_GAUGES = (
+    ("shoal_member_step_duration_seconds", "Seconds a step takes.", "step_time_s"),
+    ("shoal_member_throughput_samples_per_second", "Training throughput.", "samples_per_s"),
+    ("shoal_member_memory_bytes", "Memory in use by the member.", "memory_bytes"),
+    ("shoal_member_staleness_steps", "Updates between pull and push.", "staleness_steps"),
+    ("shoal_member_loss_value", "Newest loss; it has no unit.", "loss"),
+)
+
+
+async def render(reading: Reading) -> bytes:
+    """All metrics in Prometheus' text format.
+
+    Shards that cannot be read (etcd is away) are left out; everything else is still there.
+    """
+    jobs = tuple(reading.source.jobs())
+    shards: dict[str, ShardsView] = {}
+    for job in jobs:
+        try:
+            view = await reading.source.shards(job.job)
+        except ShoalError as error:
+            log.warning("shards_not_read", job=job.job, reason=str(error))
+            continue
+        if view is not None:
+            shards[job.job] = view
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(reading, jobs, shards))
+    return generate_latest(registry)
+
+
+@dataclass(frozen=True)
+class _Snapshot(Collector):
+    reading: Reading
+    jobs: tuple[JobView, ...]
+    shards: Mapping[str, ShardsView]
+
+    def collect(self) -> Iterator[Metric]:
+        ready = self.reading.source.readiness().ready
+        yield GaugeMetricFamily(
+            "shoal_coordinator_ready_bool",
+            "1 while this coordinator leads and reaches etcd.",
+            value=float(ready),
+        )
+        yield from self._jobs()
+        yield from self._members()
+        yield from self._samples()
+        yield from self._shards()
+
+    def _jobs(self) -> Iterator[Metric]:
+        phase = GaugeMetricFamily(
+            "shoal_job_phase_bool", "1 for the job's phase.", labels=["job", "phase"]
+        )
+        generation = GaugeMetricFamily(
+            "shoal_job_generation_number", "Newest generation of the job.", labels=["job"]
+        )
+        members = GaugeMetricFamily(
+            "shoal_job_members", "Members of the job by state.", labels=["job", "state"]
+        )
+        step = GaugeMetricFamily(
+            "shoal_job_progress_steps", "Highest step of a member.", labels=["job"]
+        )
+        events = CounterMetricFamily(
+            "shoal_job_events", "Events since the coordinator started.", labels=["job", "kind"]
+        )
+        reports = CounterMetricFamily(
+            "shoal_job_health_reports", "Health reports received.", labels=["job"]
+        )
+        for job in self.jobs:
+            for name in PHASES:
+                phase.add_metric([job.job, name], float(job.phase == name))
+            generation.add_metric([job.job], job.generation)
+            states = [member.state for member in job.members]
+            for state in sorted(set(states) | {"training"}):
+                members.add_metric([job.job, state], states.count(state))
+            step.add_metric([job.job], self.reading.summary(job).step)
+            for kind, count in sorted(self.reading.board.event_counts(job.job).items()):
+                events.add_metric([job.job, kind], count)
+            reports.add_metric([job.job], self.reading.board.num_reports(job.job))
+        yield from (phase, generation, members, step, events, reports)
+
+    def _members(self) -> Iterator[Metric]:
+        labels = ["job", "member"]
+        age = GaugeMetricFamily(
+            "shoal_member_last_seen_age_seconds", "Since the last sign of life.", labels=labels
+        )
+        steps = GaugeMetricFamily(
+            "shoal_member_progress_steps", "Optimizer steps of the member.", labels=labels
+        )
+        gauges = [
+            (GaugeMetricFamily(name, text, labels=labels), field)
+            for name, text, field in _HEALTH_GAUGES
+        ]
+        now_s = time.time()
+        for job in self.jobs:
+            for member in job.members:
+                key = [job.job, member.member_id]
+                age.add_metric(key, max(0.0, now_s - member.last_seen_unix_s))
+                steps.add_metric(key, self.reading.step(job, member))
+                health = self.reading.member_detail(job, member).health
+                for gauge, field in gauges:
+                    value = getattr(health, field, None)
+                    if value is not None:
+                        gauge.add_metric(key, float(value))
+        yield from (age, steps, *(gauge for gauge, _ in gauges))
+
+    def _samples(self) -> Iterator[Metric]:
+        names = ("completed", "returned", "ignored")
+        counters = {
+            name: CounterMetricFamily(f"shoal_job_{name}_samples", text, labels=["job"])
+            for name, text in zip(
+                names,
+                (
+                    "Samples completed over all epochs.",
+                    "Samples that lost members gave back.",
+                    "Samples reported by who did not hold them.",
+                ),
+                strict=True,
+            )
+        }
+        in_flight = GaugeMetricFamily(
+            "shoal_job_in_flight_samples", "Samples leased and not completed.", labels=["job"]
+        )
+        for job in self.jobs:
+            samples = self.reading.source.samples(job.job)
+            if samples is None:
+                continue
+            in_flight.add_metric([job.job], samples.in_flight)
+            for name in names:
+                counters[name].add_metric([job.job], getattr(samples, name))
+        yield from (in_flight, *counters.values())
+
+    def _shards(self) -> Iterator[Metric]:
+        labels = ["job", "server", "shard"]
+        size = GaugeMetricFamily("shoal_shard_size_bytes", "Parameter bytes.", labels=labels)
+        counters = {
+            "version": CounterMetricFamily("shoal_shard_updates", "Updates.", labels=labels),
+            "pushes": CounterMetricFamily("shoal_shard_pushes", "Pushes received.", labels=labels),
+            "duplicates": CounterMetricFamily(
+                "shoal_shard_duplicate_pushes", "Pushes that were retries.", labels=labels
+            ),
+            "refused": CounterMetricFamily(
+                "shoal_shard_refused_pushes", "Pushes refused.", labels=labels
+            ),
+        }
+        for job, view in self.shards.items():
+            for shard in view.shards:
+                if not shard.created:
+                    continue  # its server is silent: a count of 0 would look like a restart
+                key = [job, shard.server_id, str(shard.shard_id)]
+                size.add_metric(key, shard.num_bytes)
+                for field, counter in counters.items():
+                    counter.add_metric(key, getattr(shard, field))
+        yield from (size, *counters.values())

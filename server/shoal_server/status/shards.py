@@ -1,0 +1,146 @@
+"""A job's shards as they are: the map from etcd, the state from each server."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import structlog
+
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.rpc import CHANNEL_OPTIONS
+from shoal_server.status.views import ServerView, ShardsView, ShardView
+
+log = structlog.get_logger(__name__)
+
+MAX_AGE_S = 1.0
+ANSWER_WITHIN_S = 1.0
+MAX_JOBS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    server_id: str
+    address: str
+    reply: DescribeReply | None
+    error: str
+
+
+class ShardReader:
+    """Reads shards for the status page; at most one round of questions a second and job.
+
+    A server that does not answer within a second is shown as unreachable and holds nobody up.
+    """
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._answers: dict[str, tuple[float, ShardsView | None]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def read(self, job: str) -> ShardsView | None:
+        """The job's shards, or None if it has none. Raises Unavailable when etcd is away."""
+        async with self._locks.setdefault(job, asyncio.Lock()):
+            read_at_s, view = self._answers.get(job, (float("-inf"), None))
+            if time.monotonic() - read_at_s > MAX_AGE_S:
+                view = await self._read(job)
+                self._answers[job] = (time.monotonic(), view)
+        if len(self._answers) > MAX_JOBS:
+            oldest = min(self._answers, key=lambda name: self._answers[name][0])
+            del self._answers[oldest]
+            del self._locks[oldest]
+        return view
+
+    async def close(self) -> None:
+        """Close the channels to the servers."""
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        self._channels.clear()
+
+    async def _read(self, job: str) -> ShardsView | None:
+        entry = await self._store.get(keys.shard_map(job))
+        if entry is None:
+            return None
+        shards = ShardMap.FromString(entry.value).shards
+        registered = await self._store.range(keys.SERVERS)
+        present = {item.key.removeprefix(keys.SERVERS) for item in registered.items}
+        addresses = {shard.server_id: shard.address for shard in shards}
+        await self._forget_channels_but(set(addresses.values()))
+        answers = await asyncio.gather(
+            *(self._ask(job, server, address) for server, address in sorted(addresses.items()))
+        )
+        return _view(shards, answers, present)
+
+    async def _ask(self, job: str, server_id: str, address: str) -> _Answer:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = channel
+        try:
+            stub = ParametersStub(channel)
+            reply = await stub.Describe(DescribeRequest(job=job), timeout=ANSWER_WITHIN_S)
+        except grpc.aio.AioRpcError as error:
+            reason = str(from_rpc_error(error, address))
+            log.info("parameter_server_silent", server=server_id, reason=reason)
+            return _Answer(server_id=server_id, address=address, reply=None, error=reason)
+        return _Answer(server_id=server_id, address=address, reply=reply, error="")
+
+    async def _forget_channels_but(self, addresses: set[str]) -> None:
+        # Of all jobs together there are few servers; this only bounds what gone ones leave.
+        if len(self._channels) > 4 * max(len(addresses), 16):
+            for address in set(self._channels) - addresses:
+                await self._channels.pop(address).close()
+
+
+def _view(shards: Sequence[Shard], answers: Sequence[_Answer], present: set[str]) -> ShardsView:
+    states = {
+        (answer.server_id, state.shard_id): state
+        for answer in answers
+        if answer.reply is not None
+        for state in answer.reply.shards
+    }
+    return ShardsView(
+        servers=tuple(_server_view(answer, present) for answer in answers),
+        shards=tuple(
+            _shard_view(shard, states.get((shard.server_id, shard.shard_id))) for shard in shards
+        ),
+    )
+
+
+def _server_view(answer: _Answer, present: set[str]) -> ServerView:
+    if answer.reply is not None:
+        state = "serving"
+    else:
+        state = "unreachable" if answer.server_id in present else "gone"
+    return ServerView(
+        server_id=answer.server_id,
+        address=answer.address,
+        state=state,
+        error=answer.error,
+        memory_bytes=answer.reply.memory_bytes if answer.reply else 0,
+    )
+
+
+def _shard_view(shard: Shard, state: ShardState | None) -> ShardView:
+    state = state or ShardState()
+    return ShardView(
+        shard_id=shard.shard_id,
+        server_id=shard.server_id,
+        epoch=shard.epoch,
+        dtype=shard.dtype,
+        num_elements=sum(block.num_elements for block in shard.blocks),
+        parameters=tuple(dict.fromkeys(block.parameter for block in shard.blocks)),
+        created=state.version > 0,
+        version=state.version,
+        num_bytes=state.num_bytes,
+        pushes=state.pushes,
+        duplicates=state.duplicates,
+        refused=state.refused,
+        staleness_counts=tuple(state.staleness_counts),
+    )

@@ -1,0 +1,28 @@
+"""What the status endpoint asks of the coordinator it belongs to."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
+
+
+class StatusSource(Protocol):
+    """A coordinator, seen from its status page. Answers come from memory, except `shards`.
+
+    `views.JobView` of a `core.job.Job` is made by `from_core.job_view`, `SamplesView` of a
+    ledger's counts by `from_core.samples_view`, and `ShardsView` is read by `shards.ShardReader`.
+    """
+
+    def readiness(self) -> Readiness: ...
+
+    def jobs(self) -> Sequence[JobView]:
+        """Every job this coordinator knows, finished ones too; in any order."""
+        ...
+
+    def samples(self, job: str) -> SamplesView | None:
+        """None for a job whose members do not lease samples."""
+        ...
+
+    async def shards(self, job: str) -> ShardsView | None:
+        """None for a job without parameter shards. Raises Unavailable when etcd is away."""
+        ...

@@ -1,0 +1,235 @@
+"""What the HTTP API shows, as data. The OpenAPI text of each field is the sentence under it.
+
+Times are Unix seconds. A list is never longer than its owner keeps: 100 generations a job, the
+newest 1000 events a job.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from pydantic import ConfigDict
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Base of all views: field texts come from the source, NaN and infinity travel as text."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
+        use_attribute_docstrings=True, ser_json_inf_nan="strings"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readiness(View):
+    """Whether this coordinator serves, and if not, why."""
+
+    ready: bool
+    """True while this coordinator leads and reaches etcd."""
+    reason: str
+    """Why it is, or is not, ready."""
+    leader: str = ""
+    """host:port of the coordinator that leads, as far as this one knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberView(View):
+    """A member, as the coordinator knows it from its stream and heartbeats."""
+
+    member_id: str
+    incarnation: str
+    """UUID of this process start."""
+    state: str
+    """joining, waiting, standby, preparing, bringing-up, ready, training, settling or
+    disconnected."""
+    waiting_for: str
+    """What the member waits for, in words."""
+    waiting_since_unix_s: float
+    rank: int | None = None
+    """Rank in the generation that runs or is brought up; null outside of it."""
+    generation: int = 0
+    """The generation it is part of; 0 outside of any."""
+    host: str = ""
+    pid: int = 0
+    address: str = ""
+    """IP address under which peers reach it."""
+    device: str = ""
+    torch_version: str = ""
+    shoal_version: str = ""
+    step: int = 0
+    """Optimizer steps, as of its last heartbeat or proposal."""
+    joined_unix_s: float = 0.0
+    last_seen_unix_s: float = 0.0
+    """Its last sign of life."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RosterEntryView(View):
+    """One place in a generation's roster."""
+
+    member_id: str
+    incarnation: str
+    rank: int
+    host: str = ""
+    address: str = ""
+    state_action: str = ""
+    """initial, keep or receive: where the member's training state comes from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConflictView(View):
+    """A field in which members differed."""
+
+    field: str
+    values: Mapping[str, tuple[str, ...]]
+    """Each value that was seen, and the members that hold it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationView(View):
+    """How one attempt to form a generation ended: the record that every member got."""
+
+    generation: int
+    verdict: str
+    """committed or aborted."""
+    reason: str
+    decided_unix_s: float
+    members: tuple[RosterEntryView, ...]
+    """The roster, by rank."""
+    source_member_id: str = ""
+    """The member whose state the others take."""
+    step: int = 0
+    """The step the generation starts at."""
+    planned: bool = False
+    """True when the previous generation trained on while this one was agreed."""
+    digest: str = ""
+    """SHA-256 of the roster that all accepted."""
+    conflicts: tuple[ConflictView, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobView(View):
+    """A job with its members and its newest generations: all that the coordinator has to tell."""
+
+    job: str
+    phase: str
+    """collect, prepare, committed, running, aborted or finished."""
+    reason: str
+    """Why the job is in this phase."""
+    since_unix_s: float
+    """When it entered the phase."""
+    min_members: int
+    max_members: int
+    desired_members: int
+    generation: int = 0
+    """The newest generation number; 0 before the first."""
+    synchronous: bool = True
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What all members agreed on: strategy, schema, optimizer, backend and so on."""
+    members: tuple[MemberView, ...] = ()
+    generations: tuple[GenerationView, ...] = ()
+    """Newest first, at most 100."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HealthView(View):
+    """A member's last health report."""
+
+    incarnation: str
+    received_unix_s: float
+    step: int | None = None
+    loss: float | None = None
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    memory_bytes: int | None = None
+    device: str = ""
+    staleness_steps: float | None = None
+    """Mean number of updates by others between this member's pull and its push."""
+    last_error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EventView(View):
+    """Something that happened, in words."""
+
+    id: int
+    """Rises from event to event, over restarts of the coordinator too."""
+    unix_s: float
+    kind: str
+    """In the past tense, as in the log: generation_committed, member_lost ..."""
+    reason: str
+    member_id: str = ""
+    generation: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerView(View):
+    """A parameter server, and whether it answers."""
+
+    server_id: str
+    address: str
+    state: str
+    """serving, unreachable (registered but silent), or gone (its lease ran out)."""
+    error: str = ""
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardView(View):
+    """One shard: where it lies and what was done to it. Counts are 0 while its server is silent."""
+
+    shard_id: int
+    server_id: str
+    epoch: int
+    """Number of times its primary has changed."""
+    dtype: str
+    num_elements: int
+    parameters: tuple[str, ...]
+    """The parameters it holds blocks of."""
+    created: bool = False
+    """Whether the server holds values for it."""
+    version: int = 0
+    """Updates applied."""
+    num_bytes: int = 0
+    pushes: int = 0
+    duplicates: int = 0
+    """Pushes that were retries: answered, not applied again."""
+    refused: int = 0
+    staleness_counts: tuple[int, ...] = ()
+    """staleness_counts[i]: pushes of staleness i; the last holds all above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardsView(View):
+    """The shard map of a job, with the state of each shard and server."""
+
+    servers: tuple[ServerView, ...]
+    shards: tuple[ShardView, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochSamplesView(View):
+    epoch: int
+    completed: int
+    in_flight: int
+    returned: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplesView(View):
+    """The books on samples of a job whose members train at their own pace."""
+
+    dataset_size: int
+    num_epochs: int
+    completed: int
+    in_flight: int
+    """Leased to members that still work at them."""
+    returned: int
+    """Given back by lost members and leased again."""
+    ignored: int
+    """Reported as completed by who did not hold them."""
+    repeated_max: int
+    """No more samples than this were trained on a second time."""
+    exhausted: bool
+    epochs: tuple[EpochSamplesView, ...]
+    """The newest epochs that have begun."""
