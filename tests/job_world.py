@@ -174,16 +174,16 @@ class World:
                         effect.record
                     )
                 case events.Tell():
-                    self._tell(effect.member_id, effect.notice)
+                    self._tell(effect)
                 case events.Log():
                     self.log.append(f"{self.now_s:.3f} {effect.kind}: {effect.reason}")
                 case _:
                     pass
 
-    def _tell(self, name: str, notice: events.Notice) -> None:
-        member = self.members.get(name)
-        if member is not None:
-            self._in_order(f"to {member.incarnation}", lambda: self._take(member, notice))
+    def _tell(self, tell: events.Tell) -> None:
+        member = self.members.get(tell.member_id)
+        if member is not None and member.incarnation == tell.incarnation:
+            self._in_order(f"to {member.incarnation}", lambda: self._take(member, tell.notice))
 
     def _take(self, member: SimMember, notice: events.Notice) -> None:
         if not member.alive or member.paused:

@@ -333,7 +333,8 @@ class JobActor:
 
     def _tell(self, effect: Tell) -> None:
         stream = self._streams.get(effect.member_id)
-        if stream is not None:
+        # The stream may be a successor's already, which this notice is not for.
+        if stream is not None and stream.incarnation == effect.incarnation:
             stream.put(codec.notice_to_pb(effect.notice, self.job.last_generation))
 
     def _note(self, effect: Log) -> None:

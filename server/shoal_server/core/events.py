@@ -168,6 +168,7 @@ class RefusedNotice(Notice):
 @dataclass(frozen=True, kw_only=True)
 class Tell:
     member_id: str
+    incarnation: str
     notice: Notice
 
 

@@ -307,7 +307,7 @@ class Job:
             raise Refused(refusals.finished(self.spec.job, self.reason))
         if not proposal.fields:
             raise Refused(refusals.empty_proposal(member.member_id))
-        if conflicts := self._conflicts_with_running(member, proposal):
+        if conflicts := self._conflicts_with_trainers(member, proposal):
             raise Refused(refusals.conflict(self.spec.job, conflicts))
         again, member.proposal = member.proposal is not None, proposal
         if self.first_proposal_s is None:
@@ -316,13 +316,15 @@ class Job:
             member.waits("other members", now_s)
             self._log("member_proposed", f"{member.member_id} is ready to train", member)
 
-    def _conflicts_with_running(self, member: Member, proposal: Proposal) -> tuple[Conflict, ...]:
-        """A joiner that differs is refused here, before it can disturb the running generation."""
-        if self.running is None or member.is_in(self.running):
+    def _conflicts_with_trainers(self, member: Member, proposal: Proposal) -> tuple[Conflict, ...]:
+        """A newcomer that differs from those who train, or did before a break, is refused here:
+        it must not disturb them."""
+        roster = self.running or self.previous
+        if roster is None or member.is_in(roster):
             return ()
-        trainers = [m.as_candidate() for m in self._members_of(self.running) if m.proposal]
-        joiner = replace(member, proposal=proposal).as_candidate()
-        return find_conflicts([*trainers, joiner])
+        trainers = [m.as_candidate() for m in self._members_of(roster) if m.proposal]
+        newcomer = replace(member, proposal=proposal).as_candidate()
+        return find_conflicts([*trainers, newcomer])
 
     def _advance(self, now_s: float) -> None:
         """Go on as far as time and the members that are present allow."""
@@ -676,7 +678,8 @@ class Job:
         return effects
 
     def _tell(self, member: Member, notice: Notice) -> None:
-        self._do(Tell(member_id=member.member_id, notice=notice))
+        who = {"member_id": member.member_id, "incarnation": member.incarnation}
+        self._do(Tell(**who, notice=notice))
 
     def _log(self, kind: str, reason: str, member: Member | None = None) -> None:
         member_id = member.member_id if member else ""

@@ -131,6 +131,25 @@ def test_a_conflicting_joiner_is_refused_without_disturbing() -> None:
     assert w.job.last_generation == 1
 
 
+def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
+    """Between two generations those who trained still decide what is trained."""
+    w = running("a", "b", "c")
+    w.members["a"].paused = True  # it takes its time to settle
+    w.kill("c", seen_by_launcher=True)
+    w.run(1.1)
+    assert w.job.phase is Phase.COLLECT
+    odd = w.join("odd", {**FIELDS, "schema": "s2"})
+    w.run(1.2)
+    assert odd.refused is not None
+    a = w.members["a"]
+    w.send(
+        a, events.Settled(member_id="a", incarnation=a.incarnation, step=Step(0), has_state=False)
+    )
+    a.paused = False
+    w.run(1.3)
+    assert w.roster() == ["a", "b"]
+
+
 def test_a_mismatch_at_the_start_fails_everybody_with_one_record() -> None:
     """No majority wins: all of them get the same named conflict."""
     w = world(desired=3)
