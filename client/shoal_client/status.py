@@ -1,0 +1,239 @@
+"""`shoal status` and `shoal why`: what the coordinator's HTTP API tells, as tables."""
+
+import argparse
+import json
+import os
+import time
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from shoal_proto.errors import InternalError, ShoalError, Unavailable
+
+DEFAULT_URL = "http://127.0.0.1:7780"
+ANSWER_WITHIN_S = 5.0
+
+Json = Any
+"""What an endpoint answered, decoded."""
+
+
+def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `status` and `why`."""
+    status = subparsers.add_parser("status", help="jobs, members, generations and shards")
+    _add_common(status)
+    status.add_argument("--job", metavar="NAME", help="only this job")
+    status.set_defaults(handler=_status)
+    why = subparsers.add_parser("why", help="what a member is waiting for")
+    why.add_argument("member", metavar="MEMBER", help="id of the member")
+    why.add_argument("--job", metavar="NAME", required=True, help="the member's job")
+    _add_common(why)
+    why.set_defaults(handler=_why)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--http",
+        metavar="URL",
+        default=os.environ.get("SHOAL_HTTP") or DEFAULT_URL,
+        help=f"base URL of the coordinator (default: $SHOAL_HTTP, else {DEFAULT_URL})",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+class StatusClient:
+    """Reads the HTTP API of a coordinator; raises the class of error that the server names."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        self._http = httpx.Client(timeout=ANSWER_WITHIN_S, trust_env=False)
+
+    def __enter__(self) -> "StatusClient":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._http.close()
+
+    def jobs(self) -> Json:
+        """One line a job."""
+        return self._get("/api/v1/jobs")
+
+    def job(self, job: str) -> Json:
+        """The job with its members, newest generations and samples."""
+        return self._get(f"/api/v1/jobs/{quote(job, safe='')}")
+
+    def shards(self, job: str) -> Json:
+        """The job's shards and their servers."""
+        return self._get(f"/api/v1/jobs/{quote(job, safe='')}/shards")
+
+    def why(self, job: str, member_id: str) -> Json:
+        """What the member waits for."""
+        path = f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}/why"
+        return self._get(path)
+
+    def _get(self, path: str) -> Json:
+        try:
+            response = self._http.get(self._url + path)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Unavailable(
+                f"no coordinator answers at {self._url}",
+                seen=str(error) or type(error).__name__,
+                expected="the HTTP address of a Shoal coordinator",
+                fix="Give it with --http URL or $SHOAL_HTTP; `shoal up` prints it.",
+            ) from error
+        try:
+            body = response.json()
+        except ValueError:
+            body = None
+        if response.is_success and body is not None:
+            return body
+        if isinstance(body, dict) and "kind" in body:
+            kind = ShoalError.kinds.get(str(body["kind"]), InternalError)
+            what, seen, expected, fix = (
+                str(body.get(name, "")) for name in ("what", "seen", "expected", "fix")
+            )
+            raise kind(what, seen=seen, expected=expected, fix=fix)
+        raise Unavailable(
+            f"{self._url} does not answer like a Shoal coordinator",
+            seen=f"HTTP {response.status_code} for {path}",
+            fix="Give its address with --http URL or $SHOAL_HTTP.",
+        )
+
+
+def _status(options: argparse.Namespace) -> int:
+    with StatusClient(options.http) as client:
+        names = [options.job] if options.job else [job["job"] for job in client.jobs()]
+        jobs = [{**client.job(name), "shards": client.shards(name)} for name in names]
+    if options.json:
+        print(json.dumps(jobs, indent=2))
+        return 0
+    console = Console()
+    if not jobs:
+        console.print(f"The coordinator at {escape(options.http)} has no jobs.")
+    for job in jobs:
+        _print_job(console, job)
+    return 0
+
+
+def _why(options: argparse.Namespace) -> int:
+    with StatusClient(options.http) as client:
+        why = client.why(options.job, options.member)
+    if options.json:
+        print(json.dumps(why, indent=2))
+        return 0
+    console = Console(highlight=False)
+    member = f"[bold]{escape(why['member_id'])}[/bold] ({escape(why['state'])})"
+    for_s = _duration(why["waiting_s"])
+    console.print(f"{member} waits for: {escape(why['waiting_for'])} [dim]({for_s})[/dim]")
+    generation = f", generation {why['generation']}" if why["generation"] else ""
+    console.print(f"job {escape(why['job'])}: {why['phase']}{generation}: {escape(why['reason'])}")
+    if why["last_error"]:
+        console.print(f"its last error: {escape(why['last_error'])}", style="red")
+    return 0
+
+
+def _print_job(console: Console, job: Json) -> None:
+    summary = job["summary"]
+    console.print()
+    console.rule(f"[bold]{escape(summary['job'])}[/bold]  {summary['phase']}", align="left")
+    bounds = f"{job['min_members']} to {job['max_members']} members"
+    generation = summary["generation"] or "none yet"
+    console.print(f"generation {generation}, step {summary['step']}, {bounds}", highlight=False)
+    console.print(escape(summary["reason"]), style="dim", highlight=False)
+    _print_members(console, job["members"])
+    _print_generations(console, job["generations"][:5])
+    if job["samples"]:
+        _print_samples(console, job["samples"])
+    if job["shards"]["shards"]:
+        _print_servers(console, job["shards"])
+
+
+def _print_members(console: Console, members: Json) -> None:
+    table = _table("member", "rank>", "state", "host", "step>", "loss>", "samples/s>", "stale>")
+    table.add_column("seen", justify="right")
+    table.add_column("waits for", overflow="fold", ratio=1)
+    now_s = time.time()
+    for entry in members:
+        member, health = entry["member"], entry["health"] or {}
+        table.add_row(
+            escape(member["member_id"]),
+            _number(member["rank"], "d"),
+            escape(member["state"]),
+            escape(member["host"]),
+            _number(max(member["step"], health.get("step") or 0), "d"),
+            _number(health.get("loss"), ".4g"),
+            _number(health.get("samples_per_s"), ".0f"),
+            _number(health.get("staleness_steps"), ".1f"),
+            _duration(now_s - member["last_seen_unix_s"]),
+            escape(member["waiting_for"]),
+        )
+    console.print(table if members else "no members", highlight=False)
+
+
+def _print_generations(console: Console, generations: Json) -> None:
+    if not generations:
+        return
+    table = _table("generation>", "verdict", "members>", "from step>", "ago>")
+    table.add_column("reason", overflow="fold", ratio=1)
+    now_s = time.time()
+    for record in generations:
+        table.add_row(
+            str(record["generation"]),
+            record["verdict"],
+            str(len(record["members"])),
+            str(record["step"]),
+            _duration(now_s - record["decided_unix_s"]),
+            escape(record["reason"]),
+        )
+    console.print(table, highlight=False)
+
+
+def _print_samples(console: Console, samples: Json) -> None:
+    total = samples["dataset_size"] * samples["num_epochs"]
+    console.print(
+        f"samples: {samples['completed']} of {total} completed, {samples['in_flight']} in flight,"
+        f" at most {samples['repeated_max']} repeated",
+        highlight=False,
+    )
+
+
+def _print_servers(console: Console, view: Json) -> None:
+    table = _table("server", "state", "address", "shards>", "MiB>", "updates>", "pushes>")
+    for server in view["servers"]:
+        shards = [s for s in view["shards"] if s["server_id"] == server["server_id"]]
+        table.add_row(
+            escape(server["server_id"]),
+            server["state"],
+            escape(server["address"]),
+            str(len(shards)),
+            f"{sum(s['num_bytes'] for s in shards) / 2**20:.1f}",
+            str(sum(s["version"] for s in shards)),
+            str(sum(s["pushes"] for s in shards)),
+        )
+    console.print(table, highlight=False)
+
+
+def _table(*columns: str) -> Table:
+    """A table; a column whose name ends in > is set to the right."""
+    table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
+    for column in columns:
+        name = column.removesuffix(">")
+        table.add_column(name, justify="right" if name != column else "left", no_wrap=True)
+    return table
+
+
+def _number(value: float | str | None, form: str) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} d"
