@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events
 from shoal_server.core.job import Job
 from shoal_server.core.limits import Limits
@@ -67,8 +68,13 @@ class World:
         self.log: list[str] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._starts = 0
         self._last_to: dict[str, float] = {}
         self.check: Callable[[], None] = lambda: None
+
+    def _next_start(self) -> int:
+        self._starts += 1
+        return self._starts
 
     # --- faults and arrivals ---
 
@@ -76,7 +82,9 @@ class World:
         proposal = Proposal(
             fields=dict(fields or FIELDS), step=Step(step), has_state=step > 0, synchronous=True
         )
-        member = SimMember(name=name, incarnation=f"{name}-{self._count}", proposal=proposal)
+        member = SimMember(
+            name=name, incarnation=new_incarnation(self._next_start()), proposal=proposal
+        )
         if name in self.members:
             self.gone.append(self.members[name])
         self.members[name] = member

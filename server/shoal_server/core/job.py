@@ -56,6 +56,7 @@ from shoal_server.core.events import (
     Tell,
     Write,
 )
+from shoal_server.core.incarnations import is_older
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
 from shoal_server.core.phases import Phase, Trigger, after
@@ -75,6 +76,7 @@ from shoal_server.core.roster import (
 
 FIRST_BACK_OFF_S = 0.05
 MAX_BACK_OFF_S = 5.0
+MAX_EXPELLED = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,8 @@ class Job:
     suspect_since_s: float | None = None
     failures: int = 0
     completing: bool = False
+    expelled: dict[str, None] = field(default_factory=dict)
+    """Incarnations that were members and are not to come back, the oldest first."""
     _effects: list[Effect] = field(default_factory=list)
 
     @classmethod
@@ -226,6 +230,10 @@ class Job:
         if known is not None and known.incarnation == event.incarnation:
             self._reattended(known)
             return
+        if event.incarnation in self.expelled:
+            raise Refused(refusals.not_a_member(self.spec.job, event, self.last_generation))
+        if known is not None and is_older(event.incarnation, known.incarnation):
+            raise Refused(refusals.replaced(event, known.incarnation, self.last_generation))
         if event.spec != self.spec and self.members:
             raise Refused(refusals.other_bounds(event.spec, self.spec))
         self.spec = event.spec
@@ -281,6 +289,9 @@ class Job:
         trained, attempted = member.is_in(self.running), member.is_in(self.attempt)
         reason = f"{member.member_id}: {reason}"
         del self.members[member.member_id]
+        self.expelled[member.incarnation] = None
+        if len(self.expelled) > MAX_EXPELLED:
+            del self.expelled[next(iter(self.expelled))]
         self._do(Expel(member_id=member.member_id, incarnation=member.incarnation, reason=reason))
         self._log("member_completed" if completed else "member_removed", reason, member)
         if all(m.proposal is None for m in self.members.values()):

@@ -3,6 +3,7 @@
 import pytest
 from job_world import FIELDS, World
 
+from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events
 from shoal_server.core.events import RefusalKind
 from shoal_server.core.limits import Limits
@@ -244,6 +245,25 @@ def test_a_stale_incarnation_changes_nothing() -> None:
         )
     assert refused.value.refusal.kind == RefusalKind.FENCED
     assert (w.job.last_generation, w.job.phase) == before
+
+
+def test_a_replaced_process_cannot_push_its_successor_out() -> None:
+    """Not when it wakes up and attends again, and not when its first call arrives late."""
+    w = running("a", "b")
+    old = w.members["b"]
+    w.join("b")
+    w.run(2.0)
+    never_seen_before = new_incarnation(0)
+    for incarnation in (old.incarnation, never_seen_before):
+        with pytest.raises(events.Refused) as refused:
+            w.job.handle(
+                events.Attended(
+                    member_id="b", incarnation=incarnation, spec=w.job.spec, info=MemberInfo()
+                ),
+                w.now_s,
+            )
+        assert refused.value.refusal.kind == RefusalKind.FENCED
+    assert w.roster() == ["a", "b"]
 
 
 def test_other_bounds_are_refused() -> None:
