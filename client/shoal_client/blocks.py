@@ -1,0 +1,154 @@
+"""Where the bytes of a job's parameters lie in its shards; gathering and scattering them."""
+
+import zlib
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShapeMismatch
+from shoal_proto.v1.parameters_pb2 import Piece
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+SEND_PIECE_BYTES = 1024 * 1024
+
+Buffers = Mapping[str, memoryview]
+"""Parameter name -> all of its elements as flat bytes (`memoryview.cast("B")`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One block: `num_bytes` at `start` of the shard are those at `offset` of the parameter."""
+
+    start: int
+    parameter: str
+    offset: int
+    num_bytes: int
+
+
+class ShardBlocks:
+    """The blocks of one shard, in bytes."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard_id = shard.shard_id
+        size = DTYPE_BYTES[shard.dtype]
+        runs = []
+        start = 0
+        for block in shard.blocks:
+            num_bytes = block.num_elements * size
+            runs.append(_Run(start, block.parameter, block.offset * size, num_bytes))
+            start += num_bytes
+        self.num_bytes = start
+        self._runs = runs
+        self._starts = [run.start for run in runs]
+
+    def absent(self, buffers: Buffers) -> list[int]:
+        """Indexes of the blocks whose parameter has no buffer."""
+        return [i for i, run in enumerate(self._runs) if run.parameter not in buffers]
+
+    def gather(self, buffers: Buffers) -> Iterator[tuple[int, bytes]]:
+        """(offset, data) of pieces that together hold every block that has a buffer, in order.
+
+        Each byte is copied once, out of the caller's buffer.
+        """
+        parts: list[memoryview] = []
+        held = start = 0
+        for run in self._runs:
+            source = buffers.get(run.parameter)
+            if source is None:
+                if parts:
+                    yield start, b"".join(parts)
+                    parts, held = [], 0
+                continue
+            done = 0
+            while done < run.num_bytes:
+                if not parts:
+                    start = run.start + done
+                size = min(run.num_bytes - done, SEND_PIECE_BYTES - held)
+                parts.append(source[run.offset + done : run.offset + done + size])
+                done += size
+                held += size
+                if held == SEND_PIECE_BYTES:
+                    yield start, b"".join(parts)
+                    parts, held = [], 0
+        if parts:
+            yield start, b"".join(parts)
+
+    def scatter(self, piece: Piece, buffers: Buffers) -> None:
+        """Write a piece's bytes to where they belong. Raises ChecksumMismatch, MalformedMessage."""
+        data = memoryview(piece.data)
+        if zlib.crc32(data) != piece.checksum:
+            raise ChecksumMismatch(
+                f"a piece of shard {self.shard_id} changed on the way",
+                seen=f"CRC-32 {zlib.crc32(data):#010x} of {len(data)} bytes",
+                expected=f"{piece.checksum:#010x}",
+            )
+        position, stop = piece.offset_bytes, piece.offset_bytes + len(data)
+        if stop > self.num_bytes:
+            raise MalformedMessage(
+                f"a piece reaches beyond shard {self.shard_id}",
+                seen=f"bytes {position} to {stop}",
+                expected=f"at most {self.num_bytes}",
+            )
+        index = bisect_right(self._starts, position) - 1
+        taken = 0
+        while taken < len(data):
+            run = self._runs[index]
+            within = position + taken - run.start
+            size = min(run.num_bytes - within, len(data) - taken)
+            at = run.offset + within
+            buffers[run.parameter][at : at + size] = data[taken : taken + size]
+            taken += size
+            index += 1
+
+
+def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writable: bool) -> None:
+    """Raise ShapeMismatch unless each buffer is one of the job's parameters, whole and flat."""
+    sizes = {p.name: prod(p.shape) * DTYPE_BYTES[p.dtype] for p in shard_map.parameters}
+    for name, buffer in buffers.items():
+        if name not in sizes:
+            raise ShapeMismatch(
+                f"job {shard_map.job} has no parameter {name}",
+                seen=name,
+                expected=f"one of its {len(sizes)} parameters",
+            )
+        if buffer.nbytes != sizes[name] or buffer.format != "B" or buffer.ndim != 1:
+            raise ShapeMismatch(
+                f"the buffer of parameter {name} has another length",
+                seen=f"{buffer.nbytes} bytes (format {buffer.format!r}, {buffer.ndim}-d)",
+                expected=f"{sizes[name]} bytes (format 'B', 1-d)",
+                fix="Compare shape and dtype with the job's.",
+            )
+        if writable and buffer.readonly:
+            raise ShapeMismatch(
+                f"the buffer of parameter {name} cannot be written to",
+                seen="a read-only buffer",
+                expected="a writable one",
+            )
+    missing = sorted(name for name, size in sizes.items() if size and name not in buffers)
+    if complete and missing:
+        raise ShapeMismatch(
+            f"a buffer is needed for each parameter of job {shard_map.job}",
+            seen=f"none for {', '.join(missing[:8])}",
+            expected=f"{len(sizes)} buffers",
+        )
+
+
+def fill(piece: Piece, shard_id: int, offset_bytes: int, data: bytes) -> None:
+    """Write into a message in place; assigning a Piece would copy its data once more."""
+    piece.shard_id = shard_id
+    piece.offset_bytes = offset_bytes
+    piece.data = data
+    piece.checksum = zlib.crc32(data)
+
+
+def by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
+    """The shards of each server."""
+    grouped: dict[str, list[Shard]] = {}
+    for shard in shards:
+        grouped.setdefault(shard.address, []).append(shard)
+    return grouped
+
+
+__all__ = ["Buffers", "ShardBlocks", "by_address", "check_buffers", "fill"]

@@ -1,0 +1,426 @@
+"""A job's parameters on its parameter servers: create, pull and push, from an ordinary thread.
+
+Values and gradients are the caller's own buffers, one a parameter; which server holds which part
+of which, and what happens when a server is away for a while, is dealt with here.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import grpc
+import structlog
+
+from shoal_client.blocks import Buffers, ShardBlocks, by_address, check_buffers, fill
+from shoal_client.channel import CHANNEL_OPTIONS, FIRST_BACK_OFF_S, MAX_BACK_OFF_S, Coordinators
+from shoal_proto.errors import (
+    InternalError,
+    MalformedMessage,
+    RetryError,
+    ShardNotReady,
+    ShoalError,
+    Unavailable,
+    WrongEpoch,
+)
+from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import (
+    CreateHeader,
+    CreateRequest,
+    OptimizerSpec,
+    PullItem,
+    PullRequest,
+    PushHeader,
+    PushItem,
+    PushReply,
+    PushRequest,
+    ShardData,
+    ShardVersion,
+)
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
+from shoal_proto.v1.shards_pb2 import (
+    GetMapRequest,
+    ParameterSpec,
+    PlaceRequest,
+    Shard,
+    ShardMap,
+)
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+
+log = structlog.get_logger(__name__)
+
+MAX_SERVERS = 64
+"""Threads that talk to servers at a time; with more servers, some wait for their turn."""
+PULL_WAIT_S = 10.0
+"""How long one call waits at a server for shards that are not there yet."""
+MAP_TIMEOUT_S = 2.0
+"""A call under way spends no more on asking for a newer map: the coordinator may be away."""
+
+
+@dataclass(kw_only=True)
+class PushResult:
+    """What became of one push. Every shard's part was applied exactly once."""
+
+    sequence: int
+    versions: dict[int, int] = field(default_factory=dict)
+    """Per shard: its version right after this push."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """Per shard: how many updates of others the gradient did not know of."""
+    retries: int = 0
+    """Attempts beyond the first."""
+    duplicates: int = 0
+    """Shards that answered a retry of what they had applied before."""
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.staleness.values(), default=0)
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(self.staleness.values()) / max(len(self.staleness), 1)
+
+
+Attempt = Callable[[ParametersStub, Sequence[Shard], float, set[int]], None]
+"""One call to one server. Discards from the set what is done; raises for what may not be retried,
+and for what may."""
+
+
+class ParameterClient:
+    """One member's view of its job's parameters. For one thread at a time, but for `close`.
+
+    Every call is bounded by `timeout_s`, retries included; what is retried is what may succeed
+    later, and never applies a gradient twice. Raises RetryError when the time is over, Fenced when
+    the member was declared lost, RefusedError for what is wrong with the request.
+    """
+
+    def __init__(
+        self,
+        coordinators: Sequence[str],
+        token: Callable[[], Token],
+        *,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self._coordinators = Coordinators(coordinators)
+        self._token = token
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
+        self._map: ShardMap | None = None
+        self._blocks: dict[int, ShardBlocks] = {}
+        self._versions: dict[int, int] = {}
+        self._sequence = 0
+
+    def place(self, parameters: Sequence[ParameterSpec]) -> ShardMap:
+        """The job's shard map, made now if this is the first call for the job.
+
+        Raises ProposalConflict or ShapeMismatch, naming the parameters that differ from the
+        job's, and NoServers.
+        """
+        request = PlaceRequest(token=self._token(), parameters=parameters)
+        return self._adopt(
+            self._coordinators.call(
+                lambda channel: ShardsStub(channel).Place, request, timeout_s=self._timeout_s
+            )
+        )
+
+    def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
+        """The shard map as it is now; waits up to `wait_s` for there to be one."""
+        request = GetMapRequest(token=self._token(), wait_s=wait_s)
+        limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
+        return self._adopt(
+            self._coordinators.call(
+                lambda channel: ShardsStub(channel).GetMap, request, timeout_s=limit_s
+            )
+        )
+
+    def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
+        """Give the shards their first values; how many shards this call created.
+
+        A shard that exists is left as it is, so any member may create at any time.
+        """
+        shard_map = self._known_map()
+        check_buffers(shard_map, values, complete=True, writable=False)
+        created: list[int] = []
+
+        def attempt(
+            stub: ParametersStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+        ) -> None:
+            requests = self._create_requests(optimizer, shards, values)
+            created.extend(stub.Create(requests, timeout=timeout_s).created)
+            todo.difference_update(shard.shard_id for shard in shards)
+
+        self._until_done(attempt)
+        return len(created)
+
+    def _create_requests(
+        self, optimizer: OptimizerSpec, shards: Sequence[Shard], values: Buffers
+    ) -> Iterator[CreateRequest]:
+        yield CreateRequest(
+            header=CreateHeader(token=self._token(), optimizer=optimizer, shards=shards)
+        )
+        for shard in shards:
+            for offset_bytes, data in self._blocks[shard.shard_id].gather(values):
+                request = CreateRequest()
+                fill(request.piece, shard.shard_id, offset_bytes, data)
+                yield request
+
+    def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
+        """Write the newest values into the buffers.
+
+        Waits up to `wait_s` (None: `timeout_s`) for shards that are not created yet, then raises
+        ShardNotReady. Each shard is as of one version. If the call fails, some buffers may be
+        new, others not.
+        """
+        ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
+        check_buffers(self._known_map(), into, complete=True, writable=True)
+
+        def attempt(
+            stub: ParametersStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+        ) -> None:
+            items = [PullItem(shard_id=s.shard_id, epoch=s.epoch) for s in shards]
+            left_s = max(ready_by_s - time.monotonic(), 0.0)
+            request = PullRequest(
+                token=self._token(), shards=items, wait_s=min(left_s, PULL_WAIT_S, timeout_s / 2)
+            )
+            receiver = _Receiver(self._blocks, into, self._versions, todo)
+            for reply in stub.Pull(request, timeout=timeout_s):
+                receiver.take(reply)
+
+        self._until_done(attempt, ready_by_s)
+
+    def push(
+        self, gradients: Buffers, *, lr: Sequence[float] = (), into: Buffers | None = None
+    ) -> PushResult:
+        """Apply gradients, each exactly once, and write the values of right after into `into`.
+
+        A parameter without a gradient is left alone by the optimizer. `lr` has one learning rate
+        a parameter group; empty: as created. Raises NonFiniteGradient with the parameter's name;
+        then the parts that lie in other shards may have been applied.
+        """
+        shard_map = self._known_map()
+        check_buffers(shard_map, gradients, complete=False, writable=False)
+        if into is not None:
+            check_buffers(shard_map, into, complete=True, writable=True)
+        self._sequence += 1
+        push = _Push(
+            result=PushResult(sequence=self._sequence),
+            gradients=gradients,
+            lr=lr,
+            into=into,
+            base_versions=dict(self._versions),
+        )
+
+        def attempt(
+            stub: ParametersStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+        ) -> None:
+            self._push_once(stub, shards, timeout_s, todo, push)
+
+        push.result.retries = self._until_done(attempt)
+        return push.result
+
+    def _push_once(
+        self,
+        stub: ParametersStub,
+        shards: Sequence[Shard],
+        timeout_s: float,
+        todo: set[int],
+        push: "_Push",
+    ) -> None:
+        receiver = _Receiver(self._blocks, push.into or {}, self._versions, todo)
+        errors: list[ShoalError] = []
+        for reply in stub.Push(self._push_requests(push, shards), timeout=timeout_s):
+            if not reply.HasField("outcome"):
+                receiver.take(reply)
+                continue
+            outcome = reply.outcome
+            if outcome.HasField("error"):
+                errors.append(from_detail(outcome.error))
+                continue
+            push.result.versions[outcome.shard_id] = outcome.version
+            push.result.staleness[outcome.shard_id] = outcome.staleness
+            push.result.duplicates += outcome.duplicate
+            if push.into is None:
+                todo.discard(outcome.shard_id)
+        if errors:
+            raise _worst(errors)
+
+    def _push_requests(self, push: "_Push", shards: Sequence[Shard]) -> Iterator[PushRequest]:
+        items = [
+            PushItem(
+                shard_id=shard.shard_id,
+                epoch=shard.epoch,
+                base_version=push.base_versions.get(shard.shard_id, 0),
+                absent_blocks=self._blocks[shard.shard_id].absent(push.gradients),
+            )
+            for shard in shards
+        ]
+        yield PushRequest(
+            header=PushHeader(
+                token=self._token(),
+                sequence=push.result.sequence,
+                shards=items,
+                lr=push.lr,
+                return_values=push.into is not None,
+            )
+        )
+        for shard in shards:
+            for offset_bytes, data in self._blocks[shard.shard_id].gather(push.gradients):
+                request = PushRequest()
+                fill(request.piece, shard.shard_id, offset_bytes, data)
+                yield request
+
+    def _until_done(self, attempt: Attempt, ready_by_s: float = math.inf) -> int:
+        """Run attempts at every server until each shard is done; how many rounds it took beyond
+        the first. Shards without values are waited for until `ready_by_s`."""
+        give_up_s = time.monotonic() + self._timeout_s
+        back_off_s = FIRST_BACK_OFF_S
+        todo = {shard.shard_id for shard in self._known_map().shards}
+        retries = 0
+        while True:
+            errors = self._at_every_server(attempt, todo, give_up_s - time.monotonic())
+            if not todo and not errors:
+                return retries
+            worst = _worst(errors) if errors else _incomplete(todo)
+            now_s = time.monotonic() + back_off_s
+            out_of_time = now_s >= give_up_s or (
+                isinstance(worst, ShardNotReady) and now_s >= ready_by_s
+            )
+            if not isinstance(worst, RetryError) or out_of_time or self._closed.is_set():
+                raise worst
+            retries += 1
+            log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
+            self._closed.wait(back_off_s)
+            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+            if any(isinstance(error, WrongEpoch | Unavailable) for error in errors):
+                self._refetch_map()
+
+    def _refetch_map(self) -> None:
+        try:
+            self.fetch_map(timeout_s=MAP_TIMEOUT_S)
+        except RetryError as error:
+            # The map in hand is the best there is; the servers say if it is not good enough.
+            log.info("shard_map_not_fetched", reason=str(error))
+
+    def _at_every_server(
+        self, attempt: Attempt, todo: set[int], timeout_s: float
+    ) -> list[ShoalError]:
+        shards = [shard for shard in self._known_map().shards if shard.shard_id in todo]
+        *others, last = by_address(shards).items()
+
+        def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
+            try:
+                attempt(ParametersStub(self._channel(address)), held, max(timeout_s, 0.01), todo)
+            except grpc.RpcError as rpc_error:
+                return from_rpc_error(rpc_error, address)
+            except ShoalError as error:
+                return error
+            return None
+
+        # The caller's own thread takes one server: with a single one there is no hop.
+        futures = [self._pool.submit(run, address, held) for address, held in others]
+        results = [run(*last), *(future.result() for future in futures)]
+        return [error for error in results if error is not None]
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if self._closed.is_set():
+                raise Unavailable("the connection to the parameter servers was closed")
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = channel
+            return channel
+
+    def _known_map(self) -> ShardMap:
+        if self._map is None:
+            raise InternalError(
+                "no shard map was fetched yet", expected="place() or fetch_map() first"
+            )
+        return self._map
+
+    def _adopt(self, shard_map: ShardMap) -> ShardMap:
+        if self._map is None or self._map.schema_digest != shard_map.schema_digest:
+            self._blocks = {shard.shard_id: ShardBlocks(shard) for shard in shard_map.shards}
+        self._map = shard_map
+        return shard_map
+
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """Per shard: the version of the values received last."""
+        return dict(self._versions)
+
+    def close(self) -> None:
+        """Close every connection; a call under way on another thread fails."""
+        self._closed.set()
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+        self._coordinators.close()
+        self._pool.shutdown(wait=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Push:
+    """One push over all its attempts."""
+
+    result: PushResult
+    gradients: Buffers
+    lr: Sequence[float]
+    into: Buffers | None
+    base_versions: Mapping[int, int]
+
+
+class _Receiver:
+    """Takes the values of shards as they come; a shard is done when its last byte is there."""
+
+    def __init__(
+        self,
+        blocks: Mapping[int, ShardBlocks],
+        into: Buffers,
+        versions: dict[int, int],
+        todo: set[int],
+    ) -> None:
+        self._blocks = blocks
+        self._into = into
+        self._versions = versions
+        self._todo = todo
+        self._version = ShardVersion()
+        self._left_bytes = 0
+
+    def take(self, reply: ShardData | PushReply) -> None:
+        if reply.HasField("version"):
+            self._version.CopyFrom(reply.version)
+            self._left_bytes = reply.version.num_bytes
+            return
+        piece = reply.piece
+        if piece.shard_id != self._version.shard_id or piece.shard_id not in self._blocks:
+            raise MalformedMessage(
+                "a piece of another shard than the one announced",
+                seen=f"shard {piece.shard_id}",
+                expected=f"shard {self._version.shard_id}",
+            )
+        self._blocks[piece.shard_id].scatter(piece, self._into)
+        self._left_bytes -= len(piece.data)
+        if self._left_bytes == 0:
+            self._versions[piece.shard_id] = self._version.version
+            self._todo.discard(piece.shard_id)
+
+
+def _worst(errors: Sequence[ShoalError]) -> ShoalError:
+    """The error that decides what happens next: one that forbids a retry, if there is one."""
+    return min(errors, key=lambda error: isinstance(error, RetryError))
+
+
+def _incomplete(todo: set[int]) -> ShoalError:
+    return Unavailable(
+        "a server ended its answer early", seen=f"nothing of {len(todo)} shards", expected="all"
+    )
+
+
+__all__ = ["ParameterClient", "PushResult"]

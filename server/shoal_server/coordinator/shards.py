@@ -1,0 +1,240 @@
+"""The Shards service: who holds which part of a job's parameters, decided once and kept in etcd."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import cast
+
+import structlog
+from google.protobuf.message import DecodeError
+
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidSpec,
+    MalformedMessage,
+    NoServers,
+    ProposalConflict,
+    RetryError,
+    ShapeMismatch,
+    ShoalError,
+)
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2 import (
+    Block,
+    GetMapRequest,
+    ParameterSpec,
+    PlaceRequest,
+    Shard,
+    ShardMap,
+)
+from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
+from shoal_server.core import placement
+from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    EventKind,
+    Get,
+    KeyValueStore,
+    Put,
+    Revision,
+    WatchBatch,
+    absent,
+)
+from shoal_server.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_MAP_BYTES = 1024 * 1024
+"""etcd takes requests up to 1.5 MiB."""
+MAX_WAIT_S = 60.0
+MAX_TOLD_DIFFERENCES = 8
+
+Authorize = Callable[[Token], Awaitable[None]]
+
+
+class ShardsService(ShardsServicer):
+    """`authorize` raises for a token whose holder may not act for its job."""
+
+    def __init__(self, store: KeyValueStore, authorize: Authorize) -> None:
+        self._store = store
+        self._authorize = authorize
+
+    async def Place(self, request: PlaceRequest, context: Context) -> ShardMap:
+        job = _job(request.token)
+        await self._authorize(request.token)
+        parameters = [_parameter(spec) for spec in request.parameters]
+        try:
+            placement.check_schema(parameters)
+        except placement.SchemaProblem as problem:
+            raise InvalidSpec(
+                problem.what, seen=problem.seen, expected=problem.expected
+            ) from problem
+        held = await self._read(job)
+        if held is None:
+            held = await self._place(job, request.parameters, parameters)
+        if held.schema_digest != placement.schema_digest(parameters):
+            raise _conflict(job, parameters, [_parameter(spec) for spec in held.parameters])
+        return held
+
+    async def GetMap(self, request: GetMapRequest, context: Context) -> ShardMap:
+        job = _job(request.token)
+        await self._authorize(request.token)
+        wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
+        held = await self._read(job)
+        if held is None and wait_s > 0:
+            held = await self._await_map(job, wait_s)
+        if held is None:
+            raise DeadlineExceeded(
+                f"job {job} has no shard map",
+                seen=f"none within {wait_s:g} s",
+                expected="a member that places the parameters",
+            )
+        return held
+
+    async def _place(
+        self,
+        job: str,
+        specs: Sequence[ParameterSpec],
+        parameters: Sequence[placement.Parameter],
+    ) -> ShardMap:
+        """Write the first map, or give the one that another call wrote meanwhile."""
+        snapshot = await self._store.range(keys.SERVERS)
+        addresses = {
+            item.key.removeprefix(keys.SERVERS): str(json.loads(item.value)["address"])
+            for item in snapshot.items
+        }
+        if not addresses:
+            raise NoServers(
+                f"no parameter server is there for job {job}",
+                seen="none registered",
+                expected="one or more",
+                fix="Start one with `shoal ps`.",
+            )
+        draft = _draw_up(job, specs, parameters, addresses)
+        value = draft.SerializeToString(deterministic=True)
+        if len(value) > MAX_MAP_BYTES:
+            raise InvalidSpec(
+                f"the shard map of job {job} is too large to keep",
+                seen=f"{len(value)} bytes for {len(parameters)} parameters",
+                expected=f"at most {MAX_MAP_BYTES} bytes",
+                fix="Use fewer parameters or shorter names.",
+            )
+        key = keys.shard_map(job)
+        try:
+            result = await self._store.transact([absent(key)], [Put(key, value)], [Get(key)])
+        except RetryError as error:
+            if error.details.get("outcome") != "unknown":
+                raise
+            held = await self._read(job)
+            if held is None:
+                raise
+            return held
+        if result.succeeded:
+            log.info(
+                "shards_placed",
+                job=job,
+                num_shards=len(draft.shards),
+                servers=sorted(addresses),
+                num_bytes=sum(p.num_bytes for p in parameters),
+            )
+            return draft
+        return _parse(job, result.reads[0][0].value)
+
+    async def _await_map(self, job: str, wait_s: float) -> ShardMap | None:
+        key = keys.shard_map(job)
+        snapshot = await self._store.range(key)
+        for item in snapshot.items:
+            if item.key == key:
+                return _parse(job, item.value)
+        watch = self._store.watch(key, Revision(snapshot.revision + 1))
+        try:
+            async with (
+                asyncio.timeout(wait_s),
+                aclosing(cast(AsyncGenerator[WatchBatch, None], watch)) as batches,
+            ):
+                async for batch in batches:
+                    for event in batch.events:
+                        if event.key == key and event.kind is EventKind.PUT:
+                            return _parse(job, event.value)
+        except TimeoutError:
+            pass
+        return None
+
+    async def _read(self, job: str) -> ShardMap | None:
+        found = await self._store.get(keys.shard_map(job))
+        return None if found is None else _parse(job, found.value)
+
+
+def _draw_up(
+    job: str,
+    specs: Sequence[ParameterSpec],
+    parameters: Sequence[placement.Parameter],
+    addresses: dict[str, str],
+) -> ShardMap:
+    shards = placement.cut_into_shards(parameters, len(addresses))
+    drawn = ShardMap(job=job, schema_digest=placement.schema_digest(parameters), parameters=specs)
+    for placed in placement.place(shards, addresses):
+        shard = placed.shard
+        blocks = [
+            Block(parameter=b.parameter, offset=b.offset, num_elements=b.num_elements)
+            for b in shard.blocks
+        ]
+        drawn.shards.append(
+            Shard(
+                shard_id=shard.shard_id,
+                server_id=placed.server_id,
+                address=addresses[placed.server_id],
+                epoch=1,
+                dtype=shard.dtype,
+                group=shard.group,
+                blocks=blocks,
+            )
+        )
+    return drawn
+
+
+def _conflict(
+    job: str, seen: Sequence[placement.Parameter], expected: Sequence[placement.Parameter]
+) -> ShoalError:
+    """ShapeMismatch where only shapes differ, else ProposalConflict; both name the parameters."""
+    differences = placement.find_differences(seen, expected)
+    names = {p.name for p in seen} == {p.name for p in expected}
+    alike = {(p.name, p.dtype, p.group) for p in seen} == {
+        (p.name, p.dtype, p.group) for p in expected
+    }
+    told = differences[:MAX_TOLD_DIFFERENCES]
+    more = len(differences) - len(told)
+    kind = ShapeMismatch if names and alike else ProposalConflict
+    return kind(
+        f"the model's parameters are not those of job {job}",
+        seen="; ".join(f"{d.parameter}: {d.seen}" for d in told)
+        + (f"; and {more} more" if more else ""),
+        expected="; ".join(f"{d.parameter}: {d.expected}" for d in told),
+        fix="Train the same model in every worker, or use another job name.",
+        details={d.parameter: f"saw {d.seen}, expected {d.expected}" for d in told},
+    )
+
+
+def _job(token: Token) -> str:
+    if not is_name(token.job):
+        raise MalformedMessage(
+            "the token names no job", seen=repr(token.job), expected=f"a name of {NAME_RULE}"
+        )
+    return token.job
+
+
+def _parameter(spec: ParameterSpec) -> placement.Parameter:
+    return placement.Parameter(
+        name=spec.name, shape=tuple(spec.shape), dtype=spec.dtype, group=spec.group
+    )
+
+
+def _parse(job: str, value: bytes) -> ShardMap:
+    try:
+        return ShardMap.FromString(value)
+    except DecodeError as error:
+        raise InternalError(
+            f"the shard map of job {job} in etcd does not parse", seen=repr(error)
+        ) from error

@@ -1,0 +1,130 @@
+"""Who may still push: members whose incarnation is the one that etcd names."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import cast
+
+import structlog
+
+from shoal_proto.errors import Fenced, MalformedMessage
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import EventKind, KeyValueStore, Revision, WatchBatch
+
+log = structlog.get_logger(__name__)
+
+
+class Fence:
+    """Knows the members by a watch; asks etcd for those it does not know.
+
+    While etcd is away, members known as live go on; unknown ones get Unavailable.
+    """
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._incarnations: dict[str, str] = {}
+        self._revisions: dict[str, Revision] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Fence":
+        snapshot = await self._store.range(keys.MEMBERS)
+        for item in snapshot.items:
+            self._put(item.key, item.value, item.mod_revision)
+        self._task = asyncio.create_task(self._follow(snapshot.revision))
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait_failed(self) -> None:
+        """Return never; raise what ended the watch."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def check(self, token: Token) -> str:
+        """The session of the token's holder. Raises Fenced if it is not a member any more."""
+        if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
+            raise MalformedMessage(
+                "the token names no member",
+                seen=f"job {token.job!r}, member {token.member_id!r},"
+                f" incarnation {token.incarnation!r}",
+                expected=f"an incarnation, and names of {NAME_RULE}",
+            )
+        key = keys.member(token.job, token.member_id)
+        if self._incarnations.get(key) != token.incarnation:
+            await self._ask(key)
+            current = self._incarnations.get(key)
+            if current != token.incarnation:
+                raise await self._fenced(token, current)
+        return token.incarnation
+
+    def is_live(self, session: str) -> bool:
+        """Whether a session's incarnation is known as not fenced."""
+        return session in self._incarnations.values()
+
+    async def _ask(self, key: str) -> None:
+        found = await self._store.get(key)
+        if found is None:
+            self._forget(key)
+        else:
+            self._put(key, found.value, found.mod_revision)
+
+    async def _fenced(self, token: Token, current: str | None) -> Fenced:
+        state = await self._store.get(keys.job_state(token.job))
+        generation = _number(state.value, "generation") if state else 0
+        return Fenced(
+            f"member {token.member_id} of job {token.job} may not change anything any more",
+            seen=f"incarnation {token.incarnation} of generation {token.generation}",
+            expected=f"incarnation {current}" if current else "a member that is present",
+            fix="Join again to go on.",
+            details={"generation": str(generation)},
+        )
+
+    async def _follow(self, revision: int) -> None:
+        watch = self._store.watch(keys.MEMBERS, Revision(revision + 1))
+        async with aclosing(cast(AsyncGenerator[WatchBatch, None], watch)) as batches:
+            async for batch in batches:
+                for event in batch.events:
+                    # What was asked for directly may be newer than what the watch has reached.
+                    if event.mod_revision < self._revisions.get(event.key, 0):
+                        continue
+                    if event.kind is EventKind.DELETE:
+                        self._forget(event.key)
+                    else:
+                        self._put(event.key, event.value, event.mod_revision)
+
+    def _put(self, key: str, value: bytes, revision: Revision) -> None:
+        incarnation = _text(value, "incarnation")
+        if not incarnation:
+            log.error("member_record_unreadable", key=key)
+            self._forget(key)
+            return
+        self._incarnations[key] = incarnation
+        self._revisions[key] = revision
+
+    def _forget(self, key: str) -> None:
+        self._incarnations.pop(key, None)
+        self._revisions.pop(key, None)
+
+
+def _field(value: bytes, name: str) -> object:
+    try:
+        record = json.loads(value)
+    except ValueError:
+        return None
+    return record.get(name) if isinstance(record, dict) else None
+
+
+def _text(value: bytes, name: str) -> str:
+    found = _field(value, name)
+    return found if isinstance(found, str) else ""
+
+
+def _number(value: bytes, name: str) -> int:
+    found = _field(value, name)
+    return found if isinstance(found, int) else 0

@@ -1,0 +1,151 @@
+"""Putting a shard's pieces back together, never holding more than the shard's own size."""
+
+import zlib
+from collections.abc import Sequence
+
+from shoal_proto import MAX_PIECE_BYTES
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage, Overloaded, ShapeMismatch
+from shoal_proto.v1.parameters_pb2 import Piece
+from shoal_proto.v1.shards_pb2 import Shard
+
+DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+
+
+def shard_bytes(shard: Shard) -> int:
+    return sum(b.num_elements for b in shard.blocks) * DTYPE_BYTES[shard.dtype]
+
+
+class Budget:
+    """How many bytes of unfinished pushes the server holds at most, over all calls."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held_bytes = 0
+
+    def reserve(self, num_bytes: int) -> None:
+        """Raises Overloaded when too much is held already; a single shard always gets through."""
+        if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:
+            raise Overloaded(
+                "the server holds as much unfinished data as it may",
+                seen=f"{self._held_bytes} bytes held, {num_bytes} more asked for",
+                expected=f"at most {self._max_bytes} bytes",
+                fix="Retry a little later.",
+            )
+        self._held_bytes += num_bytes
+
+    def release(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+
+
+class Reservation:
+    """What one call holds of the budget, by shard; all of it is given back on exit."""
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self._held: dict[int, int] = {}
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for shard_id in list(self._held):
+            self.release(shard_id)
+
+    def reserve(self, shard_id: int, num_bytes: int) -> None:
+        """Reserve for a shard, once. Raises Overloaded."""
+        if shard_id not in self._held:
+            self._budget.reserve(num_bytes)
+            self._held[shard_id] = num_bytes
+
+    def release(self, shard_id: int) -> None:
+        self._budget.release(self._held.pop(shard_id, 0))
+
+
+class Inflow:
+    """Takes the pieces of one shard in order, and no byte more than the shard has."""
+
+    def __init__(self, shard: Shard, absent_blocks: Sequence[int] = ()) -> None:
+        """Nothing is expected for the absent blocks. Raises MalformedMessage for unknown ones."""
+        num_blocks = len(shard.blocks)
+        absent = set(absent_blocks)
+        if absent and not max(absent) < num_blocks:
+            raise MalformedMessage(
+                f"shard {shard.shard_id} has no such block",
+                seen=f"absent block {max(absent)}",
+                expected=f"an index below {num_blocks}",
+            )
+        self._shard_id = shard.shard_id
+        self.blocks = [b for b in range(num_blocks) if b not in absent]
+        self._spans = _spans(shard, absent)
+        self.expected_bytes = sum(stop - start for start, stop in self._spans)
+        self._received_bytes = 0
+        self._parts: list[bytes] = []
+        self._position = self._spans[0][0] if self._spans else 0
+
+    @property
+    def is_complete(self) -> bool:
+        return not self._spans
+
+    def take(self, piece: Piece) -> None:
+        """Add the next piece. Raises ShapeMismatch or MalformedMessage if it is not the next."""
+        data = piece.data
+        left = self._spans[0][1] - self._position if self._spans else 0
+        if len(data) > left:
+            raise ShapeMismatch(
+                f"more bytes for shard {self._shard_id} than it has there",
+                seen=f"{len(data)} bytes at offset {piece.offset_bytes}",
+                expected=f"at most {left} bytes",
+                fix="Compare shape and dtype with the job's shard map.",
+            )
+        if piece.offset_bytes != self._position or not data or len(data) > MAX_PIECE_BYTES:
+            raise MalformedMessage(
+                f"not the next piece of shard {self._shard_id}",
+                seen=f"{len(data)} bytes at offset {piece.offset_bytes}",
+                expected=f"1 to {min(left, MAX_PIECE_BYTES)} bytes at offset {self._position}",
+            )
+        check(piece)
+        self._parts.append(data)
+        self._received_bytes += len(data)
+        self._position += len(data)
+        if self._position == self._spans[0][1]:
+            self._spans.pop(0)
+            self._position = self._spans[0][0] if self._spans else 0
+
+    def truncated(self) -> ShapeMismatch:
+        """The error of a stream that ended before the shard was complete."""
+        return ShapeMismatch(
+            f"the stream ended within shard {self._shard_id}",
+            seen=f"{self._received_bytes} bytes",
+            expected=f"{self.expected_bytes} bytes",
+            fix="Compare shape and dtype with the job's shard map.",
+        )
+
+    def join(self) -> bytes:
+        """All the bytes; copied only if they came in more than one piece."""
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+
+def check(piece: Piece) -> None:
+    """Raise ChecksumMismatch if the bytes are not those that were sent."""
+    seen = zlib.crc32(piece.data)
+    if seen != piece.checksum:
+        raise ChecksumMismatch(
+            f"a piece of shard {piece.shard_id} changed on the way",
+            seen=f"CRC-32 {seen:#010x} of {len(piece.data)} bytes",
+            expected=f"{piece.checksum:#010x}",
+        )
+
+
+def _spans(shard: Shard, absent: set[int]) -> list[tuple[int, int]]:
+    """Byte ranges of the present blocks; those that touch are one."""
+    spans: list[tuple[int, int]] = []
+    start = 0
+    for index, block in enumerate(shard.blocks):
+        stop = start + block.num_elements * DTYPE_BYTES[shard.dtype]
+        if index not in absent:
+            if spans and spans[-1][1] == start:
+                spans[-1] = (spans[-1][0], stop)
+            else:
+                spans.append((start, stop))
+        start = stop
+    return spans

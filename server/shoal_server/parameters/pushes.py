@@ -1,0 +1,238 @@
+"""One push as it comes in: its shards are received, applied and answered one by one."""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol, TypeVar
+
+import structlog
+
+from shoal_proto.errors import InternalError, InvalidSpec, MalformedMessage, ShoalError
+from shoal_proto.status import to_detail
+from shoal_proto.v1.parameters_pb2 import (
+    Piece,
+    PushHeader,
+    PushItem,
+    PushOutcome,
+    PushReply,
+    ShardVersion,
+)
+from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.inflow import Inflow, Reservation
+from shoal_server.parameters.shard import LiveShard, Push, Slice, Values
+
+log = structlog.get_logger(__name__)
+
+MAX_PENDING_SHARDS = 8
+"""Shards of one call that are worked on, or wait for their reply to leave, at a time."""
+
+T = TypeVar("T")
+
+
+class Runner(Protocol):
+    def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    item: PushItem
+    shard: LiveShard
+    inflow: Inflow
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    outcome: PushOutcome
+    values: Values | None = None
+
+
+class IncomingPush:
+    """Raises for what is wrong with the push as a whole; what is wrong with one shard's part is
+    answered for that shard, leaves it untouched, and the others go on."""
+
+    def __init__(
+        self, header: PushHeader, session: str, is_live: Callable[[str], bool], run: Runner
+    ) -> None:
+        _check(header)
+        self._header = header
+        self._session = session
+        self._is_live = is_live
+        self._run = run
+        self._parts: dict[int, _Part] = {}
+        self._whole: _Part | None = None
+        self._refused: set[int] = set()
+        self._pending: deque[tuple[int, Awaitable[_Answer]]] = deque()
+
+    async def open(self, catalog: Catalog) -> None:
+        """Look up every shard that the header names."""
+        for item in self._header.shards:
+            try:
+                shard = await catalog.get(self._header.token.job, item.shard_id, item.epoch)
+                group = shard.spec.group
+                if self._header.lr and group >= len(self._header.lr):
+                    raise InvalidSpec(
+                        "the push lacks the learning rate of a parameter group",
+                        seen=f"{len(self._header.lr)} learning rates",
+                        expected=f"one for group {group} too",
+                    )
+                inflow = Inflow(shard.spec, item.absent_blocks)
+            except ShoalError as error:
+                self._refuse(item.shard_id, error)
+                continue
+            part = _Part(item=item, shard=shard, inflow=inflow)
+            if inflow.is_complete:
+                self._start(part)
+            else:
+                self._parts[item.shard_id] = part
+
+    def take(self, piece: Piece, reservation: Reservation) -> None:
+        """Add a piece. A shard is applied once a piece of another one, or the end, has come: only
+        then is it known that its gradient was not too long."""
+        if self._whole is not None and piece.shard_id != self._whole.item.shard_id:
+            self._start(self._whole)
+            self._whole = None
+        part = self._parts.get(piece.shard_id, self._whole)
+        if part is None or part.item.shard_id != piece.shard_id:
+            if piece.shard_id not in self._refused:
+                raise not_expected(piece.shard_id, self._parts)
+            return
+        try:
+            reservation.reserve(piece.shard_id, part.inflow.expected_bytes)
+            part.inflow.take(piece)
+        except ShoalError as error:
+            self._parts.pop(piece.shard_id, None)
+            self._whole = None
+            self._refuse(piece.shard_id, error)
+            return
+        if part.inflow.is_complete:
+            self._whole = self._parts.pop(piece.shard_id)
+
+    def end(self) -> None:
+        """The stream is over: shards that are not complete are refused."""
+        if self._whole is not None:
+            self._start(self._whole)
+            self._whole = None
+        for shard_id, part in self._parts.items():
+            self._refuse(shard_id, part.inflow.truncated())
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def is_answer_due(self) -> bool:
+        """Whether an answer is there, or so many are pending that no more may be taken in."""
+        if not self._pending:
+            return False
+        answer = self._pending[0][1]
+        done = isinstance(answer, asyncio.Future) and answer.done()
+        return done or len(self._pending) >= MAX_PENDING_SHARDS
+
+    async def next_answer(self, reservation: Reservation) -> Iterator[PushReply]:
+        """Wait for the oldest pending shard; the messages that answer it."""
+        shard_id, pending = self._pending.popleft()
+        answer = await pending
+        reservation.release(shard_id)
+        return _messages(answer)
+
+    def _start(self, part: _Part) -> None:
+        work = partial(self._apply, part)
+        self._pending.append((part.item.shard_id, self._run(part.shard.num_bytes, work)))
+
+    def _apply(self, part: _Part) -> _Answer:
+        item, group = part.item, part.shard.spec.group
+        push = Push(
+            session=self._session,
+            sequence=self._header.sequence,
+            epoch=item.epoch,
+            base_version=item.base_version,
+            lr=self._header.lr[group] if self._header.lr else None,
+            blocks=part.inflow.blocks,
+            gradient=part.inflow.join(),
+        )
+        try:
+            outcome, duplicate, values = part.shard.push(
+                push, self._is_live, return_values=self._header.return_values
+            )
+        except ShoalError as error:
+            return _refusal(item.shard_id, error)
+        except Exception as error:
+            log.exception("push_failed", job=self._header.token.job, shard_id=item.shard_id)
+            return _refusal(item.shard_id, InternalError("the push failed", seen=repr(error)))
+        message = PushOutcome(
+            shard_id=item.shard_id,
+            version=outcome.version,
+            staleness=outcome.staleness,
+            duplicate=duplicate,
+        )
+        return _Answer(outcome=message, values=values)
+
+    def _refuse(self, shard_id: int, error: ShoalError) -> None:
+        self._refused.add(shard_id)
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        answer.set_result(_refusal(shard_id, error))
+        self._pending.append((shard_id, answer))
+
+
+def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
+    """The error for a piece of a shard that the header does not name, or that is complete."""
+    return MalformedMessage(
+        "a piece of a shard that is not expected",
+        seen=f"shard {shard_id}",
+        expected=f"one of {sorted(expected)}" if expected else "no more pieces",
+        fix="Name each shard in the header and send each of its bytes once.",
+    )
+
+
+def fill(piece: Piece, shard_id: int, part: Slice) -> None:
+    """Write into a message in place; assigning a Piece would copy its data once more."""
+    piece.shard_id = shard_id
+    piece.offset_bytes = part.offset_bytes
+    piece.data = part.data
+    piece.checksum = part.checksum
+
+
+def _messages(answer: _Answer) -> Iterator[PushReply]:
+    yield PushReply(outcome=answer.outcome)
+    if answer.values is None:
+        return
+    shard_id = answer.outcome.shard_id
+    yield PushReply(
+        version=ShardVersion(
+            shard_id=shard_id, version=answer.values.version, num_bytes=answer.values.num_bytes
+        )
+    )
+    for part in answer.values.pieces:
+        reply = PushReply()
+        fill(reply.piece, shard_id, part)
+        yield reply
+
+
+def _refusal(shard_id: int, error: ShoalError) -> _Answer:
+    return _Answer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
+
+
+def _check(header: PushHeader) -> None:
+    if header.sequence < 1:
+        raise MalformedMessage(
+            "a push needs its sequence number",
+            seen=str(header.sequence),
+            expected="1 or more, one higher for each push of the incarnation",
+        )
+    for group, lr in enumerate(header.lr):
+        if not 0.0 <= lr < math.inf:
+            raise InvalidSpec(
+                f"the learning rate of parameter group {group} is out of range",
+                seen=f"{lr:g}",
+                expected="0 <= lr, finite",
+            )
+    shard_ids = [item.shard_id for item in header.shards]
+    if len(set(shard_ids)) != len(shard_ids):
+        raise MalformedMessage(
+            "a push names a shard twice",
+            seen=str(sorted(shard_ids))[:200],
+            expected="each shard once",
+        )

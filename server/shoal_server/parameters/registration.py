@@ -1,0 +1,135 @@
+"""Being known as a parameter server: a key in etcd under a lease of its own."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import cast
+
+import structlog
+
+from shoal_proto.errors import AddressInUse, RetryError
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    NO_LEASE,
+    EventKind,
+    Get,
+    KeyValueStore,
+    LeaseId,
+    Put,
+    Revision,
+    WatchBatch,
+)
+from shoal_server.etcd.api import absent as is_absent
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    server_id: str
+    address: str
+    """host:port under which workers reach this server."""
+    started_unix_s: float
+
+    def record(self) -> bytes:
+        return json.dumps(
+            {"address": self.address, "http_address": "", "started_unix_s": self.started_unix_s}
+        ).encode()
+
+
+class Registration:
+    """Registers on entry, keeps the lease in the background, takes the key away on exit.
+
+    A lease that was lost, for instance because etcd was away for long, is replaced and the server
+    registers again. Two servers never hold one id: the second waits until the first one's lease
+    is over, and gives up after three times its length.
+    """
+
+    def __init__(self, store: KeyValueStore, identity: Identity, lease_ttl_s: float = 5.0) -> None:
+        self._store = store
+        self._identity = identity
+        self._lease_ttl_s = lease_ttl_s
+        self._lease: LeaseId = NO_LEASE
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Registration":
+        await self._register()
+        self._task = asyncio.create_task(self._keep())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._stopping.set()
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        try:
+            await self._store.revoke(self._lease)
+        except RetryError as error:
+            # etcd is away: the lease runs out by itself.
+            log.warning("lease_not_revoked", server_id=self._identity.server_id, reason=str(error))
+
+    async def wait_failed(self) -> None:
+        """Return never; raise what ended the registration."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def _register(self) -> None:
+        key = keys.server(self._identity.server_id)
+        try:
+            async with asyncio.timeout(3 * self._lease_ttl_s):
+                while not await self._claim(key):
+                    await self._wait_vanished(key)
+        except TimeoutError:
+            holder = await self._store.get(key)
+            raise AddressInUse(
+                f"another parameter server holds the id {self._identity.server_id}",
+                seen=holder.value.decode(errors="replace") if holder else "",
+                expected="an id of its own for each server",
+                fix="Stop the other one, or choose another --id.",
+            ) from None
+        log.info(
+            "parameter_server_registered",
+            server_id=self._identity.server_id,
+            address=self._identity.address,
+        )
+
+    async def _claim(self, key: str) -> bool:
+        if self._lease == NO_LEASE:
+            self._lease = await self._store.grant(self._lease_ttl_s)
+        await self._store.keep_alive(self._lease)
+        put = Put(key, self._identity.record(), self._lease)
+        result = await self._store.transact([is_absent(key)], [put], [Get(key)])
+        # Ours already, if the answer to an earlier attempt was lost.
+        return result.succeeded or any(item.lease == self._lease for item in result.reads[0])
+
+    async def _wait_vanished(self, key: str) -> None:
+        snapshot = await self._store.range(key)
+        if not any(item.key == key for item in snapshot.items):
+            return
+        watch = self._store.watch(key, Revision(snapshot.revision + 1))
+        async with aclosing(cast(AsyncGenerator[WatchBatch, None], watch)) as batches:
+            async for batch in batches:
+                if any(e.key == key and e.kind is EventKind.DELETE for e in batch.events):
+                    return
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._lease_ttl_s / 3):
+                    await self._stopping.wait()
+                return
+            except TimeoutError:
+                pass
+            try:
+                if await self._store.keep_alive(self._lease) <= 0.0:
+                    log.warning("lease_lost", server_id=self._identity.server_id)
+                    self._lease = NO_LEASE
+                    await self._register()
+            except RetryError as error:
+                # Shards are served on; the next round tries again.
+                log.warning(
+                    "lease_not_renewed", server_id=self._identity.server_id, reason=str(error)
+                )

@@ -1,0 +1,87 @@
+"""What a shard remembers of each session's pushes, so that none is ever applied twice.
+
+A session is one incarnation of a member. Both numbers of it are bounded: how many sessions, and
+how many outcomes of each. What falls out of a session's memory leaves a floor behind: a push at or
+below the floor that is not remembered is refused, because whether it was applied cannot be told.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal_proto.errors import ForgottenPush, Overloaded
+
+MAX_SESSIONS = 1024
+MAX_OUTCOMES = 8
+"""A client keeps at most so many pushes in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a push was answered: the version right after it, and its staleness."""
+
+    version: int
+    staleness: int
+
+
+@dataclass(slots=True)
+class _Session:
+    floor: int = 0
+    outcomes: OrderedDict[int, Outcome] = field(default_factory=OrderedDict)
+
+
+class SessionTable:
+    """Part of a shard's state: who holds the shard's lock may call it."""
+
+    def __init__(
+        self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
+    ) -> None:
+        self._max_sessions = max_sessions
+        self._max_outcomes = max_outcomes
+        self._sessions: dict[str, _Session] = {}
+
+    def recall(self, session: str, sequence: int) -> Outcome | None:
+        """The first outcome of a push; None if it was never applied.
+
+        Raises ForgottenPush for one that is older than what is remembered.
+        """
+        known = self._sessions.get(session)
+        if known is None:
+            return None
+        outcome = known.outcomes.get(sequence)
+        if outcome is None and sequence <= known.floor:
+            raise ForgottenPush(
+                "the push is older than what the shard remembers of its session",
+                seen=f"sequence {sequence}",
+                expected=f"a sequence above {known.floor}",
+                fix=f"Keep at most {self._max_outcomes} pushes unacknowledged.",
+            )
+        return outcome
+
+    def make_room(self, session: str, is_live: Callable[[str], bool]) -> None:
+        """See to it that `session` can be remembered, by forgetting sessions that ended.
+
+        Only a fenced incarnation's session may go: none of its pushes will be let in again.
+        Raises Overloaded when every remembered session lives.
+        """
+        if session in self._sessions or len(self._sessions) < self._max_sessions:
+            return
+        self._sessions = {name: s for name, s in self._sessions.items() if is_live(name)}
+        if len(self._sessions) >= self._max_sessions:
+            raise Overloaded(
+                "the shard remembers as many sessions as it may",
+                seen=f"{len(self._sessions)} live sessions",
+                expected=f"at most {self._max_sessions}",
+            )
+
+    def remember(self, session: str, sequence: int, outcome: Outcome) -> None:
+        """Keep the outcome of an applied push. `make_room` has passed for the session."""
+        known = self._sessions.setdefault(session, _Session())
+        known.outcomes[sequence] = outcome
+        while len(known.outcomes) > self._max_outcomes:
+            oldest = min(known.outcomes)
+            del known.outcomes[oldest]
+            known.floor = max(known.floor, oldest)
+
+    def __len__(self) -> int:
+        return len(self._sessions)

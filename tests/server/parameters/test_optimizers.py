@@ -1,0 +1,150 @@
+"""The server's optimizers give what torch.optim gives."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import InvalidSpec, ShoalError, UnsupportedOptimizer
+from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_server.core.placement import Parameter, cut_into_shards
+from shoal_server.parameters.optimizers import check_spec, new_optimizer
+
+SHAPES = ((7,), (33, 5), (1000,), (3, 3, 3), (40_000,), (65,))
+NUM_STEPS = 4
+
+SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
+ADAM = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.0, "amsgrad": False}
+CASES = [
+    ("sgd", SGD),
+    ("sgd", SGD | {"momentum": 0.9}),
+    ("sgd", SGD | {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.01}),
+    ("sgd", SGD | {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01, "maximize": True}),
+    ("adam", ADAM),
+    ("adam", ADAM | {"amsgrad": True, "weight_decay": 0.1}),
+    ("adam", ADAM | {"maximize": True}),
+    ("adamw", ADAM | {"weight_decay": 0.1}),
+    ("adamw", ADAM | {"weight_decay": 0.1, "amsgrad": True}),
+]
+TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def to_spec(kind: str, settings: dict[str, object]) -> OptimizerSpec:
+    fields = {name: value for name, value in settings.items() if name != "betas"}
+    if "betas" in settings:
+        fields["beta1"], fields["beta2"] = settings["betas"]  # type: ignore[misc]
+    return OptimizerSpec(kind=kind, groups=[HyperParameters(**fields)])
+
+
+def gradient(step: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def has_gradient(step: int, index: int) -> bool:
+    """Some parameters sit out some steps; one has its first gradient late."""
+    return (step + index) % 3 != 0
+
+
+def train_torch(
+    kind: str, settings: dict[str, object], dtype: torch.dtype, fused: bool | None
+) -> list[Tensor]:
+    parameters = [
+        torch.nn.Parameter(gradient(99, i, shape, dtype)) for i, shape in enumerate(SHAPES)
+    ]
+    optimizer = TORCH[kind](parameters, fused=fused, **settings)
+    for step in range(NUM_STEPS):
+        for i, p in enumerate(parameters):
+            p.grad = gradient(step, i, SHAPES[i], dtype) if has_gradient(step, i) else None
+        optimizer.step()
+    return [p.detach().flatten() for p in parameters]
+
+
+def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) -> list[Tensor]:
+    """The same on shards, cut and packed as on three servers."""
+    name = str(dtype).removeprefix("torch.")
+    schema = [Parameter(name=str(i), shape=s, dtype=name) for i, s in enumerate(SHAPES)]
+    values = [gradient(99, i, shape, dtype).flatten() for i, shape in enumerate(SHAPES)]
+    shards = []
+    for shard in cut_into_shards(schema, 3):
+        parts = [values[int(b.parameter)][b.offset :][: b.num_elements] for b in shard.blocks]
+        flat = torch.cat(parts)
+        views = torch.split(flat, [part.numel() for part in parts])
+        shards.append((shard, views, new_optimizer(to_spec(kind, settings), 0, views)))
+    for step in range(NUM_STEPS):
+        for shard, _, optimizer in shards:
+            present = [
+                i for i, b in enumerate(shard.blocks) if has_gradient(step, int(b.parameter))
+            ]
+            if present:
+                gradients = []
+                for b in (shard.blocks[i] for i in present):
+                    index = int(b.parameter)
+                    whole = gradient(step, index, SHAPES[index], dtype).flatten()
+                    gradients.append(whole[b.offset :][: b.num_elements].clone())
+                optimizer.step(present, gradients, float(settings["lr"]))  # type: ignore[arg-type]
+    for shard, views, _ in shards:
+        for block, view in zip(shard.blocks, views, strict=True):
+            values[int(block.parameter)][block.offset :][: block.num_elements] = view
+    return values
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_same_bits_as_torch_fused(
+    kind: str, settings: dict[str, object], dtype: torch.dtype
+) -> None:
+    """However the parameters are cut into shards, each bit is that of torch.optim with fused=True,
+    also where some parameters have no gradient in some steps."""
+    if kind == "sgd" and settings["momentum"]:
+        # torch's own fused SGD cannot start the momentum of one parameter later than another's.
+        expected = train_torch_alone(settings, dtype)
+    else:
+        expected = train_torch(kind, settings, dtype, fused=True)
+    for seen, wanted in zip(train_sharded(kind, settings, dtype), expected, strict=True):
+        assert torch.equal(seen, wanted)
+
+
+def train_torch_alone(settings: dict[str, object], dtype: torch.dtype) -> list[Tensor]:
+    trained = []
+    for i, shape in enumerate(SHAPES):
+        p = torch.nn.Parameter(gradient(99, i, shape, dtype))
+        optimizer = torch.optim.SGD([p], fused=True, **settings)  # type: ignore[arg-type]
+        for step in range(NUM_STEPS):
+            p.grad = gradient(step, i, shape, dtype) if has_gradient(step, i) else None
+            optimizer.step()
+        trained.append(p.detach().flatten())
+    return trained
+
+
+@pytest.mark.parametrize(("kind", "settings"), CASES)
+def test_within_rounding_of_torch_default(kind: str, settings: dict[str, object]) -> None:
+    """torch's default on CPU is not fused and rounds in another way; nothing more differs."""
+    expected = train_torch(kind, settings, torch.float32, fused=None)
+    for seen, wanted in zip(train_sharded(kind, settings, torch.float32), expected, strict=True):
+        torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "kind", "fragment"),
+    [
+        (OptimizerSpec(kind="lbfgs"), UnsupportedOptimizer, "lbfgs"),
+        (OptimizerSpec(kind="sgd"), InvalidSpec, "0 groups"),
+        (to_spec("sgd", SGD | {"lr": -1.0}), InvalidSpec, "lr"),
+        (to_spec("sgd", SGD | {"lr": float("nan")}), InvalidSpec, "nan"),
+        (to_spec("sgd", SGD | {"nesterov": True}), InvalidSpec, "nesterov"),
+        (to_spec("adam", ADAM | {"betas": (1.0, 0.9)}), InvalidSpec, "beta1"),
+        (to_spec("adamw", ADAM | {"weight_decay": float("inf")}), InvalidSpec, "weight_decay"),
+    ],
+)
+def test_bad_settings_are_refused(
+    spec: OptimizerSpec, kind: type[ShoalError], fragment: str
+) -> None:
+    """What torch.optim would refuse is refused, with what was seen."""
+    with pytest.raises(kind, match=fragment):
+        check_spec(spec, 1)

@@ -1,0 +1,66 @@
+"""No push is ever applied twice, and what is remembered stays within its bounds."""
+
+import random
+
+import pytest
+
+from shoal_proto.errors import ForgottenPush, Overloaded
+from shoal_server.parameters.sessions import Outcome, SessionTable
+
+
+def test_a_repeat_gets_the_first_outcome() -> None:
+    """Whatever happened since, a repeated sequence is answered with what it was answered first."""
+    table = SessionTable()
+    table.remember("a", 1, Outcome(2, 0))
+    table.remember("a", 2, Outcome(5, 1))
+    table.remember("b", 1, Outcome(6, 3))
+    assert table.recall("a", 1) == Outcome(2, 0)
+    assert table.recall("a", 2) == Outcome(5, 1)
+    assert table.recall("b", 1) == Outcome(6, 3)
+    assert table.recall("a", 3) is None
+    assert table.recall("c", 1) is None
+
+
+def test_what_is_older_than_the_memory_is_refused() -> None:
+    """A push that fell out of the memory is not taken for a new one."""
+    table = SessionTable(max_outcomes=3)
+    for sequence in range(1, 6):
+        table.remember("a", sequence, Outcome(sequence + 1, 0))
+    for forgotten in (1, 2):
+        with pytest.raises(ForgottenPush, match="above 2"):
+            table.recall("a", forgotten)
+    assert table.recall("a", 3) == Outcome(4, 0)
+
+
+def test_only_ended_sessions_make_room() -> None:
+    """A live session is never forgotten for another one; when all live, the new one has to wait."""
+    table = SessionTable(max_sessions=2)
+    table.remember("dead", 1, Outcome(2, 0))
+    table.remember("live", 1, Outcome(3, 0))
+    table.make_room("new", lambda session: session == "live")
+    table.remember("new", 1, Outcome(4, 0))
+    assert len(table) == 2
+    assert table.recall("live", 1) == Outcome(3, 0)
+    with pytest.raises(Overloaded, match="2 live sessions"):
+        table.make_room("newer", lambda session: True)
+    table.make_room("live", lambda session: True)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_order_repeats_and_gaps(seed: int) -> None:
+    """Against a memory without bounds: no sequence is let through twice, in whatever order pushes
+    and repeats come, and the table stays small."""
+    rng = random.Random(seed)
+    table = SessionTable(max_outcomes=4)
+    applied: dict[int, Outcome] = {}
+    for number in range(500):
+        sequence = max(1, number // 3 + rng.randrange(-8, 4))
+        try:
+            known = table.recall("s", sequence)
+        except ForgottenPush:
+            continue
+        assert known == applied.get(sequence)
+        if known is None:
+            applied[sequence] = Outcome(len(applied) + 2, 0)
+            table.remember("s", sequence, applied[sequence])
+    assert len(applied) > 50
