@@ -1,0 +1,58 @@
+"""What the session needs of a transport of collectives."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """One member's place in the group of a generation."""
+
+    generation: int
+    rank: int
+    world_size: int
+    address: str
+    """IP address of this member under which the others reach it."""
+    bring_up_s: float
+    """The group stands within this time or raises."""
+    collective_s: float
+    """Time limit of each collective."""
+
+
+class AbortableStore(Protocol):
+    """A `torch.distributed.Store` whose waits can be ended from another thread."""
+
+    def abort(self, reason: str) -> None: ...
+
+
+class Group(Protocol):
+    """The group of one generation. Made without I/O, so that it can be cut at any moment."""
+
+    def open(self) -> dist.ProcessGroup:
+        """Connect to the others; afterwards this is the default group of torch.distributed.
+
+        Raises GenerationBroken if it is cut meanwhile, RuntimeError if a peer does not come.
+        """
+
+    def cut(self, reason: str) -> None:
+        """Make every operation of the group raise, under way or yet to come. Any thread, quick."""
+
+    def retire(self) -> None:
+        """Stop being the default group; let go of the rest when nothing in it runs any more.
+
+        Operations that peers still have under way are not disturbed, unless the group was cut.
+        """
+
+
+class Backend(Protocol):
+    """Makes groups of one kind."""
+
+    name: str
+
+    def group(self, seat: Seat, store: Store) -> Group: ...
+
+    def is_failure(self, error: BaseException) -> bool:
+        """Whether the error tells that a collective failed, rather than the user's own code."""

@@ -1,0 +1,283 @@
+"""Gloo groups that can be cut: collectives on CPU that a lost peer cannot hold up.
+
+Gloo has no way to abort. A peer that dies is seen by its neighbours only, one that stops by nobody
+before the timeout, and a group whose operation hangs cannot be destroyed. So the group's own
+connections are shut down under it; what waits then raises within milliseconds, and the failure of
+each member runs on through the ring. While the group still connects there may be nothing to shut
+down: a member that waits for a peer's call is then called by itself and hung up on.
+"""
+
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import structlog
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from shoal.backends.base import Seat
+from shoal.backends.sockets import listening, shut_connections
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+PLUGIN = "shoal_gloo"
+MAX_RETIRED = 64
+"""More old groups than this are freed in any case, oldest first."""
+RETIRED_S = 1.0
+"""An old group's threads are idle by then, so that freeing it waits for nothing."""
+MAX_ANNOUNCED_BYTES = 1 << 16
+"""A longer value in the store is no Gloo address."""
+# Gloo tries to connect this many times, each with its own timeout.
+_ATTEMPTS = 6
+
+
+class GlooBackend:
+    """See the module."""
+
+    name = "gloo"
+
+    def group(self, seat: Seat, store: Store) -> "GlooGroup":
+        return GlooGroup(seat, store)
+
+    def is_failure(self, error: BaseException) -> bool:
+        # Each of Gloo's own messages begins with the place in its source.
+        return isinstance(error, RuntimeError) and (
+            isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+        )
+
+
+class GlooGroup:
+    """See `shoal.backends.base.Group`."""
+
+    def __init__(self, seat: Seat, store: Store) -> None:
+        self._seat = seat
+        self._store = AnnouncingStore(store)
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._connecting = False
+        self._groups: list[Any] = []
+        self._is_default = False
+
+    def open(self) -> dist.ProcessGroup:
+        if dist.is_initialized():
+            raise InvalidSpec(
+                "torch.distributed has a default process group already",
+                seen="a group that Shoal did not make",
+                expected="none",
+                fix="Leave init_process_group to session.distribute(); it is called for you.",
+            )
+        free_retired(time.monotonic())
+        with self._lock:
+            self._raise_if_cut()
+            self._connecting = True
+        seat = self._seat
+        try:
+            gloo = self._connect(seat.rank, seat.world_size, self._store)
+            # torch wraps the hook once more at each call, and never takes one off.
+            hook = sys.excepthook
+            dist.init_process_group(
+                backend=PLUGIN,
+                store=self._store,
+                rank=seat.rank,
+                world_size=seat.world_size,
+                timeout=timedelta(seconds=seat.collective_s),
+                pg_options=_Ready(self, gloo),
+            )
+            sys.excepthook = hook
+            self._is_default = True
+        finally:
+            with self._lock:
+                self._connecting = False
+        self._raise_if_cut()
+        default = dist.group.WORLD
+        assert default is not None
+        self._groups.append(default)
+        return default
+
+    def cut(self, reason: str) -> None:
+        started_s = time.perf_counter()
+        with self._lock:
+            first = not self._reason
+            self._reason = self._reason or reason or "the group was cut"
+            connecting = self._connecting
+        self._store.abort(self._reason)
+        if connecting:
+            self._hang_up_on_itself()
+        connections = shut_connections(self._store.announced)
+        if first:
+            log.info(
+                "group_cut",
+                generation=self._seat.generation,
+                connections=connections,
+                seconds=round(time.perf_counter() - started_s, 4),
+                reason=self._reason,
+            )
+
+    def retire(self) -> None:
+        # Reached while torch still holds the group: DDP's reducer must never be the last to do so,
+        # it would wait for Gloo's threads with the interpreter locked.
+        groups, self._groups = self._groups, []
+        if self._is_default:
+            self._is_default = False
+            dist.destroy_process_group()
+        if groups:
+            _retired.append((time.monotonic(), groups))
+
+    def _connect(self, rank: int, world_size: int, store: Store) -> Any:
+        seat = self._seat
+        make: Any = ProcessGroupGloo
+        options = make._Options()
+        options._devices = [make.create_device(hostname=seat.address)]
+        options._timeout = timedelta(seconds=seat.bring_up_s / _ATTEMPTS)
+        try:
+            gloo = make(store, rank, world_size, options)
+        except RuntimeError:
+            self._raise_if_cut()
+            raise
+        gloo._set_default_timeout(timedelta(seconds=seat.collective_s))
+        self._groups.append(gloo)
+        return gloo
+
+    def _raise_if_cut(self) -> None:
+        if self._reason:
+            raise GenerationBroken(
+                f"generation {self._seat.generation} ended while it was brought up",
+                seen=self._reason,
+            )
+
+    def _hang_up_on_itself(self) -> None:
+        """Connect to this member's own listener in the name of each peer, and close.
+
+        A connection opens with the number of the pair it is for; Gloo numbers them by rank.
+        """
+        for address in listening(self._store.announced):
+            for rank in range(self._seat.world_size):
+                try:
+                    with socket.create_connection(address, timeout=0.2) as call:
+                        call.sendall(struct.pack("=q", rank))
+                except OSError as error:
+                    log.info("listener_gone", address=address, reason=str(error))
+                    break
+
+
+class AnnouncingStore(Store):
+    """Passes everything on, and keeps the values in which members announce their listeners."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+        self._values: list[bytes] = []
+        self._aborted = ""
+
+    def announced(self, end: bytes) -> bool:
+        """Whether a value that went through contains this socket address."""
+        return any(end in value for value in list(self._values))
+
+    def abort(self, reason: str) -> None:
+        self._aborted = reason
+        self._inner.abort(reason)
+
+    def _keep(self, value: Any) -> bytes:
+        if self._aborted:
+            raise GenerationBroken("the store was aborted", seen=self._aborted)
+        kept = value.encode() if isinstance(value, str) else bytes(value)
+        if len(kept) <= MAX_ANNOUNCED_BYTES and kept not in self._values:
+            self._values.append(kept)
+        return kept
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, self._keep(value))
+
+    def get(self, key: str) -> bytes:
+        return self._keep(self._inner.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._keep(value) for value in self._inner.multi_get(keys)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        self._inner.multi_set(keys, [self._keep(value) for value in values])
+
+    def append(self, key: str, value: Any) -> None:
+        self._inner.append(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        count: int = self._inner.add(key, value)
+        return count
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._inner.check(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._inner.wait(keys, timeout) if timeout is not None else self._inner.wait(keys)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        value: bytes = self._inner.compare_set(key, expected_value, desired_value)
+        return value
+
+    compareSet = compare_set  # noqa: N815
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._inner.delete_key(key))
+
+    deleteKey = delete_key  # noqa: N815
+
+    def num_keys(self) -> int:
+        count: int = self._inner.num_keys()
+        return count
+
+    getNumKeys = num_keys  # noqa: N815
+
+    def has_extended_api(self) -> bool:
+        return bool(self._inner.has_extended_api())
+
+    hasExtendedApi = has_extended_api  # noqa: N815
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inner.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        timeout: timedelta = self._inner.timeout
+        return timeout
+
+    def clone(self) -> "AnnouncingStore":
+        return self
+
+
+class _Ready:
+    """Hands the connected group to `init_process_group`, which would else make one itself."""
+
+    def __init__(self, owner: GlooGroup, gloo: Any) -> None:
+        self.owner, self.gloo = owner, gloo
+
+
+_retired: deque[tuple[float, list[Any]]] = deque()
+_current: list[GlooGroup] = []
+
+
+def free_retired(now_s: float) -> None:
+    """Free the old groups in which nothing can run any more. Cheap; the trainer calls it."""
+    while _retired and (now_s - _retired[0][0] > RETIRED_S or len(_retired) > MAX_RETIRED):
+        _retired.popleft()
+
+
+def _create(options: Any, ready: Any) -> Any:
+    """For torch: the default group, or one more that the user's own `new_group` asked for."""
+    if isinstance(ready, _Ready):
+        _current[:] = [ready.owner]
+        return ready.gloo
+    if not _current:
+        raise InvalidSpec(f"the backend {PLUGIN} serves generations of a Shoal session only")
+    return _current[0]._connect(options.group_rank, options.group_size, options.store)
+
+
+dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])
+
+__all__ = ["AnnouncingStore", "GlooBackend", "GlooGroup", "free_retired"]

@@ -1,0 +1,88 @@
+"""Which sockets of this process carry a group's connections, found out when they are needed.
+
+A connection belongs to a group exactly if one of its two ends is a listener that a member of the
+group announced. So nothing is remembered that could go stale: descriptors are looked at only while
+this module holds a duplicate, which stays the same socket even if the owner closes its number
+and the kernel gives the number to something else.
+"""
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:
+    """An end of a connection as the kernel's `sockaddr` has it: family, port, address."""
+    head = struct.pack("=H", family) + struct.pack(">H", address[1])
+    if family == socket.AF_INET:
+        return head + socket.inet_pton(family, address[0])
+    return head + bytes(4) + socket.inet_pton(family, address[0].partition("%")[0])
+
+
+def shut_connections(announced: Callable[[bytes], bool]) -> int:
+    """Shut down every connection with an end for which `announced` holds; return how many.
+
+    Both ends' owners then see the connection closed. Listening sockets are left alone.
+    """
+    count = 0
+    for connection in _internet_sockets():
+        with connection:
+            if not _listens(connection) and any(map(announced, _ends(connection))):
+                try:
+                    connection.shutdown(socket.SHUT_RDWR)
+                except OSError:
+                    continue  # the peer was faster
+                count += 1
+    return count
+
+
+def listening(announced: Callable[[bytes], bool]) -> list[tuple[str, int]]:
+    """Addresses of this process' listening sockets for which `announced` holds."""
+    found = []
+    for listener in _internet_sockets():
+        with listener:
+            if _listens(listener):
+                address = listener.getsockname()[:2]
+                if announced(socket_address_bytes(listener.family, address)):
+                    found.append(address)
+    return found
+
+
+def _internet_sockets() -> Iterator[socket.socket]:
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            # Only sockets are duplicated: closing a duplicate of a file drops its owner's locks.
+            if not stat.S_ISSOCK(entry.stat().st_mode):
+                continue
+            duplicate = os.dup(int(entry.name))
+        except OSError:
+            continue  # closed since it was listed
+        try:
+            found = socket.socket(fileno=duplicate)
+        except OSError:
+            os.close(duplicate)
+            continue
+        if found.family in _INTERNET and found.type == socket.SOCK_STREAM:
+            yield found
+        else:
+            found.close()
+
+
+def _listens(candidate: socket.socket) -> bool:
+    return bool(candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _ends(connection: socket.socket) -> list[bytes]:
+    ends = [connection.getsockname()[:2]]
+    with contextlib.suppress(OSError):  # not connected yet: its own end alone decides
+        ends.append(connection.getpeername()[:2])
+    return [socket_address_bytes(connection.family, end) for end in ends]
+
+
+__all__ = ["listening", "shut_connections", "socket_address_bytes"]

@@ -1,0 +1,215 @@
+"""The store under `torch.distributed`: keys of one generation, kept by the coordinator.
+
+There is no port to race for and no host whose death takes the store along. Every call carries the
+fencing token, so no process outside the generation reads or writes its keys.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import grpc
+from torch._C._distributed_c10d import Store
+
+from shoal_client.channel import Coordinators, Method
+from shoal_proto.errors import DeadlineExceeded, GenerationBroken
+from shoal_proto.v1 import rendezvous_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
+
+Value = str | bytes | Sequence[int]
+
+# The server answers a wait that ran out of time by itself; the call's own deadline comes after it.
+_GRACE_S = 1.0
+
+
+class RendezvousStore(Store):
+    """One generation's keys. Any method may be called from any thread.
+
+    A key that does not come within the timeout raises DeadlineExceeded; after `abort`, whatever
+    waits and whatever is called raises GenerationBroken at once.
+    """
+
+    def __init__(self, coordinators: Coordinators, token: Token, *, timeout_s: float) -> None:
+        super().__init__()
+        self._coordinators = coordinators
+        self._token = token
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._under_way: set[grpc.Future[pb.StoreReply]] = set()
+        self._aborted = ""
+        self._waited: dict[str, bytes] = {}
+
+    def abort(self, reason: str) -> None:
+        """End every call, now and from now on. Any thread."""
+        with self._lock:
+            self._aborted = self._aborted or reason
+            under_way = list(self._under_way)
+        for call in under_way:
+            call.cancel()
+
+    # --- what torch calls, under the names of Python and, where they differ, of C++ ---
+
+    def set(self, key: str, value: Value) -> None:
+        self._set([(key, value)], append=False)
+
+    def append(self, key: str, value: Value) -> None:
+        self._set([(key, value)], append=True)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        self._set(list(zip(keys, values, strict=True)), append=False)
+
+    def get(self, key: str) -> bytes:
+        # torch asks for each key twice, first to wait and then to read. The first answer serves
+        # both when nothing was called in between, so no order through the store is lost.
+        with self._lock:
+            value = self._waited.pop(key, None)
+        return value if value is not None else self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return list(self._get(keys, self._timeout_s).values)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        timeout_s = timeout.total_seconds() if timeout is not None else self._timeout_s
+        reply = self._get(keys, timeout_s)
+        with self._lock:
+            self._waited = dict(zip(keys, reply.values, strict=True))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        request = pb.StoreKeysRequest(token=self._token, keys=keys)
+        return self._call(_count, request).count == len(set(keys))
+
+    def add(self, key: str, value: int) -> int:
+        request = pb.StoreAddRequest(token=self._token, key=key, amount=value)
+        return self._call(_add, request).count
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        request = pb.StoreCompareSetRequest(
+            token=self._token,
+            key=key,
+            expected=_bytes(expected_value),
+            desired=_bytes(desired_value),
+        )
+        return self._call(_compare_set, request).values[0]
+
+    compareSet = compare_set  # noqa: N815
+
+    def delete_key(self, key: str) -> bool:
+        request = pb.StoreKeysRequest(token=self._token, keys=[key])
+        return self._call(_delete, request).count > 0
+
+    deleteKey = delete_key  # noqa: N815
+
+    def num_keys(self) -> int:
+        return self._call(_count, pb.StoreKeysRequest(token=self._token)).count
+
+    getNumKeys = num_keys  # noqa: N815
+
+    def barrier(self, key: str, world_size: int, timeout: timedelta | None = None) -> None:
+        if self.add(f"{key}/arrived", 1) == world_size:
+            self.set(f"{key}/released", b"1")
+        self.wait([f"{key}/released"], timeout)
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    hasExtendedApi = has_extended_api  # noqa: N815
+
+    def clone(self) -> "RendezvousStore":
+        return self
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=self._timeout_s)
+
+    # --- calls ---
+
+    def _set(self, pairs: Sequence[tuple[str, Value]], *, append: bool) -> None:
+        stored = [pb.StorePair(key=key, value=_bytes(value)) for key, value in pairs]
+        self._call(_set, pb.StoreSetRequest(token=self._token, pairs=stored, append=append))
+
+    def _get(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
+        request = pb.StoreGetRequest(token=self._token, keys=keys, timeout_s=timeout_s)
+        try:
+            return self._call(_get, request, timeout_s=timeout_s)
+        except DeadlineExceeded as error:
+            # "timeout" is the word by which callers of torch's stores tell this error.
+            raise DeadlineExceeded(
+                f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",
+                seen=error.seen,
+                expected="every member of the generation to set its keys",
+                details={"keys": ",".join(keys)},
+            ) from None
+
+    def _call(
+        self,
+        method_of: Callable[[RendezvousStub], Any],
+        request: Any,
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.StoreReply:
+        with self._lock:
+            self._waited = {}
+
+        def bind(channel: grpc.Channel) -> Method[pb.StoreReply]:
+            method = method_of(RendezvousStub(channel))
+
+            def call(request: Any, /, *, timeout: float | None = None) -> pb.StoreReply:
+                return self._follow(method.future(request, timeout=timeout))
+
+            return call
+
+        limit_s = (timeout_s if timeout_s is not None else self._timeout_s) + _GRACE_S
+        return self._coordinators.call(bind, request, timeout_s=limit_s)
+
+    def _follow(self, call: "grpc.Future[pb.StoreReply]") -> pb.StoreReply:
+        with self._lock:
+            self._under_way.add(call)
+            aborted = bool(self._aborted)
+        if aborted:
+            call.cancel()
+        try:
+            return call.result()
+        except grpc.FutureCancelledError:
+            raise GenerationBroken(
+                f"generation {self._token.generation} ended while it was brought up",
+                seen=self._aborted,
+            ) from None
+        finally:
+            with self._lock:
+                self._under_way.discard(call)
+
+
+def _bytes(value: Value) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _set(stub: RendezvousStub) -> Any:
+    return stub.Set
+
+
+def _get(stub: RendezvousStub) -> Any:
+    return stub.Get
+
+
+def _add(stub: RendezvousStub) -> Any:
+    return stub.Add
+
+
+def _compare_set(stub: RendezvousStub) -> Any:
+    return stub.CompareSet
+
+
+def _delete(stub: RendezvousStub) -> Any:
+    return stub.Delete
+
+
+def _count(stub: RendezvousStub) -> Any:
+    return stub.Count
+
+
+__all__ = ["RendezvousStore"]

@@ -1,0 +1,54 @@
+"""The module a user holds while the one that trains behind it is made anew each generation."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+class Replica(nn.Module):
+    """The user's model in all but its forward pass, which goes where `route` says at the time.
+
+    It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
+    attributes are those of the model; nothing is prefixed.
+    """
+
+    def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        own = self.__dict__
+        own["_module"] = module
+        own["_route"] = route
+        for table in _TABLES:
+            own[table] = module.__dict__[table]
+        # From here on the model's own flag answers.
+        del own["training"]
+
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        return self.__dict__["_route"]()(*inputs, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__.get("_module")
+        if module is None:
+            raise AttributeError(name)
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_module")
+        if module is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def state_dict(self, *positional: Any, **options: Any) -> Any:
+        return self.__dict__["_module"].state_dict(*positional, **options)
+
+    def load_state_dict(self, *positional: Any, **options: Any) -> Any:
+        return self.__dict__["_module"].load_state_dict(*positional, **options)
+
+    def extra_repr(self) -> str:
+        return f"replica of {type(self.__dict__['_module']).__name__}"
+
+
+__all__ = ["Replica"]

@@ -1,0 +1,145 @@
+"""The state of a replicated model and its optimizer, by name, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.strategies.base import Json, State
+from shoal_proto.errors import (
+    DtypeMismatch,
+    InvalidSpec,
+    ShapeMismatch,
+    UnsupportedOptimizer,
+)
+
+
+class ReplicatedState:
+    """Reads and writes everything that training changes in a model and its optimizer.
+
+    Raises InvalidSpec if the optimizer holds a parameter that is not the model's: nobody would
+    keep that one the same on all members.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = dict(model.named_parameters())
+        self._model = model
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter not in self._names:
+                    raise InvalidSpec(
+                        "the optimizer holds a parameter that is not the model's",
+                        seen=f"parameter {position} of group {index}: {tuple(parameter.shape)}",
+                        expected="parameters of the model that is distributed with it",
+                        fix="Distribute one module that holds them all.",
+                    )
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The parameter's name in the model."""
+        return self._names[parameter]  # type: ignore[index]
+
+    def collect(self, step: int) -> State:
+        """The state as it stands, not copied: valid until the next step."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            tensors[f"parameter/{name}"] = parameter.detach()
+        for name, buffer in self._model.named_buffers():
+            tensors[f"buffer/{name}"] = buffer.detach()
+        scalars: dict[str, Json] = {}
+        for owner, slots in self._optimizer.state.items():
+            name = self.name_of(owner)
+            scalars[name] = own = {}
+            for key, value in slots.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{name}/{key}"] = value.detach()
+                else:
+                    own[key] = _json(value, f"state {key!r} of {name}", self._optimizer)
+        groups: list[Json] = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            settings: dict[str, Json] = {}
+            for key, value in group.items():
+                if key == "params":
+                    continue
+                if isinstance(value, Tensor):
+                    tensors[f"group/{index}/{key}"] = value.detach()
+                else:
+                    settings[key] = _json(value, f"setting {key!r}", self._optimizer)
+            groups.append(settings)
+        return State(step=step, tensors=tensors, values={"scalars": scalars, "groups": groups})
+
+    def capture(self, step: int) -> State:
+        """The state as it stands, copied."""
+        now = self.collect(step)
+        copies = {name: tensor.clone() for name, tensor in now.tensors.items()}
+        return State(step=step, tensors=copies, values=now.values)
+
+    @torch.no_grad()
+    def restore(self, state: State) -> None:
+        """Make `state` the model's and the optimizer's. Changes nothing if it does not fit."""
+        own = dict(self._own())
+        for name in own.keys() | {n for n in state.tensors if not n.startswith("optimizer/")}:
+            _check(name, own.get(name), state.tensors.get(name))
+        for name, tensor in own.items():
+            tensor.copy_(state.tensors[name])
+        self._restore_optimizer(state)
+
+    def _own(self) -> Mapping[str, Tensor]:
+        """What exists before any training: parameters, buffers, settings that are tensors."""
+        named = self.collect(0).tensors
+        return {name: t for name, t in named.items() if not name.startswith("optimizer/")}
+
+    def _restore_optimizer(self, state: State) -> None:
+        scalars: Any = state.values["scalars"]
+        groups: Any = state.values["groups"]
+        self._optimizer.state.clear()
+        for name, values in scalars.items():
+            self._optimizer.state[self._parameters[name]].update(values)
+        for path, tensor in state.tensors.items():
+            if path.startswith("optimizer/"):
+                name, _, key = path.removeprefix("optimizer/").rpartition("/")
+                # A copy: the sender of the state goes on with its own.
+                self._optimizer.state[self._parameters[name]][key] = tensor.clone()
+        for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
+            for key, value in settings.items():
+                # JSON has no tuples; betas are one.
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _json(value: Any, what: str, optimizer: Optimizer) -> Json:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [_json(item, what, optimizer) for item in value]
+    raise UnsupportedOptimizer(
+        f"the state of {type(optimizer).__name__} cannot be handed to another member",
+        seen=f"{what} of type {type(value).__name__}",
+        expected="tensors, numbers, strings and lists of these",
+    )
+
+
+def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
+    if own is None or given is None:
+        raise ShapeMismatch(
+            f"the state does not fit the model at {name}",
+            seen="missing" if given is None else f"shape {tuple(given.shape)}",
+            expected="nothing of that name" if own is None else f"shape {tuple(own.shape)}",
+        )
+    if own.shape != given.shape:
+        raise ShapeMismatch(
+            f"the state does not fit the model at {name}",
+            seen=str(tuple(given.shape)),
+            expected=str(tuple(own.shape)),
+        )
+    if own.dtype != given.dtype:
+        raise DtypeMismatch(
+            f"the state does not fit the model at {name}",
+            seen=str(given.dtype),
+            expected=str(own.dtype),
+        )
+
+
+__all__ = ["ReplicatedState"]
