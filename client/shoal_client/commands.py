@@ -1,4 +1,4 @@
-"""`shoal up` and `shoal demo`: a cluster on this machine."""
+"""The client's commands; `shoal up` is here: a cluster on this machine."""
 
 import argparse
 import signal
@@ -10,15 +10,19 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from shoal_client.demo.command import add as add_demo
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import Process
+from shoal_client.status import add as add_status
 
 BAD_ARGUMENTS = 2
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `shoal up` and `shoal demo`."""
+    """Add `shoal up`, `shoal demo`, `shoal status` and `shoal why`."""
     add_up(subparsers)
+    add_demo(subparsers)
+    add_status(subparsers)
 
 
 def add_up(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -48,7 +52,7 @@ def up(options: argparse.Namespace) -> int:
         ended.set()
 
     with ExitStack() as stack:
-        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
+        signal.signal(signal.SIGTERM, _interrupt)
         try:
             directory = options.dir or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))

@@ -1,0 +1,204 @@
+"""What really happened in a run, counted from the audit that every worker wrote.
+
+A worker writes a line before a step can contribute to the model (`begin`: its generation, step and
+the samples it is about to use) and one when the step is committed. The lines are in the kernel's
+hands before the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC, which all
+processes of a machine share.
+
+A sample is a pair (epoch, position); each is to count exactly once. Nothing here reads what the
+product says of itself, but for the number of pushes that a parameter server applied.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+Sample = tuple[int, int]
+GAP_WINDOW_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a worker's audit."""
+
+    event: str
+    """"begin" or "commit"."""
+    at_s: float
+    generation: int
+    step: int
+    samples: tuple[Sample, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """One worker process: every audit line it wrote, in order."""
+
+    name: str
+    lines: tuple[Line, ...]
+
+    @property
+    def commits(self) -> list[Line]:
+        return [line for line in self.lines if line.event == "commit"]
+
+    @property
+    def begins(self) -> list[Line]:
+        return [line for line in self.lines if line.event == "begin"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count:
+    """How the samples fared."""
+
+    lost: int
+    """Never part of a committed step."""
+    repeated: int
+    """Contributions beyond the first of each sample."""
+    steps: int
+    """Committed steps in the history of the final weights."""
+    samples: int
+    """Contributions in all."""
+
+
+def read_account(path: Path) -> Account:
+    """The account in a file; a last line that a kill cut short is left out."""
+    lines = []
+    for text in path.read_text().splitlines(keepends=True):
+        if text.endswith("\n"):
+            entry = json.loads(text)
+            samples = tuple((entry["epoch"], each) for each in entry.pop("positions", ()))
+            entry.pop("epoch", None)
+            lines.append(Line(**entry, samples=samples))
+    return Account(name=path.stem, lines=tuple(lines))
+
+
+def count_synchronous(accounts: Iterable[Account], expected: Iterable[Sample]) -> Count:
+    """The count of a run in which all members of a generation take each step together.
+
+    A step counts in a generation if any member committed it there; and, if a later generation took
+    that step again (whoever had committed it did not live to hand its state on), not there.
+    """
+    accounts = list(accounts)
+    begun: dict[tuple[int, int], Counter[Sample]] = {}
+    first_step: dict[int, int] = {}
+    for account in accounts:
+        for line in account.begins:
+            begun.setdefault((line.generation, line.step), Counter()).update(line.samples)
+            first = first_step.get(line.generation, line.step)
+            first_step[line.generation] = min(first, line.step)
+    committed = {(line.generation, line.step) for account in accounts for line in account.commits}
+    used: Counter[Sample] = Counter()
+    steps = 0
+    for generation, step in sorted(committed):
+        redone = any(later > generation and first <= step for later, first in first_step.items())
+        if not redone:
+            steps += 1
+            used.update(begun[generation, step])
+    return _count(used, expected, steps)
+
+
+def count_asynchronous(
+    accounts: Iterable[Account], expected: Iterable[Sample], pushes_applied: int | None
+) -> Count:
+    """The count of a run in which each worker's step is one push.
+
+    A killed worker's last step may have been applied though it never learnt of it. How many such
+    there are is the difference between the pushes the servers applied and those acknowledged; if
+    that is not known (None), all of them are taken as applied, which counts no repeat too few.
+    """
+    accounts = list(accounts)
+    used: Counter[Sample] = Counter()
+    unanswered: list[Line] = []
+    steps = 0
+    for account in accounts:
+        done = {line.step for line in account.commits}
+        steps += len(done)
+        for line in account.begins:
+            if line.step in done:
+                used.update(line.samples)
+            else:
+                unanswered.append(line)
+    if pushes_applied is not None:
+        unanswered = unanswered[: max(0, pushes_applied - steps)]
+    for line in unanswered:
+        used.update(line.samples)
+    return _count(used, expected, steps + len(unanswered))
+
+
+def _count(used: Counter[Sample], expected: Iterable[Sample], steps: int) -> Count:
+    lost = sum(1 for sample in expected if sample not in used)
+    return Count(lost=lost, repeated=used.total() - len(used), steps=steps, samples=used.total())
+
+
+def recovery_s(
+    survivors: Iterable[Account], killed_at_s: float, *, after_generation: int | None = None
+) -> float | None:
+    """Seconds from the kill to the next step that a survivor completed; None if there was none.
+
+    With `after_generation` only steps of a later generation count: a step that the killed worker
+    had already done its share of does not pass for a recovery.
+    """
+    times = [
+        line.at_s
+        for account in survivors
+        for line in account.commits
+        if line.at_s > killed_at_s
+        and (after_generation is None or line.generation > after_generation)
+    ]
+    return min(times) - killed_at_s if times else None
+
+
+def pause_s(survivors: Sequence[Account], killed_at_s: float) -> float:
+    """The longest time after the kill in which no survivor completed a step, beyond the usual.
+
+    Looks at the two seconds after the kill; the usual is the median gap between steps of the same
+    workers in the two seconds before it.
+    """
+    times = sorted(line.at_s for account in survivors for line in account.commits)
+    before = _gaps([at for at in times if killed_at_s - GAP_WINDOW_S <= at <= killed_at_s])
+    after = _gaps(
+        [killed_at_s, *(at for at in times if killed_at_s < at <= killed_at_s + GAP_WINDOW_S)]
+    )
+    usual_s = median(before) if before else 0.0
+    return max(0.0, max(after, default=GAP_WINDOW_S) - usual_s)
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(times)]
+
+
+def span_s(accounts: Iterable[Account]) -> float:
+    """Seconds from the first step begun to the last one committed."""
+    lines = [line for account in accounts for line in account.lines]
+    starts = [line.at_s for line in lines if line.event == "begin"]
+    ends = [line.at_s for line in lines if line.event == "commit"]
+    return max(ends) - min(starts) if starts and ends else 0.0
+
+
+def generation_at(accounts: Iterable[Account], at_s: float) -> int:
+    """The newest generation that anybody trained in at that time."""
+    seen = (line.generation for each in accounts for line in each.lines if line.at_s <= at_s)
+    return max(seen, default=0)
+
+
+def by_name(accounts: Iterable[Account]) -> Mapping[str, Account]:
+    return {account.name: account for account in accounts}
+
+
+__all__ = [
+    "Account",
+    "Count",
+    "Line",
+    "Sample",
+    "by_name",
+    "count_asynchronous",
+    "count_synchronous",
+    "generation_at",
+    "pause_s",
+    "read_account",
+    "recovery_s",
+    "span_s",
+]

@@ -1,0 +1,145 @@
+"""`shoal demo`: starts everything, trains twice, counts, and leaves nothing behind."""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from rich.console import Console
+
+from shoal_client.demo.plan import PLANS, Outcome
+from shoal_client.demo.show import Bars, table, verdict
+from shoal_client.demo.training import Training
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, tail
+from shoal_client.local.leftovers import adopt_orphans, sweep
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_proto.errors import InternalError, InvalidSpec
+
+DATA_TIMEOUT_S = 60.0
+SWEEP_S = 3.0
+
+_DESCRIPTION = """\
+Starts etcd, a coordinator, two parameter servers and three workers on this machine and trains a
+small network on scikit-learn's digits: with asynchronous SGD through the parameter servers, then
+with DDP. In the middle of each a worker is killed (SIGKILL) and another one started. Exits with 0
+only if both reach 95 % on the test images and no process is left behind.
+"""
+
+
+def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add `shoal demo`."""
+    parser = subparsers.add_parser(
+        "demo",
+        help="train on a local cluster, kill a worker on the way, show what happened",
+        description=_DESCRIPTION,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
+    parser.add_argument(
+        "--dir", type=Path, help="keep logs and audits there (default: only after a failure)"
+    )
+    parser.set_defaults(handler=demo)
+
+
+def demo(options: argparse.Namespace) -> int:
+    """Run the demo and return its exit code: 0 good, 1 not, 130 after Ctrl-C."""
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        print(f"shoal demo: no directory for --json {options.json}", file=sys.stderr)
+        return 2
+    adopt_orphans()
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    console = Console()
+    try:
+        with _run_directory(options.dir) as directory:
+            outcomes = _train(directory, console)
+            if options.json is not None:
+                options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
+    finally:
+        # Also on a Ctrl-C; from here on nothing can be started any more.
+        _ignore_interrupts()
+        left = sweep(SWEEP_S)
+        for pid, command in left.items():
+            print(f"shoal demo: process {pid} was left behind: {command}", file=sys.stderr)
+    console.print(table(outcomes))
+    console.print(verdict(outcomes) if not left else "processes were left behind")
+    return 0 if all(each.good for each in outcomes) and not left else 1
+
+
+def _train(directory: Path, console: Console) -> Sequence[Outcome]:
+    outcomes: list[Outcome] = []
+    data = directory / "digits.npz"
+    # One thread each: there are more processes here than cores.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
+    config = LocalClusterConfig(directory=directory, environment=environment)
+    with Supervisor() as supervisor, Bars(console) as bars:
+        # While the cluster comes up: both take a second or two.
+        writer = supervisor.spawn(_data_command(data, directory))
+        bars.say("starting etcd, a coordinator and two parameter servers")
+        with LocalCluster(config) as cluster:
+            bars.say(f"status page: {cluster.http_url}")
+            _await_data(writer, directory)
+            for plan in PLANS:
+                training = Training(plan, cluster, directory / plan.strategy, data)
+                outcomes.append(training.run(bars.follow(plan)))
+    return outcomes
+
+
+def _data_command(data: Path, directory: Path) -> Command:
+    arguments = (sys.executable, "-m", "shoal.demo.data", str(data))
+    return Command(name="data", arguments=arguments, log_path=directory / "data.log")
+
+
+def _await_data(writer: Process, directory: Path) -> None:
+    code = writer.wait(DATA_TIMEOUT_S)
+    if code != 0:
+        raise InternalError(
+            "the demo could not load the digits",
+            seen="still loading" if code is None else f"exit code {code}",
+            fix="Is scikit-learn installed (pip install 'shoal[demo]')?\n"
+            + tail(directory / "data.log"),
+        )
+
+
+@contextmanager
+def _run_directory(chosen: Path | None) -> Iterator[Path]:
+    """The directory of the run; a temporary one is removed if all goes well."""
+    if chosen is not None:
+        if chosen.exists() and any(chosen.iterdir()):
+            raise InvalidSpec("--dir is in use", seen=str(chosen), expected="an empty directory")
+        chosen.mkdir(parents=True, exist_ok=True)
+        yield chosen
+        return
+    directory = Path(tempfile.mkdtemp(prefix="shoal-demo-"))
+    try:
+        yield directory
+    except KeyboardInterrupt:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    except BaseException:
+        print(f"shoal demo: the logs are in {directory}", file=sys.stderr)
+        raise
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    # Once: the way out has its own bounds, and a second Ctrl-C must not cut it short.
+    _ignore_interrupts()
+    raise KeyboardInterrupt
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+__all__ = ["add", "demo"]

@@ -1,0 +1,65 @@
+"""What the demo trains, and what it says of each training at the end."""
+
+from dataclasses import dataclass
+
+DATASET_SIZE = 1438
+"""Training images: 1,797 less the 20 % held out for the test."""
+MIN_ACCURACY = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """One training of the demo."""
+
+    strategy: str
+    epochs: int
+    global_batch: int
+    """Samples in a step; in an asynchronous one, of all workers' steps together."""
+    synchronous: bool
+    num_workers: int = 3
+    kill_at: float = 0.3
+    """The share of the training after which a worker is killed."""
+    timeout_s: float = 120.0
+
+    @property
+    def num_samples(self) -> int:
+        return self.epochs * DATASET_SIZE
+
+    @property
+    def job(self) -> str:
+        return f"digits-{self.strategy}"
+
+
+PLANS = (
+    Plan(strategy="async-sgd", epochs=40, global_batch=96, synchronous=False),
+    Plan(strategy="ddp", epochs=40, global_batch=96, synchronous=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one training came to. Fields and meanings are those of `shoal demo --json`."""
+
+    strategy: str
+    test_accuracy: float
+    """Of the final weights, on the images held out."""
+    steps: int
+    """Committed optimizer steps; asynchronous: pushes applied."""
+    samples_per_s: float
+    """Over the whole training, kill and recovery included."""
+    recovery_s: float
+    """From the SIGKILL to the next step that a surviving worker completed; synchronous: in the
+    generation without the killed one."""
+    pause_s: float
+    """The longest time after the kill without a step by any survivor, beyond the usual gap."""
+    samples_lost: int
+    samples_repeated: int
+    replacement_steps: int
+    """Steps completed by the worker that took the killed one's place."""
+
+    @property
+    def good(self) -> bool:
+        return self.test_accuracy >= MIN_ACCURACY
+
+
+__all__ = ["DATASET_SIZE", "MIN_ACCURACY", "PLANS", "Outcome", "Plan"]

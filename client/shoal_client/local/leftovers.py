@@ -1,0 +1,76 @@
+"""Whether any process that this one caused is still there.
+
+`adopt_orphans` makes this process the one that orphans below it fall to, so that nothing can get
+out of sight by a parent's death. Call it where a process starts, not in a library: such a process
+has to reap what it adopts, which `sweep` does.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent dies."""
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+def descendants() -> dict[int, str]:
+    """Every living process below this one: pid and command line."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue  # it ended while we looked
+            if fields[0] not in "ZX":
+                parents[int(entry.name)] = int(fields[1])
+    found: dict[int, str] = {}
+    border = {os.getpid()}
+    while border:
+        border = {pid for pid, parent in parents.items() if parent in border}
+        found.update((pid, _command_line(pid)) for pid in border)
+    return found
+
+
+def sweep(grace_s: float) -> dict[int, str]:
+    """Wait up to `grace_s` for the last descendants to end; kill and return those that did not.
+
+    To be called when all children that somebody still waits for are gone: it reaps any.
+    """
+    deadline_s = time.monotonic() + grace_s
+    while (left := descendants()) and time.monotonic() < deadline_s:
+        # Grandchildren of ours end on their own time, and no event tells of them.
+        _reap()
+        time.sleep(0.01)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it ended meanwhile
+    _reap()
+    return left
+
+
+def _reap() -> None:
+    try:
+        while os.waitpid(-1, os.WNOHANG) != (0, 0):
+            pass
+    except ChildProcessError:
+        return
+
+
+def _command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+__all__ = ["adopt_orphans", "descendants", "sweep"]
