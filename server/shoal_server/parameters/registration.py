@@ -9,7 +9,7 @@ from typing import cast
 
 import structlog
 
-from shoal_proto.errors import AddressInUse, RetryError
+from shoal_proto.errors import AddressInUse, LeaseExpired, RetryError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     NO_LEASE,
@@ -97,9 +97,8 @@ class Registration:
         )
 
     async def _claim(self, key: str) -> bool:
-        if self._lease == NO_LEASE:
+        if self._lease == NO_LEASE or await self._store.keep_alive(self._lease) <= 0.0:
             self._lease = await self._store.grant(self._lease_ttl_s)
-        await self._store.keep_alive(self._lease)
         put = Put(key, self._identity.record(), self._lease)
         result = await self._store.transact([is_absent(key)], [put], [Get(key)])
         # Ours already, if the answer to an earlier attempt was lost.
@@ -128,7 +127,7 @@ class Registration:
                     log.warning("lease_lost", server_id=self._identity.server_id)
                     self._lease = NO_LEASE
                     await self._register()
-            except RetryError as error:
+            except (RetryError, LeaseExpired) as error:
                 # Shards are served on; the next round tries again.
                 log.warning(
                     "lease_not_renewed", server_id=self._identity.server_id, reason=str(error)

@@ -356,7 +356,7 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The flat bytes of a contiguous CPU tensor, shared with it."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 __all__ = ["AsyncSgd", "to_spec"]

@@ -1,0 +1,160 @@
+"""The parameter server as a process: store, fence, registration and gRPC, wired together."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import torch
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.parameters_pb2_grpc import add_ParametersServicer_to_server
+from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.fence import Fence
+from shoal_server.parameters.inflow import Budget
+from shoal_server.parameters.registration import Identity, Registration
+from shoal_server.parameters.servicer import Servicer
+from shoal_server.rpc import bind, new_server
+
+log = structlog.get_logger(__name__)
+
+WILDCARDS = ("", "0.0.0.0", "[::]", "::")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServerConfig:
+    etcd: EtcdConfig
+    listen: str = "0.0.0.0:7710"
+    """host:port of the gRPC service; port 0 takes a free one."""
+    advertise: str = ""
+    """HOST or HOST:PORT under which workers reach this server. Empty: the host listened on, or
+    this machine's name where that is all of its addresses."""
+    server_id: str = ""
+    """Names the server in etcd and in shard maps. Empty: one is made up."""
+    ready_file: Path | None = None
+    """Written as JSON once the server serves: pid and address."""
+    lease_ttl_s: float = 5.0
+    """A server that etcd has not heard of for so long is taken for gone: no shards are placed on
+    it."""
+    max_unfinished_bytes: int = 2 * 1024**3
+    """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
+    refused as Overloaded, and clients retry."""
+    num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    """Shards that are worked on at the same time."""
+
+    def __post_init__(self) -> None:
+        host, colon, port = self.listen.rpartition(":")
+        if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
+            raise InvalidSpec("bad address to listen on", seen=self.listen, expected="host:port")
+        if self.server_id and not is_name(self.server_id):
+            raise InvalidSpec("bad server id", seen=repr(self.server_id), expected=NAME_RULE)
+        if self.num_threads < 1 or self.max_unfinished_bytes < 1 or self.lease_ttl_s <= 0:
+            raise InvalidSpec(
+                "a limit of the parameter server is out of range",
+                seen=f"num_threads {self.num_threads}, lease_ttl_s {self.lease_ttl_s},"
+                f" max_unfinished_bytes {self.max_unfinished_bytes}",
+                expected="all above zero",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A server that serves."""
+
+    server_id: str
+    address: str
+    fence: Fence
+    registration: Registration
+
+
+async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None) -> None:
+    """Serve until `stop` is set; without one, until SIGTERM or SIGINT.
+
+    Raises AddressInUse for a taken port or server id, Unavailable if etcd cannot be reached.
+    """
+    # Parallelism is over shards; threads within one kernel would only fight with it.
+    torch.set_num_threads(1)
+    if stop is None:
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with EtcdClient(config.etcd) as store, running(config, store) as server:
+        if config.ready_file is not None:
+            _write_ready(config.ready_file, server.address)
+        await _until(stop, server)
+
+
+@asynccontextmanager
+async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncIterator[Running]:
+    """A server that serves as long as the block runs."""
+    server_id = config.server_id or f"ps-{uuid.uuid4().hex[:8]}"
+    async with AsyncExitStack() as stack:
+        pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="shoal-shards")
+        stack.callback(pool.shutdown)
+        fence = await stack.enter_async_context(Fence(store))
+        servicer = Servicer(
+            server_id=server_id,
+            catalog=Catalog(store, server_id),
+            fence=fence,
+            pool=pool,
+            budget=Budget(config.max_unfinished_bytes),
+        )
+        server = new_server()
+        add_ParametersServicer_to_server(servicer, server)
+        port = bind(server, config.listen)
+        address = _address(config, port)
+        await server.start()
+        stack.push_async_callback(server.stop, 1.0)
+        # Last in, first out: known only while it serves, and gone from etcd before it stops.
+        identity = Identity(server_id=server_id, address=address, started_unix_s=time.time())
+        registration = await stack.enter_async_context(
+            Registration(store, identity, config.lease_ttl_s)
+        )
+        log.info("parameter_server_started", server_id=server_id, address=address)
+        yield Running(
+            server_id=server_id, address=address, fence=fence, registration=registration
+        )
+    log.info("parameter_server_stopped", server_id=server_id)
+
+
+async def _until(stop: asyncio.Event, server: Running) -> None:
+    """Return when `stop` is set; raise what ended the fence or the registration."""
+    waits = [
+        asyncio.ensure_future(wait)
+        for wait in (stop.wait(), server.fence.wait_failed(), server.registration.wait_failed())
+    ]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for wait in done:
+            wait.result()
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+def _address(config: ParameterServerConfig, port: int) -> str:
+    host = config.listen.rpartition(":")[0]
+    advertise = config.advertise or (socket.gethostname() if host in WILDCARDS else host)
+    has_port = advertise.rpartition(":")[2].isdigit() and not advertise.endswith("]")
+    return advertise if has_port and ":" in advertise else f"{advertise}:{port}"
+
+
+def _write_ready(path: Path, address: str) -> None:
+    """Whole or not at all: whoever waits for the file may read it as soon as it is there."""
+    draft = path.with_name(path.name + ".tmp")
+    draft.write_text(json.dumps({"pid": os.getpid(), "grpc": address}))
+    draft.replace(path)
