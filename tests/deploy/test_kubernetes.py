@@ -13,6 +13,7 @@ import httpx
 import pytest
 import yaml
 from deploy.kustomization import Resource, containers, find, render, workloads
+from deploy.pods import config, expand, variables
 
 from shoal_client.cli import build_parser
 from shoal_server.status.app import build_app
@@ -34,39 +35,17 @@ def resources(variant: Path) -> list[Resource]:
     return render(variant)
 
 
-def config(resources: list[Resource], name: str) -> dict[str, str]:
-    data: dict[str, str] = find(resources, kinds={"ConfigMap"}, name=name)["data"]
-    return data
-
-
 def pod_name(workload: Resource, ordinal: int) -> str:
     return f"{workload['metadata']['name']}-{ordinal}"
 
 
-def variables(resources: list[Resource], container: Resource) -> dict[str, str]:
-    """What the container finds in its environment, for the first pod of a workload."""
-    found: dict[str, str] = {}
-    for source in container.get("envFrom", ()):
-        found |= config(resources, source["configMapRef"]["name"])
-    fields = {"metadata.name": f"{container['name']}-0", "status.podIP": "10.1.2.3"}
-    for entry in container.get("env", ()):
-        if "value" in entry:
-            found[entry["name"]] = entry["value"]
-        elif "fieldRef" in entry["valueFrom"]:
-            found[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
-        else:
-            reference = entry["valueFrom"]["configMapKeyRef"]
-            found[entry["name"]] = config(resources, reference["name"])[reference["key"]]
-    return found
+def first_pod(container: Resource) -> dict[str, str]:
+    return {"metadata.name": f"{container['name']}-0", "status.podIP": "10.1.2.3"}
 
 
 def arguments(resources: list[Resource], container: Resource) -> list[str]:
-    """The arguments as the kubelet hands them over. Raises KeyError for a variable not there."""
-    known = variables(resources, container)
-    return [
-        re.sub(r"\$\(([A-Z_]+)\)", lambda match: known[match[1]], argument)
-        for argument in container.get("args", ())
-    ]
+    known = variables(resources, container, first_pod(container))
+    return expand(container["args"], known)
 
 
 def without_hashes(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
@@ -265,7 +244,7 @@ async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) ->
     """The worker's readiness is the coordinator's word on a path of its API."""
     worker = find(resources, kinds={"Deployment"}, name="worker")
     [container] = worker["spec"]["template"]["spec"]["containers"]
-    known = variables(resources, container)
+    known = variables(resources, container, first_pod(container))
     command = container["readinessProbe"]["exec"]["command"][-1]
     url = re.sub(r"\$([A-Z_]+)", lambda match: known[match[1]], command.split('"')[1])
     assert url == "http://coordinator:7780/api/v1/jobs/digits/members/worker-0"

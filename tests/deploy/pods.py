@@ -1,0 +1,185 @@
+"""Pods of the rendered manifests as plain containers, for machines without a Kubernetes.
+
+What a kubelet would do with a pod's own fields is done here: command and arguments with their
+variables, user, read-only root, volumes, restarts and probes. What a cluster does (scheduling,
+scaling, Services, budgets) is not. A pod's names come from aliases in a Docker network.
+"""
+
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from deploy.kustomization import Resource, find, workloads
+from deploy.stack import POLL_S, run
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """One replica of a workload, and the container that stands for it."""
+
+    name: str
+    workload: Resource
+    container: Resource
+    docker_name: str
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.workload["spec"]["template"]["spec"]
+        return found
+
+    def aliases(self) -> list[str]:
+        service = self.workload["spec"].get("serviceName")
+        own = f"{self.name}.{service}" if service else self.name
+        return [own, self.workload["metadata"]["name"]]
+
+    def fields(self) -> dict[str, str]:
+        # Docker gives the address only when the container runs; its name serves as well.
+        return {"metadata.name": self.name, "status.podIP": self.aliases()[0]}
+
+
+def variables(
+    resources: list[Resource], container: Resource, fields: dict[str, str]
+) -> dict[str, str]:
+    """What a container finds in its environment."""
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        found |= config(resources, source["configMapRef"]["name"])
+    for entry in container.get("env", ()):
+        if "value" in entry:
+            found[entry["name"]] = entry["value"]
+        elif "fieldRef" in entry["valueFrom"]:
+            found[entry["name"]] = fields[entry["valueFrom"]["fieldRef"]["fieldPath"]]
+        else:
+            reference = entry["valueFrom"]["configMapKeyRef"]
+            found[entry["name"]] = config(resources, reference["name"])[reference["key"]]
+    return found
+
+
+def config(resources: list[Resource], name: str) -> dict[str, str]:
+    data: dict[str, str] = find(resources, kinds={"ConfigMap"}, name=name)["data"]
+    return data
+
+
+def expand(arguments: list[str], known: dict[str, str]) -> list[str]:
+    """Arguments as the kubelet hands them over. Raises KeyError for an unknown variable."""
+    return [re.sub(r"\$\(([A-Z_]+)\)", lambda match: known[match[1]], item) for item in arguments]
+
+
+@contextmanager
+def started(resources: list[Resource], names: set[str], image: str) -> Iterator[dict[str, Pod]]:
+    """All replicas of the named workloads, started at once as a cluster would; by pod name."""
+    prefix = f"shoal-pods-{os.getpid()}"
+    with ExitStack() as stack:
+        run("docker", "network", "create", prefix)
+        stack.callback(run, "docker", "network", "rm", prefix)
+        pods = {}
+        for workload in workloads(resources):
+            name = workload["metadata"]["name"]
+            if name not in names:
+                continue
+            [container] = workload["spec"]["template"]["spec"]["containers"]
+            for ordinal in range(workload["spec"]["replicas"]):
+                pod = Pod(
+                    name=f"{name}-{ordinal}",
+                    workload=workload,
+                    container=container,
+                    docker_name=f"{prefix}-{name}-{ordinal}",
+                )
+                stack.callback(run, "docker", "rm", "--force", "--volumes", pod.docker_name)
+                run(*docker_run(resources, pod, prefix, image))
+                pods[pod.name] = pod
+        yield pods
+
+
+def docker_run(resources: list[Resource], pod: Pod, network: str, image: str) -> list[str]:
+    """The `docker run` that stands for the kubelet's start of the pod."""
+    security = pod.spec["securityContext"]
+    known = variables(resources, pod.container, pod.fields())
+    command = ["docker", "run", "--detach", "--name", pod.docker_name, "--hostname", pod.name]
+    command += ["--network", network, "--restart", "always", "--init"]
+    for alias in pod.aliases():
+        command += ["--network-alias", alias]
+    command += ["--user", f"{security['runAsUser']}:{security['runAsGroup']}"]
+    command += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"]
+    for mount in pod.container["volumeMounts"]:
+        # As a kubelet hands over a volume: written by the pod's user.
+        owner = f"uid={security['runAsUser']},gid={security['runAsGroup']},mode=0770"
+        command += ["--tmpfs", f"{mount['mountPath']}:{owner}"]
+    for name, value in known.items():
+        command += ["--env", f"{name}={value}"]
+    entrypoint = expand(pod.container.get("command", []), known)
+    if entrypoint:
+        command += ["--entrypoint", entrypoint[0]]
+    return [*command, image, *entrypoint[1:], *expand(pod.container.get("args", []), known)]
+
+
+def passes(pod: Pod, kind: str) -> bool:
+    """Whether a probe of the pod succeeds now; one that is not declared does."""
+    probe = pod.container.get(kind)
+    if probe is None:
+        return True
+    ports = {port["name"]: port["containerPort"] for port in pod.container.get("ports", ())}
+    if "exec" in probe:
+        command = probe["exec"]["command"]
+    elif "httpGet" in probe:
+        request = probe["httpGet"]
+        command = [
+            "shoal-probe",
+            "http",
+            f"http://127.0.0.1:{ports[request['port']]}{request['path']}",
+        ]
+    else:
+        command = ["shoal-probe", "tcp", f"127.0.0.1:{ports[probe['tcpSocket']['port']]}"]
+    result = subprocess.run(
+        ["docker", "exec", pod.docker_name, *command], capture_output=True, check=False, timeout=60
+    )
+    return result.returncode == 0
+
+
+def wait_until_ready(pods: dict[str, Pod], timeout_s: float) -> None:
+    """Until each pod passes all its probes. The failure shows who does not, and its log."""
+    give_up_s = time.monotonic() + timeout_s
+    pending = [(pod, kind) for pod in pods.values() for kind in PROBES]
+    while pending:
+        pending = [(pod, kind) for pod, kind in pending if not passes(pod, kind)]
+        if pending and time.monotonic() > give_up_s:
+            logs = "\n".join(
+                f"--- {name}\n{log(pods[name])}" for name in {p.name for p, _ in pending}
+            )
+            raise AssertionError(f"{[(pod.name, kind) for pod, kind in pending]} fail:\n{logs}")
+        time.sleep(POLL_S)
+
+
+def log(pod: Pod) -> str:
+    """The end of what the pod wrote."""
+    result = subprocess.run(
+        ["docker", "logs", "--tail", "40", pod.docker_name],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return result.stdout
+
+
+def ask(pod: Pod, url: str) -> Any:
+    """The JSON that a URL answers inside the network, seen from a pod; None for a refusal."""
+    script = (
+        "import sys, urllib.request as r; print(r.urlopen(sys.argv[1], timeout=5).read().decode())"
+    )
+    result = subprocess.run(
+        ["docker", "exec", pod.docker_name, "python", "-c", script, url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    return json.loads(result.stdout) if result.returncode == 0 else None

@@ -1,0 +1,106 @@
+"""A compose project of its own, brought up for real and taken away with all it made."""
+
+import json
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+
+ROOT = Path(__file__).parents[2]
+OFFLINE_WHEELS = ROOT / "deploy" / "offline" / "wheels"
+POLL_S = 0.25
+
+Found = TypeVar("Found")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def run(*command: str, environment: dict[str, str] | None = None, timeout_s: float = 300) -> str:
+    """Standard output of a command. A failure shows what it wrote."""
+    result = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert result.returncode == 0, f"{command}: {result.returncode}\n{result.stdout}{result.stderr}"
+    return result.stdout
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """The compose file under a project name and a port of its own."""
+
+    project: str = field(default_factory=lambda: f"shoal-test-{os.getpid()}")
+    http_port: int = field(default_factory=free_port)
+    image: str = "shoal:compose-test"
+
+    def compose(self, *arguments: str, timeout_s: float = 300) -> str:
+        """Standard output of `docker compose`."""
+        environment = dict(os.environ)
+        environment |= {"SHOAL_HTTP_PORT": str(self.http_port), "SHOAL_IMAGE": self.image}
+        if any(OFFLINE_WHEELS.glob("*.whl")):
+            # Who has put wheels there wants the image made of them.
+            environment["PIP_NO_INDEX"] = "1"
+        command = ("docker", "compose", "--project-name", self.project, *arguments)
+        return run(*command, environment=environment, timeout_s=timeout_s)
+
+    def get(self, path: str) -> Any:
+        """What the coordinator answers over HTTP. Raises httpx.HTTPError."""
+        answer = httpx.get(f"http://127.0.0.1:{self.http_port}{path}", timeout=5)
+        answer.raise_for_status()
+        return answer.json()
+
+    def wait_for(self, what: str, see: Callable[[], Found | None], timeout_s: float) -> Found:
+        """The first value that `see` returns. On time-out the failure shows the stack's state."""
+        give_up_s = time.monotonic() + timeout_s
+        last: object = None
+        while time.monotonic() < give_up_s:
+            try:
+                found = see()
+            except httpx.HTTPError as error:  # the coordinator is not there yet, or knows no job
+                last = error
+            else:
+                if found is not None:
+                    return found
+            time.sleep(POLL_S)
+        raise AssertionError(f"within {timeout_s:g} s: not {what} ({last!r})\n{self.state()}")
+
+    def containers(self, service: str) -> dict[str, dict[str, Any]]:
+        """What Docker knows of a service's containers, stopped ones too, by host name."""
+        ids = self.compose("ps", "--all", "--quiet", service).split()
+        inspected = json.loads(run("docker", "inspect", *ids)) if ids else []
+        return {item["Config"]["Hostname"]: item for item in inspected}
+
+    def state(self) -> str:
+        """Containers and the end of their logs."""
+        return self.compose("ps", "--all") + self.compose("logs", "--no-color", "--tail=60")
+
+
+@contextmanager
+def brought_up(stack: Stack) -> Iterator[Stack]:
+    """Build the image and start everything; afterwards nothing of it is left."""
+    stack.compose("build", timeout_s=1200)
+    try:
+        stack.compose("up", "--detach", "--no-build", timeout_s=300)
+        yield stack
+    finally:
+        stack.compose("down", "--volumes", "--remove-orphans", "--rmi=all", timeout_s=120)
+    label = f"label=com.docker.compose.project={stack.project}"
+    for kind in (("ps", "--all"), ("volume", "ls"), ("network", "ls")):
+        assert not run("docker", *kind, "--quiet", "--filter", label).strip()

@@ -1,0 +1,43 @@
+"""The pods of the Kubernetes manifests do what they are there for, run as plain containers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deploy.kustomization import render
+from deploy.pods import ask, passes, started, wait_until_ready
+from deploy.stack import Stack, run
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
+
+KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
+
+
+@pytest.fixture(scope="module")
+def image() -> Iterator[str]:
+    stack = Stack(image="shoal:pods-test")
+    stack.compose("build", timeout_s=1200)
+    yield stack.image
+    run("docker", "image", "rm", stack.image)
+
+
+def test_etcd_loses_a_member_and_serves_on(image: str) -> None:
+    """Three pods find each other by their names; with one gone the other two stay ready."""
+    with started(render(KUBERNETES / "base"), {"etcd"}, image) as pods:
+        wait_until_ready(pods, 60)
+        run("docker", "stop", pods["etcd-1"].docker_name)
+        assert passes(pods["etcd-0"], "livenessProbe")
+        rest = {name: pod for name, pod in pods.items() if name != "etcd-1"}
+        wait_until_ready(rest, 30)
+        run("docker", "stop", pods["etcd-2"].docker_name)
+        assert not passes(pods["etcd-0"], "readinessProbe"), "one of three is no quorum"
+        assert passes(pods["etcd-0"], "livenessProbe"), "and no reason to restart it"
+
+
+def test_every_role_becomes_ready(image: str) -> None:
+    """Started all at once, in no order, every pod passes its probes and the job trains."""
+    roles = {"etcd", "coordinator", "ps", "worker"}
+    with started(render(KUBERNETES / "overlays/dev"), roles, image) as pods:
+        wait_until_ready(pods, 120)
+        job = ask(pods["worker-0"], "http://coordinator:7780/api/v1/jobs/digits")
+        assert {m["member"]["member_id"] for m in job["members"]} == {"worker-0", "worker-1"}
