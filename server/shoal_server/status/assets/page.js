@@ -1,0 +1,404 @@
+// The live page. It shows what /api/v1/stream says and keeps nothing of its own. All text goes
+// into the document as text nodes, so no name or error of anybody is ever read as HTML.
+"use strict";
+
+const STALE_AFTER_MS = 4000;
+const RETRY_MS = 1500;
+const SHOWN_GENERATIONS = 12;
+const SVG = "http://www.w3.org/2000/svg";
+const TONES = {
+  running: "good", training: "good", ready: "good", serving: "good", committed: "info",
+  collect: "warn", prepare: "info", preparing: "info", "bringing-up": "info", joining: "info",
+  waiting: "warn", settling: "warn", aborted: "bad", disconnected: "bad", unreachable: "bad",
+  gone: "bad",
+};
+
+// --- making and updating the document ---
+
+function h(tag, attributes, ...children) {
+  const node = tag === "svg" || tag === "path" || tag === "circle"
+    ? document.createElementNS(SVG, tag) : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) {
+    if (value === undefined || value === null || value === false) continue;
+    // Styles are set as properties: the page's policy forbids style attributes.
+    if (name === "style") Object.assign(node.style, value);
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  for (const child of children.flat(Infinity)) {
+    if (child !== undefined && child !== null && child !== false) node.append(child);
+  }
+  return node;
+}
+
+// Makes `old` look like `fresh` with as few changes as it takes, so that focus, selection, scroll
+// position and opened details outlive an update.
+function morph(old, fresh) {
+  if (old.nodeType !== fresh.nodeType || old.nodeName !== fresh.nodeName) {
+    old.replaceWith(fresh);
+    return;
+  }
+  if (old.nodeType === Node.TEXT_NODE) {
+    if (old.data !== fresh.data) old.data = fresh.data;
+    return;
+  }
+  for (const { name } of [...old.attributes]) {
+    const belongsToTheReader = name === "open" && old.nodeName === "DETAILS";
+    if (!fresh.hasAttribute(name) && name !== "style" && !belongsToTheReader) {
+      old.removeAttribute(name);
+    }
+  }
+  for (const { name, value } of [...fresh.attributes]) {
+    if (name !== "style" && old.getAttribute(name) !== value) old.setAttribute(name, value);
+  }
+  if (old.style.cssText !== fresh.style.cssText) old.style.cssText = fresh.style.cssText;
+  morphChildren(old, [...fresh.childNodes]);
+}
+
+function morphChildren(parent, fresh) {
+  const old = [...parent.childNodes];
+  fresh.forEach((node, i) => (i < old.length ? morph(old[i], node) : parent.append(node)));
+  old.slice(fresh.length).forEach((node) => node.remove());
+}
+
+const fill = (id, ...children) =>
+  morphChildren(document.getElementById(id), [...h("div", null, ...children).childNodes]);
+
+// --- words and numbers ---
+
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+const count = (value) => (isNumber(value) ? whole.format(value) : "–");
+
+function significant(value) {
+  if (!isNumber(value)) return "–";
+  return Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-4)
+    ? value.toExponential(2) : Number(value.toPrecision(4)).toString();
+}
+
+function bytes(value) {
+  if (!isNumber(value)) return "–";
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let unit = 0;
+  while (value >= 1024 && unit < units.length - 1) { value /= 1024; unit += 1; }
+  return `${value >= 100 || unit === 0 ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
+}
+
+function duration(seconds) {
+  const s = Math.max(0, seconds);
+  if (s < 90) return `${Math.round(s)} s`;
+  if (s < 5400) return `${Math.round(s / 60)} min`;
+  return s < 129600 ? `${Math.round(s / 3600)} h` : `${Math.round(s / 86400)} d`;
+}
+
+const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+const pill = (text) => h("span", { class: `pill ${TONES[text] || ""}` }, text);
+const spoken = (kind) => kind.replaceAll("_", " ");
+
+function ago(unix_s, now_s) {
+  const time = new Date(unix_s * 1000);
+  return h("time", { datetime: time.toISOString(), title: time.toLocaleString() },
+    `${duration(now_s - unix_s)} ago`);
+}
+
+// --- parts of the page ---
+
+function jobList(state, selected) {
+  const items = state.jobs.map((job) => h("li", null,
+    h("a", { href: `?job=${encodeURIComponent(job.job)}`, "data-job": job.job,
+      "aria-current": job.job === selected ? "page" : null },
+      h("span", { class: "name" }, h("b", null, job.job), pill(job.phase)),
+      h("small", null, `${plural(job.num_members, "member")} · step ${count(job.step)}`))));
+  return [h("h2", null, "Jobs"),
+    items.length ? h("ul", null, items) : h("p", { class: "empty" }, "None yet")];
+}
+
+function figures(job, state) {
+  const { summary } = job;
+  const training = job.members.filter((m) => m.member.state === "training" && m.health);
+  const total = (values) => values.filter(isNumber).reduce((a, b) => a + b, 0);
+  const mean = (values) => {
+    const numbers = values.filter(isNumber);
+    return numbers.length ? total(numbers) / numbers.length : undefined;
+  };
+  const speeds = training.map((m) => m.health.samples_per_s).filter(isNumber);
+  const figure = (name, value, unit) => h("div", null, h("dt", null, name),
+    h("dd", null, value, unit && h("small", null, ` ${unit}`)));
+  return h("dl", { class: "figures" },
+    figure("Generation", summary.generation || "–"),
+    figure("Members training", String(summary.num_training), `of ${job.desired_members} desired`),
+    figure("Step", count(summary.step)),
+    figure("Samples per second", speeds.length ? count(total(speeds)) : "–"),
+    figure("Mean loss", significant(mean(training.map((m) => m.health.loss)))),
+    figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)));
+}
+
+function sparkline(losses, memberId) {
+  const points = losses.filter(([, loss]) => isNumber(loss));
+  if (points.length < 2) return null;
+  const [width, height] = [72, 20];
+  const ys = points.map(([, loss]) => loss);
+  const [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const [first, last] = [points[0][0], points.at(-1)[0]];
+  const at = ([step, loss]) => [
+    ((step - first) / (last - first || 1)) * width,
+    height - ((loss - low) / (high - low || 1)) * height];
+  const line = points.map((p) => at(p).map((v) => v.toFixed(1)).join(" ")).join("L");
+  const [x, y] = at(points.at(-1));
+  return h("svg", { class: "spark", width, height, viewBox: `0 0 ${width} ${height}`, role: "img",
+    "aria-label": `Loss of ${memberId} from ${significant(ys[0])} at step ${first}`
+      + ` to ${significant(ys.at(-1))} at step ${last}` },
+    h("path", { d: `M${line}` }), h("circle", { cx: x, cy: y, r: 2 }));
+}
+
+function lossCell(health, losses, memberId) {
+  const loss = health && health.loss;
+  const text = typeof loss === "string"
+    ? h("span", { class: "notfinite" }, loss) : h("span", null, significant(loss));
+  return cell("Loss", "num", h("div", { class: "loss" }, sparkline(losses, memberId), text));
+}
+
+function memberRow({ member, health, losses }, now_s) {
+  const seen_s = now_s - member.last_seen_unix_s;
+  const step = Math.max(member.step, (health && health.step) || 0);
+  const error = health && health.last_error;
+  const device = [member.host, (health && health.device) || member.device].filter(Boolean);
+  const said = (name) => (health ? health[name] : undefined);
+  return h("tr", { class: member.state, role: "row" },
+    cell("Rank", "num", member.rank === null ? "–" : String(member.rank)),
+    h("th", { scope: "row", role: "rowheader" }, member.member_id,
+      h("span", { class: "sub" }, device.join(" · "))),
+    cell("State", "state", pill(member.state)),
+    cell("Step", "num", count(step)),
+    lossCell(health, losses, member.member_id),
+    cell("Samples/s", "num", count(said("samples_per_s")), isNumber(said("step_time_s"))
+      && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
+    cell("Staleness", "num", significant(said("staleness_steps"))),
+    cell("Memory", "num", bytes(said("memory_bytes"))),
+    cell("Last seen", `num${seen_s > 5 ? " late" : ""}`, duration(seen_s)),
+    cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
+}
+
+// A narrow screen shows a member as a card: the label stands in it, and the roles keep the table a
+// table to those who listen to it.
+const cell = (label, kind, ...content) =>
+  h("td", { class: kind, role: "cell", "data-label": label }, content);
+
+function members(job, now_s) {
+  const column = (name, numeric) =>
+    h("th", { scope: "col", role: "columnheader", class: numeric ? "num" : null }, name);
+  return section("Members",
+    `${plural(job.members.length, "member")}, ${job.min_members} to ${job.max_members} may train`,
+    job.members.length === 0 ? h("p", { class: "empty" }, "Nobody is here.")
+      : h("div", { class: "scroll members", tabindex: "0", role: "region", "aria-label": "Members" },
+        h("table", { role: "table" }, h("caption", { class: "hidden" }, "Members of the job"),
+          h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
+            column("Step", true), column("Loss", true), column("Samples/s", true),
+            column("Staleness", true), column("Memory", true), column("Last seen", true),
+            column("Waits for"))),
+          h("tbody", { role: "rowgroup" }, job.members.map((entry) => memberRow(entry, now_s))))));
+}
+
+function generation(record, before, now_s) {
+  const ids = record.members.map((m) => m.member_id);
+  const old = before ? before.members.map((m) => m.member_id) : ids;
+  const chips = record.members.map((m) => h("li", {
+    class: `chip${old.includes(m.member_id) ? "" : " joined"}`, title: `rank ${m.rank}` },
+    m.member_id, !old.includes(m.member_id) && h("span", { class: "hidden" }, " joined")));
+  const gone = old.filter((id) => !ids.includes(id)).map((id) =>
+    h("li", { class: "chip gone" }, id, h("span", { class: "hidden" }, " gone")));
+  const conflicts = record.conflicts.map((c) => h("p", { class: "text" }, `${c.field}: `
+    + Object.entries(c.values).map(([v, who]) => `${v} (${who.join(", ")})`).join(" vs. ")));
+  return h("li", { class: record.verdict },
+    h("div", { class: "head" }, h("b", null, `Generation ${record.generation}`),
+      pill(record.verdict),
+      h("span", { class: "muted" },
+        `${plural(ids.length, "member")} from step ${count(record.step)}`),
+      ago(record.decided_unix_s, now_s)),
+    h("p", { class: "text" }, record.reason), conflicts,
+    h("ul", { class: "chips", "aria-label": "Roster" }, chips, gone));
+}
+
+function generations(job, now_s) {
+  const records = job.generations;
+  const items = records.map((record, i) => generation(
+    record, records.slice(i + 1).find((r) => r.verdict === "committed"), now_s));
+  return section("Generations", "every roster that was agreed or given up, newest first",
+    items.length === 0 ? h("p", { class: "empty" }, "None was decided yet.") : [
+      h("ol", { class: "timeline" }, items.slice(0, SHOWN_GENERATIONS)),
+      items.length > SHOWN_GENERATIONS && h("div", { class: "body" }, h("details", null,
+        h("summary", null, `${items.length - SHOWN_GENERATIONS} older`),
+        h("ol", { class: "timeline" }, items.slice(SHOWN_GENERATIONS)))),
+    ]);
+}
+
+function samples(job) {
+  const s = job.samples;
+  if (!s) return null;
+  const all = s.dataset_size * s.num_epochs;
+  const percent = (n) => `${(100 * n / all).toFixed(2)}%`;
+  const epoch = s.epochs.length ? `, epoch ${s.epochs.at(-1).epoch + 1} of ${s.num_epochs}` : "";
+  return section("Samples", `${percent(s.completed)} completed${epoch}`,
+    h("div", { class: "body" },
+      h("div", { class: "bar", role: "img", "aria-label": `${percent(s.completed)} completed` },
+        h("i", { style: { width: percent(s.completed) } }),
+        h("i", { class: "flight", style: { width: percent(s.in_flight) } })),
+      h("p", { class: "legend" }, `${count(s.completed)} of ${count(all)} completed · `
+        + `${count(s.in_flight)} in flight · ${count(s.returned)} given back by lost members · `
+        + `at most ${count(s.repeated_max)} trained on twice`)));
+}
+
+function staleness(shard) {
+  const pushes = shard.staleness_counts.reduce((a, b) => a + b, 0);
+  const sum = shard.staleness_counts.reduce((a, n, i) => a + n * i, 0);
+  return pushes ? significant(sum / pushes) : "–";
+}
+
+function server(entry, shards) {
+  const own = shards.filter((s) => s.server_id === entry.server_id);
+  const total = own.reduce((a, s) => a + s.num_bytes, 0);
+  const updates = own.reduce((a, s) => a + s.version, 0);
+  const weight = (s) => String(s.created ? Math.max(s.num_bytes, 1) : s.num_elements * 4);
+  const column = (name) => h("th", { scope: "col", class: name === "Parameters" ? null : "num" }, name);
+  return h("div", { class: "server" },
+    h("h3", null, entry.server_id, pill(entry.state),
+      h("small", null, `${entry.address} · ${plural(own.length, "shard")}`
+        + ` · ${bytes(total)} · ${count(updates)} updates`)),
+    entry.error && h("p", { class: "error" }, entry.error),
+    h("div", { class: "blocks", "aria-hidden": "true" }, own.map((s) => h("span", {
+      class: s.created ? null : "missing", style: { flexGrow: weight(s) },
+      title: `shard ${s.shard_id}: ${bytes(s.num_bytes)}, version ${s.version}` }))),
+    h("details", null, h("summary", null, "Shards"), h("div", { class: "scroll" }, h("table", null,
+      h("thead", null, h("tr", null, ["Shard", "Version", "Size", "Pushes", "Retries", "Refused",
+        "Mean staleness", "Parameters"].map(column))),
+      h("tbody", null, own.map((s) => h("tr", null,
+        h("th", { scope: "row", class: "num" }, String(s.shard_id)),
+        [count(s.version), bytes(s.num_bytes), count(s.pushes), count(s.duplicates),
+          count(s.refused), staleness(s)].map((text) => h("td", { class: "num" }, text)),
+        h("td", { class: "why" }, s.parameters.join(", ")))))))));
+}
+
+function shards(state) {
+  if (state.shards_error) {
+    return section("Shards", "", h("p", { class: "empty error" }, state.shards_error));
+  }
+  if (!state.shards || state.shards.shards.length === 0) return null;
+  const { servers } = state.shards;
+  return section("Shards",
+    `${plural(state.shards.shards.length, "shard")} on ${plural(servers.length, "server")}`,
+    servers.map((entry) => server(entry, state.shards.shards)));
+}
+
+function events(state) {
+  const items = [...state.events].reverse().map((event) => h("li", null,
+    h("span", { class: "kind" }, spoken(event.kind)),
+    event.member_id && h("span", { class: "muted" }, event.member_id),
+    ago(event.unix_s, state.now_unix_s),
+    h("p", { class: "text" }, event.reason)));
+  return section("Events", "newest first", items.length === 0
+    ? h("p", { class: "empty" }, "Nothing has happened yet.")
+    : h("ol", { class: "events", tabindex: "0", "aria-label": "Events" }, items));
+}
+
+function section(title, note, ...content) {
+  return h("section", { class: "section", "aria-label": title },
+    h("header", null, h("h2", null, title), note && h("p", null, note)), content);
+}
+
+function jobView(state) {
+  const { job } = state;
+  const agreed = Object.entries(job.fields).map(([k, v]) => `${k} ${v}`).join(", ");
+  return [
+    h("div", { class: "title" }, h("h1", null, job.summary.job), pill(job.summary.phase),
+      job.fields.strategy && h("span", { class: "muted", title: agreed }, job.fields.strategy)),
+    h("p", { class: "reason" }, job.summary.reason),
+    figures(job, state),
+    members(job, state.now_unix_s),
+    samples(job),
+    h("div", { class: "columns" },
+      h("div", null, generations(job, state.now_unix_s)),
+      h("div", null, shards(state), events(state))),
+  ];
+}
+
+function blank(state, wanted) {
+  const message = wanted && state.jobs.length
+    ? [h("h1", null, `There is no job ${wanted}`), h("p", null, "Choose one of those listed.")]
+    : [h("h1", null, "No jobs yet"),
+      h("p", null, "Start one: ", h("code", null, "shoal run -n 3 --job NAME script.py"))];
+  return h("div", { class: "blank" }, message);
+}
+
+// --- the page as a whole ---
+
+const page = { wanted: "", stream: null, heard_ms: 0, lost_since: null };
+
+function show(state) {
+  const { readiness } = state;
+  fill("leader", readiness.ready ? "This coordinator leads"
+    : readiness.leader ? `Coordinator ${readiness.leader} leads` : "");
+  fill("notices", readiness.ready ? null
+    : h("p", { class: "notice warn" }, `Not ready: ${readiness.reason}`));
+  fill("jobs", jobList(state, state.job && state.job.summary.job));
+  fill("job", state.job ? jobView(state) : blank(state, page.wanted));
+  fill("clock", `As of ${new Date(state.now_unix_s * 1000).toLocaleTimeString()}`);
+  const job = state.job && state.job.summary;
+  document.title = job ? `${job.job}: ${job.phase} · Shoal` : "Shoal";
+}
+
+function connection(kind, text) {
+  document.getElementById("connection").dataset.state = kind;
+  document.body.classList.toggle("stale", kind === "lost");
+  fill("connection-text", text);
+}
+
+function heard(message) {
+  const state = JSON.parse(message.data);
+  page.heard_ms = Date.now();
+  page.lost_since = null;
+  if (!page.wanted && state.jobs.length) {
+    // Nothing was chosen: show what runs, or else the first.
+    const job = state.jobs.find((j) => j.phase !== "finished") || state.jobs[0];
+    select(job.job, false);
+  }
+  connection("live", "Live");
+  show(state);
+}
+
+function watch() {
+  if (page.heard_ms && Date.now() - page.heard_ms > STALE_AFTER_MS) {
+    page.lost_since = page.lost_since || new Date(page.heard_ms);
+    connection("lost", `Connection lost. State as of ${page.lost_since.toLocaleTimeString()}`);
+  } else if (!page.heard_ms && page.stream && page.stream.readyState !== EventSource.OPEN) {
+    connection("connecting", "Connecting");
+  }
+  // The browser gives up on a stream that was refused; we do not.
+  if (page.stream && page.stream.readyState === EventSource.CLOSED) listen();
+}
+
+function listen() {
+  if (page.stream) page.stream.close();
+  page.stream = new EventSource(`/api/v1/stream?job=${encodeURIComponent(page.wanted)}`);
+  page.stream.addEventListener("state", heard);
+}
+
+function select(job, byReader) {
+  page.wanted = job;
+  const url = job ? `?job=${encodeURIComponent(job)}` : "/";
+  if (byReader) history.pushState(null, "", url);
+  else history.replaceState(null, "", url);
+  listen();
+}
+
+const wantedByUrl = () => new URLSearchParams(location.search).get("job") || "";
+
+document.getElementById("jobs").addEventListener("click", (event) => {
+  const link = event.target.closest("a[data-job]");
+  if (!link || event.ctrlKey || event.metaKey || event.shiftKey) return;
+  event.preventDefault();
+  select(link.dataset.job, true);
+});
+window.addEventListener("popstate", () => { page.wanted = wantedByUrl(); listen(); });
+page.wanted = wantedByUrl();
+listen();
+setInterval(watch, RETRY_MS);

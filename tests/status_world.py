@@ -1,0 +1,189 @@
+"""A coordinator's state for tests of the status endpoint: what it shows is set by the test."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from shoal_server.status.board import StatusBoard
+from shoal_server.status.views import (
+    ConflictView,
+    EpochSamplesView,
+    GenerationView,
+    HealthView,
+    JobView,
+    MemberView,
+    Readiness,
+    RosterEntryView,
+    SamplesView,
+    ServerView,
+    ShardsView,
+    ShardView,
+)
+
+READY = Readiness(ready=True, reason="leads and reaches etcd", leader="10.0.0.2:7700")
+
+
+@dataclass
+class World:
+    """A StatusSource whose answers are fields."""
+
+    ready: Readiness = READY
+    by_name: dict[str, JobView] = field(default_factory=dict)
+    samples_of: dict[str, SamplesView] = field(default_factory=dict)
+    shards_of: dict[str, ShardsView] = field(default_factory=dict)
+    shards_error: Exception | None = None
+    board: StatusBoard = field(default_factory=StatusBoard)
+
+    def readiness(self) -> Readiness:
+        return self.ready
+
+    def jobs(self) -> Sequence[JobView]:
+        return list(self.by_name.values())
+
+    def samples(self, job: str) -> SamplesView | None:
+        return self.samples_of.get(job)
+
+    async def shards(self, job: str) -> ShardsView | None:
+        if self.shards_error is not None:
+            raise self.shards_error
+        return self.shards_of.get(job)
+
+    def put(self, job: JobView) -> None:
+        self.by_name[job.job] = job
+
+    def change(self, job: str, **changes: object) -> None:
+        self.by_name[job] = replace(self.by_name[job], **changes)  # type: ignore[arg-type]
+
+
+def member(member_id: str, rank: int | None = None, **fields: object) -> MemberView:
+    """A member that trains, or stands by where it has no rank."""
+    now_s = time.time()
+    known: dict[str, object] = {
+        "member_id": member_id,
+        "incarnation": f"incarnation-of-{member_id}",
+        "state": "standby" if rank is None else "training",
+        "waiting_for": "nothing: it trains",
+        "waiting_since_unix_s": now_s - 40,
+        "rank": rank,
+        "generation": 0 if rank is None else 3,
+        "host": f"node-{(rank or 0) // 2}",
+        "pid": 4000 + (rank or 0),
+        "address": f"10.0.1.{10 + (rank or 0)}",
+        "device": "cpu",
+        "torch_version": "2.13.0",
+        "step": 1200,
+        "joined_unix_s": now_s - 300,
+        "last_seen_unix_s": now_s,
+    }
+    return MemberView(**{**known, **fields})  # type: ignore[arg-type]
+
+
+def generation(number: int, member_ids: Sequence[str], **fields: object) -> GenerationView:
+    """A committed generation of these members, in rank order."""
+    known: dict[str, object] = {
+        "generation": number,
+        "verdict": "committed",
+        "reason": f"all {len(member_ids)} members accepted generation {number}",
+        "decided_unix_s": time.time() - 60,
+        "members": tuple(
+            RosterEntryView(
+                member_id=member_id,
+                incarnation=f"incarnation-of-{member_id}",
+                rank=rank,
+                host=f"node-{rank // 2}",
+                address=f"10.0.1.{10 + rank}",
+                state_action="keep",
+            )
+            for rank, member_id in enumerate(member_ids)
+        ),
+        "source_member_id": member_ids[0],
+        "digest": "5f" * 32,
+    }
+    return GenerationView(**{**known, **fields})  # type: ignore[arg-type]
+
+
+def job(name: str = "digits", **fields: object) -> JobView:
+    """A job that runs generation 3 with members w0, w1 and w2."""
+    known: dict[str, object] = {
+        "job": name,
+        "phase": "running",
+        "reason": "generation 3 runs with 3 members",
+        "since_unix_s": time.time() - 42,
+        "min_members": 2,
+        "max_members": 8,
+        "desired_members": 3,
+        "generation": 3,
+        "synchronous": True,
+        "fields": {"strategy": "ddp", "global_batch": "256", "seed": "0"},
+        "members": tuple(member(f"w{rank}", rank) for rank in range(3)),
+        "generations": (generation(3, ["w0", "w1", "w2"]), generation(1, ["w0", "w1"])),
+    }
+    return JobView(**{**known, **fields})  # type: ignore[arg-type]
+
+
+def shards(*, silent: str = "") -> ShardsView:
+    """Four shards on two servers; `silent` names one of them that does not answer."""
+    servers = []
+    for server_id in ("ps0", "ps1"):
+        down = server_id == silent
+        servers.append(
+            ServerView(
+                server_id=server_id,
+                address=f"10.0.2.{server_id[2:]}:7710",
+                state="unreachable" if down else "serving",
+                error=f"no answer from {server_id} in time" if down else "",
+                memory_bytes=0 if down else 150 << 20,
+            )
+        )
+    placed = []
+    for shard_id in range(4):
+        server_id = f"ps{shard_id % 2}"
+        live = server_id != silent
+        placed.append(
+            ShardView(
+                shard_id=shard_id,
+                server_id=server_id,
+                epoch=1,
+                dtype="float32",
+                num_elements=250_000 * (4 - shard_id),
+                parameters=(f"layers.{shard_id}.weight", f"layers.{shard_id}.bias"),
+                created=live,
+                version=812 + shard_id if live else 0,
+                num_bytes=1_000_000 * (4 - shard_id) if live else 0,
+                pushes=811 if live else 0,
+                duplicates=2 if live else 0,
+                staleness_counts=(300, 400, 111) if live else (),
+            )
+        )
+    return ShardsView(servers=tuple(servers), shards=tuple(placed))
+
+
+def samples() -> SamplesView:
+    """Books of a job in its fourth epoch, after one loss."""
+    return SamplesView(
+        dataset_size=1437,
+        num_epochs=10,
+        completed=5000,
+        in_flight=96,
+        returned=64,
+        ignored=32,
+        repeated_max=96,
+        exhausted=False,
+        epochs=(EpochSamplesView(epoch=3, completed=689, in_flight=96, returned=64),),
+    )
+
+
+def conflict() -> ConflictView:
+    """Two members with different seeds."""
+    return ConflictView(field="seed", values={"0": ("w0", "w1"), "7": ("w4",)})
+
+
+def health(member_id: str, **fields: object) -> HealthView:
+    """A report as it is kept."""
+    known: dict[str, object] = {
+        "incarnation": f"incarnation-of-{member_id}",
+        "received_unix_s": time.time(),
+        "step": 1200,
+        "loss": 0.25,
+    }
+    return HealthView(**{**known, **fields})  # type: ignore[arg-type]
