@@ -93,8 +93,16 @@ class GenerationBroken(RejoinError):
     """A member of the generation was lost; the survivors are agreeing on the next one."""
 
 
+class LeaseExpired(RejoinError):
+    """The lease that the key was to live under has run out."""
+
+
 class RefusedError(ShoalError):
     """The caller's fault: the same request will be refused again."""
+
+
+class AccessDenied(RefusedError):
+    """The credentials are missing or wrong, or do not permit the request."""
 
 
 class InvalidSpec(RefusedError, ValueError):

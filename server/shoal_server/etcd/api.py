@@ -4,7 +4,7 @@
 simulation. Both pass the contract suite in tests/server/etcd/.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NewType, Protocol
@@ -151,7 +151,7 @@ class KeyValueStore(Protocol):
         otherwise: Sequence[Operation] = (),
     ) -> TransactionResult: ...
 
-    def watch(self, prefix: str, start: Revision) -> AsyncIterator[WatchBatch]:
+    def watch(self, prefix: str, start: Revision) -> AsyncGenerator[WatchBatch, None]:
         """Every change under `prefix` from revision `start` on, each exactly once, for ever.
 
         Survives restarts of etcd and the death of an endpoint. Ends only when closed

@@ -1,0 +1,258 @@
+"""Connections to etcd's endpoints, and the two ways to call: repeatable, and at most once.
+
+A repeatable call goes from endpoint to endpoint until one answers or the time is up. A call that
+must not run twice is sent only over a connection that stands, and once.
+
+Dead peers. A peer that no longer acknowledges TCP data is noticed by TCP_USER_TIMEOUT, which gRPC
+sets to the keepalive timeout. A peer whose kernel lives but whose process hangs (SIGSTOP) is
+noticed by HTTP/2 pings, by the time limit of an attempt, and by a watch's own questions. etcd
+allows one ping in 5 s and none on an idle connection; more and it hangs up (GOAWAY).
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+import structlog
+
+from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.failures import Failure, Remedy, understand, unreachable
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
+
+# A member that is cut off from its cluster refuses at once instead of leaving us waiting.
+REQUIRE_LEADER: Metadata = (("hasleader", "true"),)
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+MAX_LOGINS = 3
+MAX_ANSWER_BYTES = 256 << 20
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 6000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # Without it the pings of a silent watch would stop after two.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Also the time limit for a connection to come about.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    # etcd is reached directly, whatever http_proxy says.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class Connection:
+    """One endpoint's channel and stubs. It connects by itself, and again when it breaks."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.address = address
+        if credentials is None:
+            self.channel = grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.aio.secure_channel(address, credentials, _CHANNEL_OPTIONS)
+        self.kv = stubs.KVStub(self.channel)
+        self.watch = stubs.WatchStub(self.channel)
+        self.lease = stubs.LeaseStub(self.channel)
+        self.auth = stubs.AuthStub(self.channel)
+
+    @property
+    def stands(self) -> bool:
+        return self.channel.get_state() is grpc.ChannelConnectivity.READY
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one try of a call works with."""
+
+    connection: Connection
+    metadata: Metadata
+    timeout_s: float
+
+
+class Connections:
+    """All endpoints of one cluster. Calls go to the current one, until it fails."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
+        self._open: dict[str, Connection] = {}
+        self._index = 0
+        self._credentials: grpc.ChannelCredentials | None = None
+        self.token: str | None = None
+        """None before the login; empty where etcd wants none."""
+        self._login_lock = asyncio.Lock()
+        self.closed = False
+
+    @property
+    def current(self) -> Connection:
+        """The endpoint that calls go to now. Raises Unavailable after `close`."""
+        if self.closed:
+            raise Unavailable("the etcd client is closed")
+        address = self.config.endpoints[self._index]
+        if address not in self._open:
+            self._open[address] = Connection(address, self._load_credentials())
+        return self._open[address]
+
+    def move_on(self, failed: str) -> None:
+        """Take the endpoint after the failed one, unless somebody already has."""
+        if self.config.endpoints[self._index] == failed:
+            self._index = (self._index + 1) % len(self.config.endpoints)
+
+    async def close(self) -> None:
+        self.closed = True
+        while self._open:
+            _, connection = self._open.popitem()
+            await connection.channel.close()
+
+    async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
+        """Repeat the attempt, at one endpoint after the other, until one answers.
+
+        Raises what etcd refused it with, or Unavailable when `timeout_s` is over.
+        """
+        retry = _Retry(self)
+        while True:
+            connection, token = self.current, self.token
+            try:
+                metadata = await self.metadata(connection)
+                token = self.token
+                limit_s = min(self.config.attempt_timeout_s, retry.left_s())
+                return await attempt(Attempt(connection, metadata, limit_s))
+            except grpc.RpcError as error:
+                await retry.after(connection, understand(error, connection.address), token)
+
+    async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
+        """Send a request at most once, unless etcd surely did not carry it out.
+
+        Where the outcome is unknown, the error's `details["outcome"]` is "unknown".
+        """
+        retry = _Retry(self)
+        while True:
+            if not self.current.stands:
+                await self.call(_probe)
+            connection = self.current
+            try:
+                metadata = await self.metadata(connection)
+            except grpc.RpcError as error:
+                await retry.after(connection, understand(error, connection.address), None)
+                continue
+            token = self.token
+            try:
+                return await attempt(Attempt(connection, metadata, retry.left_s()))
+            except grpc.RpcError as error:
+                failure = understand(error, connection.address)
+                if not failure.untouched:
+                    self.move_on(connection.address)
+                    raise _unknown_outcome(failure.error) from error
+                await retry.after(connection, failure, token)
+
+    async def metadata(self, connection: Connection) -> Metadata:
+        """What each call carries; logs in where that is needed. Raises grpc.RpcError."""
+        if not self.config.user:
+            return REQUIRE_LEADER
+        async with self._login_lock:
+            if self.token is None:
+                self.token = await self._login(connection)
+        return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
+
+    def forget(self, token: str | None) -> None:
+        """Log in anew before the next call, unless somebody already has."""
+        if self.token == token:
+            self.token = None
+
+    async def _login(self, connection: Connection) -> str:
+        request = pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
+        try:
+            reply = await connection.auth.Authenticate(
+                request, timeout=self.config.attempt_timeout_s, metadata=REQUIRE_LEADER
+            )
+        except grpc.RpcError as error:
+            if "authentication is not enabled" not in (error.details() or ""):
+                raise
+            log.warning("etcd_login_skipped", reason="etcd has authentication switched off")
+            return ""
+        log.info("etcd_logged_in", user=self.config.user, endpoint=connection.address)
+        return str(reply.token)
+
+    def _load_credentials(self) -> grpc.ChannelCredentials | None:
+        if self.config.ca_file is None:
+            return None
+        if self._credentials is None:
+            files = (self.config.ca_file, self.config.key_file, self.config.cert_file)
+            try:
+                ca, key, cert = (file.read_bytes() if file else None for file in files)
+            except OSError as error:
+                raise InvalidSpec(
+                    "cannot read a TLS file for etcd", seen=str(error), expected="a PEM file"
+                ) from error
+            self._credentials = grpc.ssl_channel_credentials(ca, key, cert)
+        return self._credentials
+
+
+class _Retry:
+    """The patience of one call: how long, how often, and what each endpoint said."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._config = connections.config
+        self._clock = asyncio.get_running_loop().time
+        self._deadline_s = self._clock() + self._config.timeout_s
+        self._seen: dict[str, str] = {}
+        self._failures = 0
+        self._logins = 0
+
+    def left_s(self) -> float:
+        return max(self._deadline_s - self._clock(), 0.001)
+
+    async def after(self, connection: Connection, failure: Failure, token: str | None) -> None:
+        """Prepare the next attempt, or raise when there is to be none. `token`: the one used."""
+        if failure.remedy is Remedy.NONE:
+            raise failure.error
+        if failure.remedy is Remedy.LOGIN:
+            self._logins += 1
+            if not self._config.user or self._logins >= MAX_LOGINS:
+                raise failure.error
+            self._connections.forget(token)
+            return
+        self._seen[connection.address] = failure.error.seen or failure.error.what
+        self._connections.move_on(connection.address)
+        self._failures += 1
+        rounds, rest = divmod(self._failures, len(self._config.endpoints))
+        # All have failed once more: etcd is electing or down, and a pause spares both of us.
+        pause_s = 0.0 if rest else min(FIRST_PAUSE_S * 2 ** (rounds - 1), LONGEST_PAUSE_S)
+        if self._clock() + pause_s >= self._deadline_s:
+            raise unreachable(
+                self._seen,
+                tls=self._config.ca_file is not None,
+                timeout_s=self._config.timeout_s,
+            )
+        await asyncio.sleep(pause_s)
+
+
+async def _probe(attempt: Attempt) -> None:
+    """A read that changes nothing: it makes the connection stand."""
+    request = pb.RangeRequest(key=b"/shoal/", count_only=True)
+    await attempt.connection.kv.Range(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
+
+
+def _unknown_outcome(error: ShoalError) -> ShoalError:
+    return type(error)(
+        f"{error.what}: the outcome of a transaction is unknown",
+        seen=error.seen,
+        fix="Read back what it would have changed.",
+        details={"outcome": "unknown"},
+    )
+
+
+__all__ = ["Attempt", "Connection", "Connections", "Metadata"]

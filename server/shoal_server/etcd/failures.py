@@ -1,0 +1,126 @@
+"""What a failed call to etcd means: what to do next, and whether the request may have run.
+
+etcd tells its errors apart by text more than by status code (three unlike things are UNAVAILABLE),
+so the table below is keyed by both. The texts have been stable since etcd 3.2; one that is not
+known falls to what its code says.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import grpc
+
+from shoal_proto.errors import (
+    AccessDenied,
+    CorruptError,
+    DeadlineExceeded,
+    LeaseExpired,
+    Overloaded,
+    RefusedError,
+    ShoalError,
+    Unavailable,
+)
+
+
+class Remedy(Enum):
+    ELSEWHERE = auto()
+    """The same call may pass at another endpoint, or here a little later."""
+    LOGIN = auto()
+    """Get a new token, then repeat."""
+    NONE = auto()
+    """It would fail again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    remedy: Remedy
+    untouched: bool
+    """True where etcd surely did not carry out the request."""
+    error: ShoalError
+    """What to raise if no remedy helps."""
+
+
+Code = grpc.StatusCode
+
+_ELSEWHERE_UNTOUCHED = ("no leader", "too many requests", "not capable", "memberlearner")
+_LOGIN = ("invalid auth token", "revision of auth store is old", "user name is empty")
+_RETRY_CODES = (
+    Code.UNAVAILABLE,
+    Code.DEADLINE_EXCEEDED,
+    Code.CANCELLED,
+    Code.ABORTED,
+    Code.INTERNAL,
+    Code.UNKNOWN,
+)
+
+
+def understand(error: grpc.RpcError, address: str) -> Failure:
+    """Read the failure of one call to the etcd at `address`."""
+    code, text = error.code(), error.details() or ""
+    if code is Code.UNAUTHENTICATED or any(known in text for known in _LOGIN):
+        return Failure(Remedy.LOGIN, True, _denied(address, text))
+    if "authentication failed" in text or code is Code.PERMISSION_DENIED:
+        return Failure(Remedy.NONE, True, _denied(address, text))
+    if any(known in text for known in _ELSEWHERE_UNTOUCHED):
+        return Failure(Remedy.ELSEWHERE, True, Unavailable(f"etcd at {address}", seen=text))
+    if code is Code.DEADLINE_EXCEEDED:
+        late = DeadlineExceeded(f"no answer from etcd at {address} in time", seen=text)
+        return Failure(Remedy.ELSEWHERE, False, late)
+    if code in _RETRY_CODES:
+        return Failure(Remedy.ELSEWHERE, False, Unavailable(f"etcd at {address}", seen=text))
+    return Failure(Remedy.NONE, True, _refusal(code, text, address))
+
+
+def _denied(address: str, text: str) -> AccessDenied:
+    return AccessDenied(
+        f"etcd at {address} denies access",
+        seen=text,
+        expected="a user and password that etcd knows, with a role for the keys under /shoal/",
+        fix="Check --etcd-user and --etcd-password-file.",
+    )
+
+
+def _refusal(code: grpc.StatusCode, text: str, address: str) -> ShoalError:
+    if "lease not found" in text:
+        return LeaseExpired(
+            "the lease has run out", seen=text, fix="Take a new lease and write again."
+        )
+    if "database space exceeded" in text:
+        return Overloaded(
+            f"etcd at {address} is full",
+            seen=text,
+            fix="Compact and defragment it, then disarm its NOSPACE alarm.",
+        )
+    if code is Code.RESOURCE_EXHAUSTED:
+        return Overloaded(f"an answer or request is too large for etcd at {address}", seen=text)
+    if code is Code.DATA_LOSS:
+        return CorruptError(f"etcd at {address} reports lost data", seen=text)
+    return RefusedError(
+        f"etcd at {address} refused the request",
+        seen=f"{code.name}: {text}",
+        expected="an etcd of version 3.4 or later, and a request within its limits",
+    )
+
+
+def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavailable:
+    """The error for a call that no endpoint answered. `seen`: endpoint -> its last failure."""
+    texts = "; ".join(f"{address}: {text}" for address, text in seen.items())
+    lowered = texts.lower()
+    fix = "Check the address and that etcd runs there."
+    if tls and any(word in lowered for word in ("ssl", "tls", "certificate", "handshake")):
+        fix = (
+            "The TLS handshake failed: check that etcd serves TLS, that the CA file is the one that"
+            " signed its certificate, that the certificate names this host, and that etcd accepts"
+            " our own certificate."
+        )
+    elif not tls and any(word in lowered for word in ("socket closed", "reset", "broken pipe")):
+        fix = "It hung up at once: it may expect TLS; give the CA file with --etcd-ca."
+    return Unavailable(
+        "no etcd answered",
+        seen=texts,
+        expected=f"an answer within {timeout_s:g} s",
+        fix=fix,
+    )
+
+
+__all__ = ["Failure", "Remedy", "understand", "unreachable"]

@@ -1,0 +1,69 @@
+"""What a watch has told so far: pure, and the same for every store.
+
+A watch can be asked to go on from any revision as long as etcd keeps that history. When it does
+not (compaction), the only way on is to read what is there now and tell the difference, for which
+the watch must know what it has told. So it keeps the newest value of each key under its prefix.
+"""
+
+from collections.abc import Iterable
+
+from shoal_proto.errors import InvalidSpec
+from shoal_server.etcd.api import EventKind, KeyValue, Revision, Snapshot, WatchBatch, WatchEvent
+
+
+class WatchTracker:
+    """Turns what a store sends into batches in which each change comes exactly once."""
+
+    def __init__(self, start: Revision) -> None:
+        if start < 1:
+            raise InvalidSpec(
+                "bad first revision of a watch", seen=str(start), expected="1 or more"
+            )
+        self.next = start
+        """The first revision that has not been told."""
+        self.seeded = start == 1
+        """Whether it is known what was there before `start`."""
+        self._values: dict[str, bytes] = {}
+
+    def seed(self, items: Iterable[KeyValue]) -> None:
+        """What was there before the first revision of the watch."""
+        self._values = {item.key: item.value for item in items}
+        self.seeded = True
+
+    def advance(self, events: Iterable[WatchEvent]) -> WatchBatch | None:
+        """The batch for events of whole revisions; None when all were told before."""
+        fresh = tuple(event for event in events if event.mod_revision >= self.next)
+        if not fresh:
+            return None
+        told = tuple(self._tell(event) for event in fresh)
+        revision = told[-1].mod_revision
+        self.next = Revision(revision + 1)
+        return WatchBatch(revision, told)
+
+    def reset(self, now: Snapshot) -> WatchBatch:
+        """The batch that leads from what was told to what is there now."""
+        present = {item.key for item in now.items}
+        gone = [
+            WatchEvent(EventKind.DELETE, key, b"", now.revision)
+            for key in self._values
+            if key not in present
+        ]
+        puts = [
+            WatchEvent(EventKind.PUT, item.key, item.value, item.mod_revision) for item in now.items
+        ]
+        told = tuple(self._tell(event) for event in (*gone, *puts))
+        self.next = Revision(max(self.next, now.revision + 1))
+        self.seeded = True
+        return WatchBatch(now.revision, told, reset=True)
+
+    def _tell(self, event: WatchEvent) -> WatchEvent:
+        # Our own record also where etcd sent one: it lacks values that are compacted.
+        previous = self._values.get(event.key, b"")
+        if event.kind is EventKind.DELETE:
+            self._values.pop(event.key, None)
+        else:
+            self._values[event.key] = event.value
+        return WatchEvent(event.kind, event.key, event.value, event.mod_revision, previous)
+
+
+__all__ = ["WatchTracker"]

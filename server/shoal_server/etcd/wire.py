@@ -1,0 +1,118 @@
+"""Between the words of `api` and etcd's messages."""
+
+from collections.abc import Iterable, Sequence
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    EventKind,
+    Get,
+    KeyValue,
+    LeaseId,
+    Operation,
+    Put,
+    Revision,
+    TransactionResult,
+    WatchEvent,
+)
+
+
+def prefix_end(prefix: str) -> bytes:
+    """The first key after all that begin with `prefix`; b"\\0" stands for "no end"."""
+    end = prefix.encode().rstrip(b"\xff")
+    return end[:-1] + bytes([end[-1] + 1]) if end else b"\0"
+
+
+def key_range(key: str, *, prefix: bool) -> tuple[bytes, bytes]:
+    """`key` and `range_end` of a request."""
+    if not prefix:
+        if not key:
+            raise InvalidSpec("an empty key", expected="a key of at least one character")
+        return key.encode(), b""
+    return key.encode() or b"\0", prefix_end(key)
+
+
+def range_request(key: str, *, prefix: bool, revision: int = 0) -> pb.RangeRequest:
+    start, end = key_range(key, prefix=prefix)
+    return pb.RangeRequest(key=start, range_end=end, revision=revision)
+
+
+def delete_request(key: str, *, prefix: bool) -> pb.DeleteRangeRequest:
+    start, end = key_range(key, prefix=prefix)
+    return pb.DeleteRangeRequest(key=start, range_end=end)
+
+
+def transaction_request(
+    compares: Sequence[Compare], then: Sequence[Operation], otherwise: Sequence[Operation]
+) -> pb.TxnRequest:
+    return pb.TxnRequest(
+        compare=[_compare(each) for each in compares],
+        success=[_operation(each) for each in then],
+        failure=[_operation(each) for each in otherwise],
+    )
+
+
+def _compare(compare: Compare) -> pb.Compare:
+    key, expected = compare.key.encode(), compare.expected
+    if compare.field == "value":
+        assert isinstance(expected, bytes)
+        return pb.Compare(target=pb.Compare.VALUE, key=key, value=expected)
+    assert isinstance(expected, int)
+    if compare.field == "mod_revision":
+        return pb.Compare(target=pb.Compare.MOD, key=key, mod_revision=expected)
+    if compare.field == "create_revision":
+        return pb.Compare(target=pb.Compare.CREATE, key=key, create_revision=expected)
+    if compare.field == "version":
+        return pb.Compare(target=pb.Compare.VERSION, key=key, version=expected)
+    raise InvalidSpec(
+        "a transaction compares an unknown field",
+        seen=compare.field,
+        expected="value, mod_revision, create_revision or version",
+    )
+
+
+def _operation(operation: Operation) -> pb.RequestOp:
+    match operation:
+        case Put(key=key, value=value, lease=lease):
+            put = pb.PutRequest(key=key.encode(), value=value, lease=lease)
+            return pb.RequestOp(request_put=put)
+        case Delete(key=key, prefix=prefix):
+            return pb.RequestOp(request_delete_range=delete_request(key, prefix=prefix))
+        case Get(key=key, prefix=prefix):
+            return pb.RequestOp(request_range=range_request(key, prefix=prefix))
+
+
+def key_value(message: pb.KeyValue) -> KeyValue:
+    return KeyValue(
+        key=message.key.decode(),
+        value=message.value,
+        create_revision=Revision(message.create_revision),
+        mod_revision=Revision(message.mod_revision),
+        version=message.version,
+        lease=LeaseId(message.lease),
+    )
+
+
+def key_values(messages: Iterable[pb.KeyValue]) -> tuple[KeyValue, ...]:
+    return tuple(key_value(each) for each in messages)
+
+
+def transaction_result(reply: pb.TxnResponse) -> TransactionResult:
+    reads = tuple(
+        key_values(each.response_range.kvs)
+        for each in reply.responses
+        if each.WhichOneof("response") == "response_range"
+    )
+    return TransactionResult(reply.succeeded, Revision(reply.header.revision), reads)
+
+
+def watch_event(message: pb.Event) -> WatchEvent:
+    return WatchEvent(
+        kind=EventKind.DELETE if message.type == pb.Event.DELETE else EventKind.PUT,
+        key=message.kv.key.decode(),
+        value=message.kv.value,
+        mod_revision=Revision(message.kv.mod_revision),
+        previous_value=message.prev_kv.value,
+    )
