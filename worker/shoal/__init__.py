@@ -1,0 +1,68 @@
+"""Elastic training for PyTorch.
+
+import shoal
+
+with shoal.join("digits") as session:
+    model, optimizer = session.distribute(model, optimizer, strategy="ddp")
+    for batch in session.batches(dataset, global_batch_size=256, epochs=10):
+        with session.step():
+            loss = loss_fn(model(batch.inputs), batch.targets)
+            session.backward(loss)
+"""
+
+import os
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.data import Batch
+    from shoal.session import Session
+    from shoal.strategies.ddp import DDP
+
+__all__ = ["DDP", "Batch", "Session", "join"]
+
+_HOMES = {
+    "Batch": "shoal.data",
+    "DDP": "shoal.strategies.ddp",
+    "Session": "shoal.session",
+}
+
+
+def join(
+    job: str | None = None,
+    *,
+    coordinator: str | None = None,
+    min_members: int | None = None,
+    max_members: int | None = None,
+    desired_members: int | None = None,
+    member_id: str | None = None,
+    address: str | None = None,
+) -> "Session":
+    """A session of a job, to be used in a `with` statement; entering it joins.
+
+    What is not given comes from the environment that `shoal run` sets: SHOAL_JOB,
+    SHOAL_COORDINATOR (comma-separated host:port), SHOAL_MIN_MEMBERS, SHOAL_MAX_MEMBERS,
+    SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS. Raises InvalidSpec at once for what is
+    missing or contradictory; entering raises Unavailable if no coordinator answers, JobFinished,
+    or what else the coordinator refuses with.
+    """
+    from shoal.joining import read_config  # noqa: PLC0415 - see __getattr__
+    from shoal.session import Session  # noqa: PLC0415
+
+    given = {
+        "job": job,
+        "coordinator": coordinator,
+        "min_members": min_members,
+        "max_members": max_members,
+        "desired_members": desired_members,
+        "member_id": member_id,
+        "address": address,
+    }
+    return Session(read_config(given, os.environ))
+
+
+def __getattr__(name: str) -> Any:
+    # `shoal run` imports this package too, and should not pay for torch: nothing here does.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

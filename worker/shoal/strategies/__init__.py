@@ -1,1 +1,34 @@
 """How a model is trained by many: one class a strategy, found by its name."""
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import UnknownStrategy
+
+# Module and class. Each is imported when it is asked for: a script pays for what it uses.
+STRATEGIES: Mapping[str, tuple[str, str]] = {
+    "async-sgd": ("shoal.strategies.async_sgd", "AsyncSgd"),
+    "ddp": ("shoal.strategies.ddp", "DDP"),
+}
+
+
+def find_strategy(strategy: str | Strategy) -> Strategy:
+    """The strategy of that name with its default options, or the one given.
+
+    Raises UnknownStrategy, which lists those there are.
+    """
+    if isinstance(strategy, Strategy):
+        return strategy
+    if strategy not in STRATEGIES:
+        raise UnknownStrategy(
+            f"there is no strategy {strategy!r}",
+            seen=repr(strategy),
+            expected=f"one of {', '.join(map(repr, sorted(STRATEGIES)))}, or a Strategy object",
+        )
+    module, kind = STRATEGIES[strategy]
+    found: Strategy = getattr(import_module(module), kind)()
+    return found
+
+
+__all__ = ["STRATEGIES", "find_strategy"]

@@ -180,6 +180,20 @@ class Strategy(ABC):
     def restore(self, state: State) -> None:
         """Make `state` this member's. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
 
+    def is_failure(self, error: BaseException) -> bool:
+        """Whether the error tells that a peer failed to answer, rather than the user's own code.
+
+        Asked of synchronous strategies for a RuntimeError in a step or in `enter`.
+        """
+        return False
+
+    def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
+        """Return once every member has committed the steps that this one has.
+
+        Called after the last step, so that a member which fails in it still finds the others.
+        Raises as `end_step`.
+        """
+
     def metrics(self) -> Mapping[str, float]:
         """Figures for the health report, e.g. "staleness". Free to call; any thread."""
         return {}

@@ -62,6 +62,7 @@ class DDP(Strategy):
         self._group: Group | None = None
         self._ddp: DistributedDataParallel | None = None
         self._exchange: GradientExchange | None = None
+        self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
         self._step = 0
         self._has_state = False
@@ -140,7 +141,7 @@ class DDP(Strategy):
                 buffer.detach().copy_(before)
         self._buffers = []
         self._optimizer.zero_grad(set_to_none=True)
-        ddp, self._ddp, self._exchange = self._ddp, None, None
+        ddp, self._ddp, self._exchange, self._process_group = self._ddp, None, None, None
         if ddp is not None:
             # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it has
             # hooks on the parameters, and it would join Gloo's threads if it were last to go.
@@ -208,6 +209,7 @@ class DDP(Strategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused_parameters,
         )
+        self._process_group = group
         self._exchange = GradientExchange(group, self._state.name_of)
         self._ddp.register_comm_hook(None, self._exchange)
 
@@ -246,6 +248,14 @@ class DDP(Strategy):
         self._step += 1
         self._in_step, self._buffers = False, []
         acknowledged()
+
+    def finish(self) -> None:
+        if self._process_group is None:
+            raise GenerationBroken("the last step was taken in a generation that is over")
+        dist.all_reduce(torch.zeros(1), group=self._process_group)
+
+    def is_failure(self, error: BaseException) -> bool:
+        return self._backend.is_failure(error)
 
     # --- state ---
 

@@ -1,0 +1,191 @@
+"""Keeps a member in a generation that stands: forms it, changes it by plan, recovers."""
+
+import time
+
+import structlog
+
+from shoal.strategies.base import Context, Generation, Strategy
+from shoal_client.membership import Member, Membership
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.v1.membership_pb2 import GenerationRecord
+
+log = structlog.get_logger(__name__)
+
+
+class Crew:
+    """One member's membership and its strategy, in step with each other.
+
+    All methods are the trainer's; only `_on_break` runs on the membership's thread.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.membership = Membership(member, on_break=self._on_break)
+        self.generation: Generation | None = None
+        self._strategy: Strategy | None = None
+        self._stands = False
+        self._proposed = False
+        self._seen = 0
+        self._left = False
+
+    def attend(self) -> None:
+        """Become a member. Raises what the coordinator refuses with, or Unavailable."""
+        self.membership.attend()
+        log.info("job_joined", job=self.member.spec.job, member=self.member.member_id)
+
+    def man(self, strategy: Strategy) -> None:
+        """From now on the crew trains with this strategy."""
+        strategy.attach(
+            Context(
+                job=self.member.spec.job,
+                coordinators=self.member.coordinators,
+                token=lambda: self.membership.token,
+                limits=self.membership.limits,
+            )
+        )
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        if self._strategy is None:
+            raise InvalidSpec(
+                "nothing is distributed yet",
+                expected="session.distribute(model, optimizer) before batches and steps",
+            )
+        return self._strategy
+
+    def stand(self, fields: dict[str, str]) -> Generation:
+        """The generation in which the next step may begin, formed or changed if need be.
+
+        Waits as long as the job's limits allow, then raises with the reason for the wait.
+        """
+        strategy = self.strategy
+        if self._left:
+            raise InvalidSpec("the session is over", expected="a new shoal.join")
+        while True:
+            if not self._stands:
+                self._form(fields)
+            record = self.membership.begin_step(strategy.step)
+            generation = self.generation
+            assert generation is not None
+            if record is not None:
+                strategy.abandon()
+                self._stands = False
+                self._bring_up(record)
+            elif not strategy.synchronous:
+                return self._follow(generation)
+            elif self.membership.is_broken(generation.number):
+                self.fall(GenerationBroken(f"generation {generation.number} was broken"))
+            else:
+                return generation
+
+    def is_break(self, error: BaseException) -> bool:
+        """Whether an error in a step tells of a lost peer, not of the user's own code."""
+        if self.generation is None or not self.strategy.synchronous:
+            return False
+        if isinstance(error, GenerationBroken):
+            return True
+        return isinstance(error, RuntimeError) and (
+            self.membership.is_broken(self.generation.number) or self.strategy.is_failure(error)
+        )
+
+    def fall(self, error: BaseException) -> None:
+        """A peer was lost in the generation: stand still at the last committed step.
+
+        Raises `error` again if nobody else finds the generation broken.
+        """
+        generation, strategy = self.generation, self.strategy
+        assert generation is not None
+        self._stands = False
+        started_s = time.perf_counter()
+        # First of all: a member that waits for this one finds out by its connection.
+        strategy.cut(generation.number)
+        strategy.abandon()
+        self._await_break(generation.number, error)
+        noticed_s = time.perf_counter()
+        self.membership.settle(strategy.step, has_state=strategy.has_state)
+        log.info(
+            "generation_left",
+            generation=generation.number,
+            step=strategy.step,
+            notice_s=round(noticed_s - started_s, 4),
+            settle_s=round(time.perf_counter() - noticed_s, 4),
+            reason=str(error)[:300],
+        )
+
+    def leave(self, *, completed: bool, reason: str) -> None:
+        """End the membership. May be called twice; the first call counts."""
+        if self._left:
+            return
+        self._left = True
+        self.membership.leave(completed=completed, reason=reason)
+        if self._strategy is not None:
+            self._strategy.close()
+        log.info("job_left", job=self.member.spec.job, completed=completed, reason=reason)
+
+    def _form(self, fields: dict[str, str]) -> None:
+        strategy = self.strategy
+        if not self._proposed:
+            self._proposed = True
+            self.membership.propose(
+                fields,
+                synchronous=strategy.synchronous,
+                step=strategy.step,
+                has_state=strategy.has_state,
+            )
+        while not self._stands:
+            started_s = time.perf_counter()
+            record = self.membership.await_generation(above=self._seen)
+            log.info(
+                "generation_agreed",
+                generation=record.roster.generation,
+                wait_s=round(time.perf_counter() - started_s, 4),
+                reason=record.reason,
+            )
+            self._bring_up(record)
+
+    def _bring_up(self, record: GenerationRecord) -> None:
+        """Enter an agreed generation. If it breaks meanwhile, settle for the next one."""
+        strategy = self.strategy
+        generation = Generation(record=record, token=self.membership.token)
+        self._seen = generation.number
+        try:
+            strategy.enter(generation)
+        except (RuntimeError, GenerationBroken) as error:
+            strategy.abandon()
+            self._await_break(generation.number, error)
+            self.membership.settle(strategy.step, has_state=strategy.has_state)
+            log.info("bring_up_failed", generation=generation.number, reason=str(error)[:300])
+            return
+        self.generation = generation
+        self._stands = True
+        if strategy.synchronous:
+            self.membership.ready(record)
+        self.membership.progress(strategy.step)
+
+    def _follow(self, generation: Generation) -> Generation:
+        """The newest generation of an asynchronous strategy, which trains on through changes."""
+        token = self.membership.token
+        if token.generation > generation.number:
+            # It is there already: the membership's thread has taken it, and the token moved.
+            record = self.membership.await_generation(above=generation.number, timeout_s=1.0)
+            generation = Generation(record=record, token=token)
+            self.strategy.enter(generation)
+            self.generation, self._seen = generation, generation.number
+        return generation
+
+    def _await_break(self, number: int, error: BaseException) -> None:
+        membership = self.membership
+        if membership.is_broken(number):
+            return
+        if not isinstance(error, GenerationBroken):
+            membership.report_broken(f"{type(error).__name__}: {error}")
+        if not membership.wait_broken(number, membership.limits.collective_s):
+            raise error
+
+    def _on_break(self, generation: int, reason: str) -> None:
+        if self._strategy is not None and self._strategy.synchronous:
+            self._strategy.cut(generation)
+
+
+__all__ = ["Crew"]

@@ -1,0 +1,165 @@
+"""Who joins what: `shoal.join`'s arguments, and the environment where they are absent."""
+
+import os
+import re
+import socket
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import shoal_proto
+from shoal_client.membership import Member
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
+
+MAX_MEMBERS = 1024
+"""The upper bound of a job that states none."""
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+_NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.' or '-'"
+_ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinConfig:
+    """What `shoal.join` needs to know. Checked at construction."""
+
+    job: str
+    """Name of the job."""
+    coordinators: tuple[str, ...]
+    """host:port of every coordinator replica."""
+    min_members: int = 1
+    """The job trains with no fewer members."""
+    max_members: int = MAX_MEMBERS
+    """At most so many train; further ones stand by."""
+    desired_members: int = 0
+    """The first generation forms at once when so many are there. 0: `min_members`."""
+    member_id: str = ""
+    """Name of this member in the job; empty: made up."""
+    address: str = ""
+    """IP address under which other members reach this one; empty: the one the coordinator sees."""
+
+    def __post_init__(self) -> None:
+        if not self.job:
+            raise InvalidSpec(
+                "no job was named",
+                expected="the name of a job",
+                fix="shoal.join('NAME'), or set SHOAL_JOB, or start the script with `shoal run`.",
+            )
+        for what, name in (("job", self.job), ("member_id", self.member_id)):
+            if name and not _NAME.fullmatch(name):
+                raise InvalidSpec(f"{what} is no name", seen=repr(name), expected=_NAME_RULE)
+        if not self.coordinators:
+            raise InvalidSpec(
+                "no coordinator was named",
+                expected="host:port of one or more coordinators",
+                fix="Pass coordinator='host:port', or set SHOAL_COORDINATOR, or start the script"
+                " with `shoal run`; `shoal up` starts a cluster on this machine.",
+            )
+        for address in self.coordinators:
+            if not _ADDRESS.fullmatch(address):
+                raise InvalidSpec(
+                    "a coordinator's address is malformed", seen=repr(address), expected="host:port"
+                )
+        desired = self.desired_members or self.min_members
+        if not 1 <= self.min_members <= desired <= self.max_members:
+            raise InvalidSpec(
+                f"the bounds of job {self.job} contradict each other",
+                seen=f"min_members={self.min_members} desired_members={desired}"
+                f" max_members={self.max_members}",
+                expected="1 <= min_members <= desired_members <= max_members",
+            )
+        object.__setattr__(self, "desired_members", desired)
+
+    def member(self) -> Member:
+        """This process as a member, with an incarnation of its own."""
+        incarnation = str(uuid.uuid4())
+        host = socket.gethostname()
+        made_up = f"{_as_name(host)}-{os.getpid()}-{incarnation[:8]}"
+        return Member(
+            coordinators=self.coordinators,
+            spec=JobSpec(
+                job=self.job,
+                min_members=self.min_members,
+                max_members=self.max_members,
+                desired_members=self.desired_members,
+            ),
+            member_id=self.member_id or made_up,
+            incarnation=incarnation,
+            info=MemberInfo(
+                host=host,
+                pid=os.getpid(),
+                address=self.address or _own_address(self.coordinators),
+                device="cuda" if torch.cuda.is_available() else "cpu",
+                torch_version=torch.__version__,
+                shoal_version=shoal_version(),
+            ),
+        )
+
+
+def read_config(
+    given: Mapping[str, str | int | None], environment: Mapping[str, str]
+) -> JoinConfig:
+    """The arguments that were given, and SHOAL_* from the environment for those that were not."""
+
+    def text(name: str, variable: str) -> str:
+        value = given.get(name)
+        return str(value) if value is not None else environment.get(variable, "")
+
+    def number(name: str, variable: str, default: int) -> int:
+        value = text(name, variable)
+        if not value:
+            return default
+        try:
+            return int(value)
+        except ValueError:
+            raise InvalidSpec(
+                f"{variable} is no number", seen=repr(value), expected="a whole number"
+            ) from None
+
+    min_members = number("min_members", "SHOAL_MIN_MEMBERS", 1)
+    coordinators = text("coordinator", "SHOAL_COORDINATOR")
+    return JoinConfig(
+        job=text("job", "SHOAL_JOB"),
+        coordinators=tuple(part.strip() for part in coordinators.split(",") if part.strip()),
+        min_members=min_members,
+        max_members=number("max_members", "SHOAL_MAX_MEMBERS", max(MAX_MEMBERS, min_members)),
+        desired_members=number("desired_members", "SHOAL_DESIRED_MEMBERS", 0),
+        member_id=text("member_id", "SHOAL_MEMBER_ID"),
+        address=text("address", "SHOAL_ADDRESS"),
+    )
+
+
+def shoal_version() -> str:
+    """Version of the distribution, for the status page."""
+    try:
+        return version("shoal")
+    except PackageNotFoundError:
+        return f"protocol {shoal_proto.PROTOCOL_VERSION}"
+
+
+def _own_address(coordinators: tuple[str, ...]) -> str:
+    """The address of the interface on the way to the coordinator. Sends nothing."""
+    host, _, port = coordinators[0].rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidSpec(
+            f"no way to the coordinator {coordinators[0]}",
+            seen=str(error),
+            expected="a host name that resolves and a route to it",
+        ) from None
+
+
+def _as_name(host: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_-]", "-", host)[:64].lstrip("-") or "host"
+
+
+__all__ = ["JoinConfig", "read_config"]
