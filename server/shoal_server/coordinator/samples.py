@@ -41,6 +41,7 @@ log = structlog.get_logger(__name__)
 Authorize = Callable[[Token], Awaitable[None]]
 
 WRITE_INTERVAL_S = 0.25
+HAND_OVER_WITHIN_S = 1.0
 MAX_BOOKS = 256
 MAX_LOSSES = 4096
 
@@ -129,8 +130,16 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 if found is not None:
                     self._keep(job, found)
 
-    def close_books(self) -> None:
-        """Forget all books without a write: call it when another coordinator leads."""
+    async def hand_over(self) -> None:
+        """Write what is not written yet and forget all books: call it when stepping down.
+
+        Where another coordinator leads already the write fails by itself and nothing is harmed.
+        """
+        try:
+            async with asyncio.timeout(HAND_OVER_WITHIN_S):
+                await self._write_all()
+        except TimeoutError:
+            log.warning("ledgers_not_handed_over", reason="etcd did not answer in time")
         self._books.clear()
 
     async def Lease(
