@@ -1,0 +1,197 @@
+"""`shoal coordinator` and `shoal ps`."""
+
+import argparse
+import asyncio
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_server.etcd.config import EtcdConfig, parse_endpoints
+
+BAD_ARGUMENTS = 2
+DEFAULT_ETCD = "127.0.0.1:2379"
+
+Subparsers = argparse._SubParsersAction  # its only public name is what add_subparsers returns
+
+
+def add(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    """Add `shoal coordinator` and `shoal ps`."""
+    _add_coordinator(subparsers)
+    _add_parameter_server(subparsers)
+
+
+def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "coordinator",
+        help="serve membership, rendezvous and the status page",
+        description="Keeps the membership of jobs in etcd and serves gRPC and HTTP until SIGTERM."
+        " Run several for one etcd: one leads, the others take over.",
+        allow_abbrev=False,
+    )
+    _add_serving(parser, listen="0.0.0.0:7700")
+    option = parser.add_argument
+    option("--http", default="0.0.0.0:7780", metavar="HOST:PORT", help="default %(default)s")
+    option(
+        "--heartbeat-s",
+        type=float,
+        default=0.5,
+        help="seconds between heartbeats (default %(default)s); detection times follow from it",
+    )
+    option(
+        "--join-s",
+        type=float,
+        default=120.0,
+        help="longest wait of a member for a generation, in seconds (default %(default)s);"
+        " the other limits follow from it",
+    )
+    parser.set_defaults(handler=coordinator)
+
+
+def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "ps",
+        help="serve parameter shards",
+        description="Holds shards of parameters and applies pushed gradients, until SIGTERM.",
+        allow_abbrev=False,
+    )
+    _add_serving(parser, listen="0.0.0.0:7710")
+    parser.add_argument("--id", help="name of this server (default: host and port)")
+    parser.set_defaults(handler=parameter_server)
+
+
+def _add_serving(parser: argparse.ArgumentParser, listen: str) -> None:
+    option = parser.add_argument
+    option("--listen", default=listen, metavar="HOST:PORT", help="gRPC (default %(default)s)")
+    option(
+        "--advertise",
+        default="",
+        metavar="HOST[:PORT]",
+        help="address that others connect to (default: what is listened on)",
+    )
+    option("--ready-file", type=Path, help="written once it serves: JSON with its addresses")
+    etcd = parser.add_argument_group("etcd")
+    etcd.add_argument(
+        "--etcd",
+        default=os.environ.get("SHOAL_ETCD", DEFAULT_ETCD),
+        metavar="HOST:PORT,...",
+        help="endpoints of one cluster (default: $SHOAL_ETCD or %(default)s)",
+    )
+    etcd.add_argument("--etcd-user", default="")
+    etcd.add_argument("--etcd-password-file", type=Path)
+    etcd.add_argument("--etcd-ca", type=Path, help="PEM file; turns TLS on")
+    etcd.add_argument("--etcd-cert", type=Path, help="PEM file of the client certificate")
+    etcd.add_argument("--etcd-key", type=Path, help="PEM file of its key")
+
+
+def etcd_config(options: argparse.Namespace) -> EtcdConfig:
+    """The etcd settings of the options. Raises InvalidSpec."""
+    password = ""
+    if options.etcd_password_file is not None:
+        password = _read(options.etcd_password_file).strip()
+    return EtcdConfig(
+        endpoints=parse_endpoints(options.etcd),
+        user=options.etcd_user,
+        password=password,
+        ca_file=options.etcd_ca,
+        cert_file=options.etcd_cert,
+        key_file=options.etcd_key,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as error:
+        raise InvalidSpec(
+            "the etcd password file cannot be read", seen=str(error), expected="a readable file"
+        ) from error
+
+
+def coordinator(options: argparse.Namespace) -> int:
+    """Serve as a coordinator until SIGTERM or SIGINT."""
+    from shoal_server.coordinator.process import (  # noqa: PLC0415
+        CoordinatorConfig,
+        serve,
+    )
+    from shoal_server.core.limits import Limits  # noqa: PLC0415
+
+    try:
+        config = CoordinatorConfig(
+            etcd=etcd_config(options),
+            listen=options.listen,
+            http=options.http,
+            advertise=options.advertise,
+            limits=Limits(heartbeat_s=options.heartbeat_s, join_s=options.join_s),
+            ready_file=options.ready_file,
+        )
+    except ValueError as error:
+        return _bad_arguments("coordinator", error)
+    return _run("coordinator", serve(config))
+
+
+def parameter_server(options: argparse.Namespace) -> int:
+    """Serve shards until SIGTERM or SIGINT."""
+    if importlib.util.find_spec("torch") is None:
+        print(
+            "shoal ps: torch is not installed; expected the extra 'server'."
+            " Run: pip install 'shoal[server]'",
+            file=sys.stderr,
+        )
+        return 1
+    from shoal_server.parameters.process import (  # noqa: PLC0415
+        ParameterServerConfig,
+        serve,
+    )
+
+    try:
+        config = ParameterServerConfig(
+            etcd=etcd_config(options),
+            listen=options.listen,
+            advertise=options.advertise,
+            server_id=options.id or "",
+            ready_file=options.ready_file,
+        )
+    except ValueError as error:
+        return _bad_arguments("ps", error)
+    return _run("ps", serve(config))
+
+
+def _bad_arguments(command: str, error: ValueError) -> int:
+    print(f"shoal {command}: {error}", file=sys.stderr)
+    return BAD_ARGUMENTS
+
+
+def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
+    _configure_logging()
+    try:
+        asyncio.run(work)
+    except ShoalError as error:
+        structlog.get_logger().error("stopped", command=command, reason=str(error))
+        print(f"shoal {command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _configure_logging() -> None:
+    """Lines of JSON for machines, readable ones for a terminal; SHOAL_LOG_LEVEL sets how many."""
+    level = logging.getLevelName(os.environ.get("SHOAL_LOG_LEVEL", "INFO").upper())
+    terminal = sys.stderr.isatty()
+    renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

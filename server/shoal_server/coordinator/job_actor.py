@@ -49,6 +49,7 @@ log = structlog.get_logger(__name__)
 MAX_NOTICES = 1000
 MAX_RECORDS = 100
 ETCD_RETRY_S = 0.2
+MAX_TRANSACTION = 100  # etcd takes 128 operations by default
 
 
 @dataclass(kw_only=True)
@@ -276,10 +277,8 @@ class JobActor:
         for effect in effects:
             match effect:
                 case Write():
-                    pending += [
-                        durable.record_put(effect.record),
-                        durable.state_put(self.job, finished=False),
-                    ]
+                    pending.append(durable.state_put(self.job, finished=False))
+                    pending.append(durable.record_put(effect.record))
                     # Durable before anybody is told.
                     await self._apply(pending)
                     pending = []
@@ -300,6 +299,13 @@ class JobActor:
 
     async def _apply(self, operations: Sequence[Operation]) -> None:
         """Write, for as long as it takes: while etcd is away, changes wait and training goes on."""
+        # A transaction may name a key once; of several writes the last is the one that counts.
+        last = list({operation.key: operation for operation in operations}.values())
+        # The record stands last and so is written only once all before it are.
+        for start in range(0, len(last), MAX_TRANSACTION):
+            await self._apply_once(last[start : start + MAX_TRANSACTION])
+
+    async def _apply_once(self, operations: Sequence[Operation]) -> None:
         while True:
             try:
                 await self._around.jobs.apply(operations)

@@ -1,6 +1,6 @@
 """The Membership service: decodes a call, hands it to the job's actor, answers."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import structlog
 
@@ -24,7 +24,7 @@ MAX_WAIT_S = 60.0
 
 
 class Membership(MembershipServicer):
-    def __init__(self, registry: Registry, http_url: str) -> None:
+    def __init__(self, registry: Registry, http_url: Callable[[], str]) -> None:
         self._registry = registry
         self._http_url = http_url
 
@@ -58,7 +58,7 @@ class Membership(MembershipServicer):
         admitted = pb.Admitted(
             limits=codec.limits_to_pb(self._registry.limits),
             phase=actor.job.phase.value,
-            http_url=self._http_url,
+            http_url=self._http_url(),
         )
         return pb.Notice(reason=f"admitted: {actor.job.reason}", admitted=admitted)
 

@@ -1,0 +1,110 @@
+"""The parts of one coordinator, put together."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+
+import grpc.aio
+
+from shoal_proto.errors import NotLeader
+from shoal_proto.v1 import (
+    membership_pb2_grpc,
+    rendezvous_pb2_grpc,
+    samples_pb2_grpc,
+    shards_pb2_grpc,
+)
+from shoal_server.coordinator.durable import DurableJobs
+from shoal_server.coordinator.job_actor import Surroundings
+from shoal_server.coordinator.leases import HostLeases
+from shoal_server.coordinator.membership import Membership
+from shoal_server.coordinator.registry import Registry, steady_unix_clock
+from shoal_server.coordinator.rendezvous import Rendezvous
+from shoal_server.coordinator.samples import SamplesService
+from shoal_server.coordinator.shards import ShardsService
+from shoal_server.coordinator.view import CoordinatorView
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.status.board import StatusBoard
+from shoal_server.status.shards import ShardReader
+
+HOST_LEASE_S = 30.0
+
+
+class Coordinator:
+    """Serves while it leads: between `lead(conditions)` and `step_down()`."""
+
+    def __init__(self, store: KeyValueStore, limits: Limits) -> None:
+        self.http_url = ""
+        self.deposed = asyncio.Event()
+        """Set when a write or a job showed that this coordinator must not lead any longer."""
+        self.why_deposed = ""
+        self.board = StatusBoard()
+        self.leases = HostLeases(store, HOST_LEASE_S)
+        self.shard_reader = ShardReader(store)
+        self.registry = Registry(self._surroundings(store), limits)
+        self.samples = SamplesService(store, self.registry.authorize)
+        self.shards = ShardsService(store, self.registry.authorize)
+        self.rendezvous = Rendezvous(self.registry)
+        self.view = CoordinatorView(self.registry, self.samples, self.shard_reader)
+        self._conditions: Sequence[Compare] | None = None
+
+    def _surroundings(self, store: KeyValueStore) -> Surroundings:
+        # The services are made after the registry that they ask, so these are looked up late.
+        def member_lost(job: str, member_id: str, incarnation: str) -> None:
+            self.samples.member_lost(job, member_id, incarnation)
+
+        def changed(job: str) -> None:
+            self.rendezvous.drop_dead(job)
+
+        return Surroundings(
+            jobs=DurableJobs(store, self._leadership),
+            leases=self.leases,
+            board=self.board,
+            clock=steady_unix_clock(),
+            on_lost_leadership=self._depose,
+            on_member_lost=member_lost,
+            on_change=changed,
+        )
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        membership = Membership(self.registry, lambda: self.http_url)
+        membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
+        rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)
+        samples_pb2_grpc.add_SamplesServicer_to_server(self.samples, server)
+        shards_pb2_grpc.add_ShardsServicer_to_server(self.shards, server)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Coordinator"]:
+        """Its background work, leading or not."""
+        async with self.samples:
+            renewing = asyncio.create_task(self.leases.renew_for_ever(), name="host-leases")
+            try:
+                yield self
+            finally:
+                renewing.cancel()
+                with suppress(asyncio.CancelledError):
+                    await renewing
+                await self.shard_reader.close()
+
+    async def lead(self, conditions: Sequence[Compare]) -> None:
+        """Take over every job. `conditions` must hold in etcd for each write."""
+        self._conditions = conditions
+        self.deposed.clear()
+        await self.registry.lead()
+        for actor in self.registry.actors():
+            await self.samples.open_existing(actor.job.spec.job)
+
+    async def step_down(self) -> None:
+        """Let go of every job: another coordinator leads, or this one ends."""
+        self._conditions = None
+        await self.registry.step_down()
+        await self.samples.hand_over()
+
+    def _depose(self, reason: str) -> None:
+        self.why_deposed = reason
+        self.deposed.set()
+
+    def _leadership(self) -> Sequence[Compare]:
+        if self._conditions is None:
+            raise NotLeader("this coordinator does not lead", details={"leader": ""})
+        return self._conditions

@@ -1,0 +1,121 @@
+"""A coordinator process: from its start over its turns at leading to SIGTERM."""
+
+import asyncio
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from shoal_proto.errors import ShoalError
+from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.core.limits import Limits
+from shoal_server.etcd import keys
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.election import Candidate, Election, Leadership
+from shoal_server.ready import advertised, split_address, stop_requested, write_ready_file
+from shoal_server.rpc import bind, new_server
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+log = structlog.get_logger(__name__)
+
+STOP_WITHIN_S = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    etcd: EtcdConfig
+    listen: str = "0.0.0.0:7700"
+    """host:port of gRPC; port 0 takes a free one."""
+    http: str = "0.0.0.0:7780"
+    """host:port of the status endpoint; port 0 takes a free one."""
+    advertise: str = ""
+    """HOST or HOST:PORT that workers and other coordinators reach this one at."""
+    limits: Limits = field(default_factory=Limits)
+    ready_file: Path | None = None
+
+    def __post_init__(self) -> None:
+        split_address(self.listen)
+        split_address(self.http)
+
+
+async def serve(config: CoordinatorConfig) -> None:
+    """Serve until SIGTERM or SIGINT. Raises AddressInUse, Unavailable (etcd) at the start."""
+    stop = stop_requested()
+    async with AsyncExitStack() as stack:
+        server = new_server()
+        address = advertised(config.advertise, config.listen, bind(server, config.listen))
+        store = await stack.enter_async_context(EtcdClient(config.etcd))
+        await store.get(keys.LEADER)  # an etcd that is not there is reported at once
+        coordinator = Coordinator(store, config.limits)
+        await stack.enter_async_context(coordinator.running())
+        app = build_app(coordinator.view, coordinator.board)
+        status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))
+        coordinator.http_url = f"http://{split_address(address)[0]}:{status.port}"
+        coordinator.add_services(server)
+        await server.start()
+        stack.push_async_callback(server.stop, STOP_WITHIN_S)
+        election = Election(store, Candidate(address=address, http_url=coordinator.http_url))
+        turns = Turns(coordinator, election)
+        campaign = asyncio.create_task(turns.take_for_ever(), name="campaign")
+        stopping = asyncio.create_task(stop.wait(), name="stop")
+        stack.push_async_callback(_ended, campaign, stopping)
+        known = asyncio.create_task(turns.leader_known.wait(), name="leader-known")
+        await asyncio.wait((known, campaign, stopping), return_when=asyncio.FIRST_COMPLETED)
+        known.cancel()
+        if turns.leader_known.is_set():
+            write_ready_file(config.ready_file, {"grpc": address, "http": coordinator.http_url})
+            log.info("coordinator_serves", grpc=address, http=coordinator.http_url)
+        await asyncio.wait((campaign, stopping), return_when=asyncio.FIRST_COMPLETED)
+    log.info("coordinator_stopped", grpc=address)
+
+
+async def _ended(*tasks: asyncio.Task[object]) -> None:
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+class Turns:
+    """Campaigns, leads until deposed, campaigns again. Only etcd decides who leads."""
+
+    def __init__(self, coordinator: Coordinator, election: Election) -> None:
+        self._coordinator = coordinator
+        self._election = election
+        self.leader_known = asyncio.Event()
+        """Set once this coordinator leads, or has seen who does."""
+
+    async def take_for_ever(self) -> None:
+        following = asyncio.create_task(self._follow(), name="follow-leader")
+        try:
+            while True:
+                view = self._coordinator.view
+                view.why_not_ready = "another coordinator leads, or etcd is away"
+                await self._lead(await self._election.campaign())
+        finally:
+            await _ended(following)
+
+    async def _lead(self, leadership: Leadership) -> None:
+        coordinator = self._coordinator
+        try:
+            await coordinator.lead((leadership.condition,))
+            self.leader_known.set()
+            deposed = asyncio.create_task(coordinator.deposed.wait())
+            lost = asyncio.create_task(leadership.lost.wait())
+            await asyncio.wait((deposed, lost), return_when=asyncio.FIRST_COMPLETED)
+            await _ended(deposed, lost)
+            log.warning("deposed", reason=coordinator.why_deposed or "its lease ran out")
+        except ShoalError as error:
+            log.error("could_not_lead", reason=str(error))
+        finally:
+            await coordinator.step_down()
+            await leadership.resign()
+
+    async def _follow(self) -> None:
+        async for leader in self._election.leaders():
+            self._coordinator.registry.leader = leader.address if leader else ""
+            if leader is not None:
+                self.leader_known.set()

@@ -1,0 +1,38 @@
+"""What the status endpoint is shown of this coordinator."""
+
+from collections.abc import Sequence
+
+from shoal_server.coordinator.registry import Registry
+from shoal_server.coordinator.samples import SamplesService
+from shoal_server.status.from_core import job_view, samples_view
+from shoal_server.status.shards import ShardReader
+from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
+
+
+class CoordinatorView:
+    """A StatusSource over the coordinator's own state."""
+
+    def __init__(self, registry: Registry, samples: SamplesService, shards: ShardReader) -> None:
+        self._registry = registry
+        self._samples = samples
+        self._shards = shards
+        self.why_not_ready = "it has not campaigned yet"
+
+    def readiness(self) -> Readiness:
+        leads, leader = self._registry.leads, self._registry.leader
+        if leads:
+            return Readiness(ready=True, reason="this coordinator leads", leader=leader)
+        return Readiness(ready=False, reason=self.why_not_ready, leader=leader)
+
+    def jobs(self) -> Sequence[JobView]:
+        return [
+            job_view(actor.job, records=actor.records.values(), last_seen=actor.last_seen)
+            for actor in self._registry.actors()
+        ]
+
+    def samples(self, job: str) -> SamplesView | None:
+        counts = self._samples.summary(job)
+        return None if counts is None else samples_view(counts)
+
+    async def shards(self, job: str) -> ShardsView | None:
+        return await self._shards.read(job)

@@ -1,0 +1,87 @@
+"""A coordinator served over real gRPC, and real clients on threads of their own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from shoal_client.membership import Member, Membership
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.rpc import bind, new_server
+
+FIELDS = {"strategy": "ddp", "schema": "s1"}
+
+
+@dataclass(kw_only=True)
+class Served:
+    coordinator: Coordinator
+    address: str
+    clients: list[Membership] = field(default_factory=list)
+
+    def client(self, name: str, *, desired: int = 2, **bounds: int) -> Membership:
+        """A worker's membership that has not attended yet; closed at the end."""
+        spec = pb.JobSpec(
+            job="j",
+            min_members=bounds.get("low", 1),
+            max_members=bounds.get("high", 8),
+            desired_members=desired,
+        )
+        member = Member(
+            coordinators=[self.address],
+            spec=spec,
+            member_id=name,
+            incarnation=new_incarnation(),
+            info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
+        )
+        client = Membership(member)
+        self.clients.append(client)
+        return client
+
+    async def joined(self, name: str, *, desired: int = 2, **bounds: int) -> Membership:
+        """A member that attends and has proposed."""
+        client = self.client(name, desired=desired, **bounds)
+        await asyncio.to_thread(client.attend)
+        await asyncio.to_thread(propose, client)
+        return client
+
+    async def training(self, *names: str) -> list[Membership]:
+        """Members that train together in the first generation."""
+        members = [await self.joined(name, desired=len(names)) for name in names]
+        await asyncio.gather(*(entered(member, 0) for member in members))
+        return members
+
+
+def propose(client: Membership, step: int = 0, fields: dict[str, str] | None = None) -> None:
+    client.propose(fields or FIELDS, synchronous=True, step=step, has_state=step > 0)
+
+
+async def entered(client: Membership, above: int) -> pb.GenerationRecord:
+    """The record of the next generation, brought up."""
+    record = await asyncio.to_thread(client.await_generation, above, 10.0)
+    await asyncio.to_thread(client.ready, record)
+    return record
+
+
+@asynccontextmanager
+async def served(
+    store: KeyValueStore, limits: Limits | None = None, conditions: Sequence[Compare] = ()
+) -> AsyncIterator[Served]:
+    """A coordinator that leads, on a free port."""
+    server = new_server()
+    address = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
+    async with Coordinator(store, limits or Limits()).running() as coordinator:
+        coordinator.add_services(server)
+        await coordinator.lead(conditions)
+        await server.start()
+        world = Served(coordinator=coordinator, address=address)
+        try:
+            yield world
+        finally:
+            for client in world.clients:
+                await asyncio.to_thread(client.close)
+            await coordinator.step_down()
+            await server.stop(None)

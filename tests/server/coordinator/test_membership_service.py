@@ -1,0 +1,226 @@
+"""Membership over real gRPC: what clients see of each other's coming and going."""
+
+import asyncio
+import threading
+
+import grpc
+import grpc.aio
+import pytest
+from coordinator_world import FIELDS, entered, propose, served
+
+from shoal_client.membership import Member, Membership
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    Fenced,
+    InvalidSpec,
+    JobFinished,
+    MalformedMessage,
+    NotLeader,
+    ProposalConflict,
+    Unavailable,
+    UnknownJob,
+)
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.core.limits import Limits
+from shoal_server.etcd import keys
+from shoal_server.etcd.memory import MemoryStore
+
+WITHIN_S = 10.0
+
+
+def broken(client: Membership, generation: int) -> "asyncio.Future[bool]":
+    return asyncio.ensure_future(asyncio.to_thread(client.wait_broken, generation, WITHIN_S))
+
+
+async def test_members_get_one_record_and_it_is_in_the_store() -> None:
+    """Two members, the same roster with ranks, and that roster is durable."""
+    store = MemoryStore()
+    async with served(store) as world:
+        a, b = await world.joined("a"), await world.joined("b")
+        records = await asyncio.gather(entered(a, 0), entered(b, 0))
+        assert records[0] == records[1]
+        assert [e.member_id for e in records[0].roster.entries] == ["a", "b"]
+        kept = await store.get(keys.generation("j", 1))
+        assert kept is not None
+        assert b'"VERDICT_COMMITTED"' in kept.value
+        member = await store.get(keys.member("j", "a"))
+        assert member is not None
+        assert a.token.incarnation.encode() in member.value
+
+
+async def test_a_dead_process_is_noticed_by_its_stream_and_a_failed_collective() -> None:
+    """Both together are a loss at once; the survivor trains on alone; the dead one is fenced."""
+    store = MemoryStore()
+    async with served(store) as world:
+        a, b = await world.training("a", "b")
+        await asyncio.to_thread(b.close)  # the connection drops without a word, as in a kill
+        await asyncio.to_thread(a.report_broken, "connection reset by peer")
+        assert await broken(a, 1)
+        await asyncio.to_thread(a.settle, 5, has_state=True)
+        record = await entered(a, 1)
+        assert [e.member_id for e in record.roster.entries] == ["a"]
+        assert record.roster.step == 5
+        assert await store.get(keys.member("j", "b")) is None
+
+
+async def test_the_launcher_report_is_enough() -> None:
+    """An exit that the launcher saw breaks the generation without waiting for the stream."""
+    async with served(MemoryStore()) as world:
+        a, _ = await world.training("a", "b")
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            report = pb.ReportExitRequest(job="j", member_id="b", pid=1, host="h", exit_code=-9)
+            await MembershipStub(channel).ReportExit(report)
+        assert await broken(a, 1)
+
+
+async def test_a_report_on_another_process_changes_nothing() -> None:
+    """The launcher of a process that was replaced does not take its successor down."""
+    async with served(MemoryStore()) as world:
+        a, _ = await world.training("a", "b")
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            report = pb.ReportExitRequest(job="j", member_id="b", pid=2, host="h", exit_code=1)
+            ack = await MembershipStub(channel).ReportExit(report)
+        assert (ack.generation, ack.phase) == (1, "running")
+        assert not a.is_broken(1)
+
+
+async def test_a_silent_member_is_lost_after_the_lease() -> None:
+    """A member whose stream stays but that says nothing, as when it is stopped."""
+    async with served(MemoryStore(), Limits(heartbeat_s=0.1, join_s=60)) as world:
+        a, b = await world.training("a", "b")
+        b._closing.set()  # ends its heartbeats, leaves its stream
+        assert await broken(a, 1)
+        assert "no heartbeat" in a.waiting_for
+
+
+async def stopped_together(members: list[Membership], step: int) -> list[pb.GenerationRecord]:
+    """Train in lockstep, as a collective makes members do, until all are told to change."""
+    lockstep = threading.Barrier(len(members), timeout=WITHIN_S)
+
+    def train(member: Membership) -> pb.GenerationRecord:
+        at = step
+        while (record := member.begin_step(at)) is None:
+            lockstep.wait()
+            at += 1
+        stopped_at.append(at)
+        return record
+
+    stopped_at: list[int] = []
+    records = await asyncio.gather(*(asyncio.to_thread(train, m) for m in members))
+    assert len(set(stopped_at)) == 1
+    return list(records)
+
+
+async def test_a_joiner_comes_in_where_all_stop() -> None:
+    """The old members go on to one agreed step, then all enter the next generation."""
+    async with served(MemoryStore()) as world:
+        a, b = await world.training("a", "b")
+        c = await world.joined("c", desired=2)
+        joining = asyncio.ensure_future(asyncio.to_thread(c.await_generation, 0, WITHIN_S))
+        records = await stopped_together([a, b], 0)
+        assert [*records, await joining] == [records[0]] * 3
+        assert [e.member_id for e in records[0].roster.entries] == ["a", "b", "c"]
+        await asyncio.gather(*(asyncio.to_thread(m.ready, records[0]) for m in (a, b, c)))
+        assert a.begin_step(100) is None
+
+
+async def test_a_model_that_differs_is_refused_and_the_rest_train_on() -> None:
+    """The error names the field and who holds which value."""
+    async with served(MemoryStore()) as world:
+        a, _ = await world.training("a", "b")
+        odd = world.client("odd")
+        await asyncio.to_thread(odd.attend)
+        with pytest.raises(ProposalConflict, match=r"schema: 's1' in a, b but 's2' in odd"):
+            await asyncio.to_thread(propose, odd, 0, {**FIELDS, "schema": "s2"})
+        assert not a.is_broken(1)
+        assert a.begin_step(0) is None
+
+
+async def test_a_replaced_process_is_fenced() -> None:
+    """Its calls are refused from the moment its successor attends."""
+    async with served(MemoryStore()) as world:
+        old = await world.joined("a", desired=1)
+        await entered(old, 0)
+        await world.joined("a", desired=1)
+        with pytest.raises(Fenced):
+            await asyncio.to_thread(old.settle, 1, has_state=True)
+
+
+async def test_a_finished_job_is_not_started_again() -> None:
+    """Its name is taken for good, and the error says so."""
+    async with served(MemoryStore()) as world:
+        a = await world.joined("a", desired=1)
+        await entered(a, 0)
+        await asyncio.to_thread(lambda: a.leave(completed=True, reason="done"))
+        late = world.client("b")
+        with pytest.raises(JobFinished, match="Choose another job name"):
+            await asyncio.to_thread(late.attend)
+
+
+async def test_bounds_that_contradict_are_refused() -> None:
+    """min above max: the numbers seen and what is expected."""
+    async with served(MemoryStore()) as world:
+        client = world.client("a", low=4, high=2)
+        with pytest.raises(InvalidSpec, match="min_members is 4 and max_members 2"):
+            await asyncio.to_thread(client.attend)
+
+
+async def test_an_unreachable_coordinator_is_named() -> None:
+    """Within the time limit, with the address and what to check."""
+    spec = pb.JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
+    member = Member(
+        coordinators=["127.0.0.1:1"],
+        spec=spec,
+        member_id="a",
+        incarnation=new_incarnation(),
+        info=pb.MemberInfo(),
+    )
+    client = Membership(member)
+    with pytest.raises((DeadlineExceeded, Unavailable), match=r"127\.0\.0\.1:1"):
+        await asyncio.to_thread(client.attend, 0.5)
+
+
+async def test_malformed_bytes_get_an_answer_that_says_so() -> None:
+    """Not an internal failure: which type was expected, and the server goes on."""
+    async with served(MemoryStore()) as world:
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            call = channel.unary_unary("/shoal.v1.Membership/Propose")
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await call(b"\xff\xff\xff\xff")
+        error = from_rpc_error(failed.value, world.address)
+        assert isinstance(error, MalformedMessage)
+        assert error.expected == "shoal.v1.ProposeRequest"
+        await world.training("a")
+
+
+async def test_an_unknown_job_is_named() -> None:
+    """A call for a job nobody started lists the jobs there are."""
+    async with served(MemoryStore()) as world:
+        await world.training("a")
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await MembershipStub(channel).GetGeneration(pb.GetGenerationRequest(job="other"))
+        error = from_rpc_error(failed.value, world.address)
+        assert isinstance(error, UnknownJob)
+        assert error.expected == "j"
+
+
+async def test_a_new_leader_takes_over_a_running_job() -> None:
+    """Members find it, say where they stand, and the same generation runs on."""
+    store = MemoryStore()
+    async with served(store) as first:
+        a, b = await first.training("a", "b")
+        async with served(store) as second:
+            moved = NotLeader("moved", details={"leader": second.address})
+            await first.coordinator.step_down()
+            for member in (a, b):
+                member.coordinators.move_on(first.address, moved)
+            await second.joined("c")
+            record, _ = await stopped_together([a, b], 0)
+            # Planned: the new leader knew that generation 1 runs on.
+            assert record.roster.planned
+            assert record.roster.generation == 2
+            assert not a.is_broken(1)
