@@ -47,7 +47,10 @@ class Fence:
         await asyncio.shield(self._task)
 
     async def check(self, token: Token) -> str:
-        """The session of the token's holder. Raises Fenced if it is not a member any more."""
+        """The session of the token's holder: its job, name and incarnation.
+
+        Raises Fenced if that incarnation is not a member (any more).
+        """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
             raise MalformedMessage(
                 "the token names no member",
@@ -61,11 +64,12 @@ class Fence:
             current = self._incarnations.get(key)
             if current != token.incarnation:
                 raise await self._fenced(token, current)
-        return token.incarnation
+        return f"{key}#{token.incarnation}"
 
     def is_live(self, session: str) -> bool:
-        """Whether a session's incarnation is known as not fenced."""
-        return session in self._incarnations.values()
+        """Whether a session's incarnation is known as not fenced. Any thread."""
+        key, _, incarnation = session.partition("#")
+        return self._incarnations.get(key) == incarnation
 
     async def _ask(self, key: str) -> None:
         found = await self._store.get(key)

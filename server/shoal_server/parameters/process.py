@@ -3,10 +3,11 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import time
-import uuid
+import warnings
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -43,7 +44,7 @@ class ParameterServerConfig:
     """HOST or HOST:PORT under which workers reach this server. Empty: the host listened on, or
     this machine's name where that is all of its addresses."""
     server_id: str = ""
-    """Names the server in etcd and in shard maps. Empty: one is made up."""
+    """Names the server in etcd and in shard maps. Empty: its address."""
     ready_file: Path | None = None
     """Written as JSON once the server serves: pid and address."""
     lease_ttl_s: float = 5.0
@@ -76,6 +77,9 @@ class Running:
 
     server_id: str
     address: str
+    """As advertised."""
+    port: int
+    """As listened on."""
     fence: Fence
     registration: Registration
 
@@ -87,6 +91,8 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     """
     # Parallelism is over shards; threads within one kernel would only fight with it.
     torch.set_num_threads(1)
+    # Gradients are read where they arrived, in immutable bytes; the kernels do not write to them.
+    warnings.filterwarnings("ignore", message="The given buffer is not writable")
     if stop is None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -100,8 +106,11 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
 @asynccontextmanager
 async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncIterator[Running]:
     """A server that serves as long as the block runs."""
-    server_id = config.server_id or f"ps-{uuid.uuid4().hex[:8]}"
     async with AsyncExitStack() as stack:
+        server = new_server()
+        port = bind(server, config.listen)
+        address = _address(config, port)
+        server_id = config.server_id or _id_of(address)
         pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="shoal-shards")
         stack.callback(pool.shutdown)
         fence = await stack.enter_async_context(Fence(store))
@@ -112,10 +121,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             pool=pool,
             budget=Budget(config.max_unfinished_bytes),
         )
-        server = new_server()
         add_ParametersServicer_to_server(servicer, server)
-        port = bind(server, config.listen)
-        address = _address(config, port)
         await server.start()
         stack.push_async_callback(server.stop, 1.0)
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
@@ -125,7 +131,11 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         )
         log.info("parameter_server_started", server_id=server_id, address=address)
         yield Running(
-            server_id=server_id, address=address, fence=fence, registration=registration
+            server_id=server_id,
+            address=address,
+            port=port,
+            fence=fence,
+            registration=registration,
         )
     log.info("parameter_server_stopped", server_id=server_id)
 
@@ -151,6 +161,10 @@ def _address(config: ParameterServerConfig, port: int) -> str:
     advertise = config.advertise or (socket.gethostname() if host in WILDCARDS else host)
     has_port = advertise.rpartition(":")[2].isdigit() and not advertise.endswith("]")
     return advertise if has_port and ":" in advertise else f"{advertise}:{port}"
+
+
+def _id_of(address: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]", "-", address).lstrip(".-")
 
 
 def _write_ready(path: Path, address: str) -> None:

@@ -1,0 +1,115 @@
+"""Real parameter servers and the Shards service, on an event loop of their own thread."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, TypeVar
+
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
+from shoal_server.coordinator.shards import ShardsService
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.process import ParameterServerConfig, Running, running
+from shoal_server.rpc import bind, new_server
+
+T = TypeVar("T")
+
+LIMIT_S = 60.0
+
+
+def config(server_id: str, **changes: Any) -> ParameterServerConfig:
+    """A server on a free port of this machine. Its etcd is whatever `running` is given."""
+    fields: dict[str, Any] = {
+        "etcd": EtcdConfig(endpoints=("127.0.0.1:1",)),
+        "listen": "127.0.0.1:0",
+        "server_id": server_id,
+        "num_threads": 2,
+    }
+    return ParameterServerConfig(**(fields | changes))
+
+
+async def anybody(token: Token) -> None:
+    """An `authorize` that lets everybody in."""
+
+
+class ParameterServers:
+    """`with ParameterServers(2) as servers:` servers `ps-0` and `ps-1`, and a coordinator."""
+
+    def __init__(self, num_servers: int, **changes: Any) -> None:
+        self._num_servers = num_servers
+        self._changes = changes
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="servers")
+        self._stacks: dict[str, AsyncExitStack] = {}
+        self.servers: dict[str, Running] = {}
+        self.coordinator = ""
+        self.store: KeyValueStore
+
+    def __enter__(self) -> "ParameterServers":
+        self._thread.start()
+        self.run(self._start())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            for name in list(self._stacks):
+                self.stop(name)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run on the servers' loop and wait for the result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
+
+    async def _start(self) -> None:
+        self.store = MemoryStore()
+        stack = self._stacks["coordinator"] = AsyncExitStack()
+        stack.push_async_callback(self.store.close)
+        server = new_server()
+        add_ShardsServicer_to_server(ShardsService(self.store, anybody), server)
+        self.coordinator = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
+        await server.start()
+        self.coordinator_server = server
+        stack.push_async_callback(server.stop, None)
+        for i in range(self._num_servers):
+            await self._add(f"ps-{i}", **self._changes)
+
+    async def _add(self, server_id: str, **changes: Any) -> None:
+        stack = AsyncExitStack()
+        self.servers[server_id] = await stack.enter_async_context(
+            running(config(server_id, **changes), self.store)
+        )
+        # The coordinator and its store stop last.
+        self._stacks = {server_id: stack, **self._stacks}
+
+    def add(self, server_id: str, **changes: Any) -> Running:
+        """Start one more server."""
+        self.run(self._add(server_id, **changes))
+        return self.servers[server_id]
+
+    def stop(self, name: str) -> None:
+        """Stop one server, or the `coordinator`."""
+        self.run(self._stacks.pop(name).aclose())
+
+    def admit(self, member_id: str, *, job: str = "job", incarnation: str = "one") -> Token:
+        """Make a member; the token that it carries."""
+        value = json.dumps({"incarnation": incarnation}).encode()
+        self.run(self.store.put(keys.member(job, member_id), value))
+        return Token(job=job, generation=1, member_id=member_id, incarnation=incarnation)
+
+    def expel(self, member_id: str, *, job: str = "job") -> None:
+        """Fence the member's incarnation."""
+        self.run(self.store.delete(keys.member(job, member_id)))
