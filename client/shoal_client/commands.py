@@ -2,6 +2,7 @@
 
 import argparse
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -16,6 +17,8 @@ from shoal_client.local.process import Process
 from shoal_client.status import add as add_status
 
 BAD_ARGUMENTS = 2
+GRPC_PORT = 7700
+HTTP_PORT = 7780
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -57,7 +60,12 @@ def up(options: argparse.Namespace) -> int:
             directory = options.dir or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))
             )
-            config = LocalClusterConfig(directory=directory, num_parameter_servers=options.ps)
+            config = LocalClusterConfig(
+                directory=directory,
+                num_parameter_servers=options.ps,
+                listen=_free_or_any(GRPC_PORT),
+                http=_free_or_any(HTTP_PORT),
+            )
             cluster = stack.enter_context(LocalCluster(config, on_exit=on_exit))
             print(_welcome(cluster, directory), flush=True)
             ended.wait()
@@ -71,6 +79,17 @@ def up(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+
+
+def _free_or_any(port: int) -> str:
+    """The usual port, so that addresses stay the same from time to time; if it is taken, any."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return "127.0.0.1:0"
+    return f"127.0.0.1:{port}"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:

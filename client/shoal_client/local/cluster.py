@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
+from shoal_client.local.etcd import start_etcd
 from shoal_client.local.process import Command, Process, Supervisor, stop_all
 from shoal_proto.errors import InvalidSpec, Unavailable
 
@@ -29,6 +30,10 @@ class LocalClusterConfig:
     directory: Path
     """The run's own directory: logs, etcd's data, ready files. It is made if it is not there."""
     num_parameter_servers: int = 2
+    listen: str = "127.0.0.1:0"
+    """host:port of the coordinator's gRPC service; port 0 takes a free one."""
+    http: str = "127.0.0.1:0"
+    """host:port of its HTTP service."""
     start_timeout_s: float = 60.0
     """Time for each part to come up."""
     grace_s: float = 5.0
@@ -100,12 +105,19 @@ class LocalCluster:
 
     def log_tail(self, name: str) -> str:
         """The end of a part's log."""
-        return tail(self._config.directory / f"{name}.log")
+        return tail(self._log_path(name))
+
+    def _log_path(self, name: str) -> Path:
+        directory = self._config.directory
+        return (directory / "etcd" if name == "etcd" else directory) / f"{name}.log"
 
     def _start(self) -> None:
-        self._start_etcd()
+        (etcd,) = start_etcd(self._supervisor.spawn, self._config.directory / "etcd")
+        self._etcd, self.etcd = etcd.process, etcd.endpoint
         # All at once: none of them needs another to come up.
-        coordinator = self._spawn("coordinator", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
+        coordinator = self._spawn(
+            "coordinator", "--listen", self._config.listen, "--http", self._config.http
+        )
         servers = [
             self._spawn(f"ps-{index}", "--listen", "127.0.0.1:0", "--id", f"ps-{index}")
             for index in range(self._config.num_parameter_servers)
@@ -130,7 +142,7 @@ class LocalCluster:
                 name=name,
                 arguments=command,
                 environment=self._config.environment,
-                log_path=self._config.directory / f"{name}.log",
+                log_path=self._log_path(name),
             )
         )
 
@@ -149,7 +161,7 @@ class LocalCluster:
         return content
 
     def _failure(self, name: str, seen: str) -> Unavailable:
-        path = self._config.directory / f"{name}.log"
+        path = self._log_path(name)
         return Unavailable(
             f"{name} of the local cluster did not come up",
             seen=seen,

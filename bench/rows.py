@@ -1,0 +1,47 @@
+"""What every benchmark writes: a list of rows, in bench/results/NAME.json, and a table of them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure."""
+
+    metric: str
+    value: float
+    """Of Shoal; the median where there are several runs."""
+    unit: str
+    runs: int
+    peer: str | None = None
+    """Who else was measured, on the same machine in the same run."""
+    peer_value: float | None = None
+
+    def as_json(self) -> dict[str, str | float | int]:
+        return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def publish(name: str, rows: Sequence[Row]) -> Path:
+    """Print the rows as a table and write bench/results/NAME.json."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps([row.as_json() for row in rows], indent=2) + "\n")
+    peers = any(row.peer for row in rows)
+    table = Table(title=name)
+    for column in ("metric", "value", "unit", "runs", *(("peer", "peer's value") if peers else ())):
+        table.add_column(column)
+    for row in rows:
+        cells = [row.metric, f"{row.value:.4g}", row.unit, str(row.runs)]
+        if peers:
+            cells += [row.peer or "", "" if row.peer_value is None else f"{row.peer_value:.4g}"]
+        table.add_row(*cells)
+    Console().print(table)
+    print(f"written to {path}")
+    return path

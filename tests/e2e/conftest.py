@@ -1,0 +1,98 @@
+"""Real commands as a user starts them, and a way to see every process they cause."""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+DEADLINE_S = 60.0
+
+
+class Shoal:
+    """Starts `shoal` commands; whatever they start carries a mark in its environment."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._mark = f"SHOAL_TEST_MARK={secrets.token_hex(8)}"
+        self._started: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, *arguments: str, environment: Mapping[str, str] | None = None
+    ) -> "subprocess.Popen[str]":
+        """`shoal ARGUMENTS`, stdout and stderr in one pipe."""
+        name, _, value = self._mark.partition("=")
+        own = {key: text for key, text in os.environ.items() if not key.startswith("SHOAL_")}
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "shoal_client", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self._directory,
+            env={**own, **(environment or {}), name: value, "COLUMNS": "200"},
+        )
+        self._started.append(process)
+        return process
+
+    def processes(self) -> dict[int, str]:
+        """Every living process with the mark: pid and command line."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                marked = self._mark.encode() in (entry / "environ").read_bytes().split(b"\0")
+                command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue  # ended while we looked, or somebody else's
+            if marked and state not in "ZX":
+                found[int(entry.name)] = command.strip()
+        return found
+
+    def await_none(self, within_s: float) -> dict[int, str]:
+        """What is still there after that time; empty as soon as nothing is."""
+        deadline_s = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return left
+
+    def end(self) -> None:
+        """Kill what a failed test left."""
+        for process in self._started:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        for pid in self.await_none(5.0):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def shoal_command(tmp_path: Path) -> Iterator[Shoal]:
+    commands = Shoal(tmp_path)
+    yield commands
+    commands.end()
+
+
+def read_until(process: "subprocess.Popen[str]", wanted: str, count: int = 1) -> list[str]:
+    """Lines of output up to the `count`-th that holds `wanted`."""
+    lines: list[str] = []
+    assert process.stdout is not None
+    for line in process.stdout:
+        lines.append(line.rstrip("\n"))
+        count -= wanted in line
+        if count == 0:
+            return lines
+    raise AssertionError(f"{wanted!r} did not come; the output was:\n" + "\n".join(lines))
+
+
+def finish(process: "subprocess.Popen[str]", before: Sequence[str] = ()) -> tuple[int, str]:
+    """Exit code and the whole output."""
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    return process.returncode, "\n".join([*before, output])

@@ -1,0 +1,109 @@
+"""A user's own script, as the README has it, under `shoal run` with real kills."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from e2e.conftest import Shoal, finish, read_until
+
+ROOT = Path(__file__).parents[2]
+README_SCRIPT = re.compile(r"```python\n(import shoal\n.*?)```", re.DOTALL)
+
+
+def await_progress(audit: Path, num_lines: int) -> list[str]:
+    """The lines of a file, once there are so many."""
+    deadline_s = time.monotonic() + 60.0
+    while True:
+        lines = audit.read_text().splitlines() if audit.exists() else []
+        if len(lines) >= num_lines:
+            return lines
+        assert time.monotonic() < deadline_s, f"only {len(lines)} lines"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """The README's script, made to tell of its steps and of its result."""
+    found = README_SCRIPT.search((ROOT / "README.md").read_text())
+    assert found is not None
+    text = found.group(1)
+    assert len([line for line in text.splitlines() if line.strip()]) <= 20
+    tell = f"""
+            with open({str(tmp_path / "steps")!r}, "a") as steps:
+                print(session.member_id, __import__("os").getpid(), batch.step, file=steps)
+"""
+    done = """
+print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
+"""
+    path = tmp_path / "train.py"
+    path.write_text(text.rstrip() + tell + done)
+    return path
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "async-sgd"])
+def test_the_readmes_script_survives_a_kill(
+    shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
+) -> None:
+    """kill -9 of one worker: it is started again, the others go on, the run ends well."""
+    script.write_text(script.read_text().replace('strategy="ddp"', f'strategy="{strategy}"'))
+    process = shoal_command.start("run", "-n", "3", str(script))
+    lines = await_progress(tmp_path / "steps", 60)
+    member, pid, _ = lines[-1].split()
+    os.kill(int(pid), signal.SIGKILL)
+    code, output = finish(process)
+    assert code == 0, output
+    assert f"{member} was killed by SIGKILL; started again" in output
+    accuracies = [float(each) for each in re.findall(r"right ([0-9.]+)", output)]
+    assert len(accuracies) >= 2
+    assert min(accuracies) > 0.95
+    after = {each.split()[1] for each in (tmp_path / "steps").read_text().splitlines()[60:]}
+    survivors = {each.split()[1] for each in lines} - {pid}
+    assert survivors <= after
+    assert shoal_command.await_none(5.0) == {}
+
+
+def test_a_killed_launcher_leaves_nothing(
+    shoal_command: Shoal, script: Path, tmp_path: Path
+) -> None:
+    """kill -9 of `shoal run` ends its workers and the cluster it had started for itself."""
+    process = shoal_command.start("run", "-n", "2", str(script))
+    await_progress(tmp_path / "steps", 10)
+    assert len(shoal_command.processes()) >= 7
+    process.kill()
+    process.wait()
+    assert shoal_command.await_none(10.0) == {}
+
+
+def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) -> None:
+    """One SIGINT: the workers leave, the cluster is stopped, the exit code is 130."""
+    process = shoal_command.start("run", "-n", "2", str(script))
+    await_progress(tmp_path / "steps", 10)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130, output
+    assert shoal_command.await_none(5.0) == {}
+
+
+def test_up_serves_until_ctrl_c(shoal_command: Shoal, script: Path) -> None:
+    """`shoal up` prints what to export; with that `shoal run` trains; Ctrl-C ends all of it."""
+    up = shoal_command.start("up", "--ps", "1")
+    lines = read_until(up, "Ctrl-C stops")
+    address = next(line.partition("=")[2] for line in lines if "export SHOAL_COORDINATOR=" in line)
+    run = shoal_command.start(
+        "run", "-n", "1", "--job", "first", str(script), environment={"SHOAL_COORDINATOR": address}
+    )
+    code, output = finish(run)
+    assert code == 0, output
+    again = shoal_command.start(
+        "run", "-n", "1", "--job", "first", str(script), environment={"SHOAL_COORDINATOR": address}
+    )
+    code, output = finish(again)
+    assert code == 1
+    assert "JobFinished" in output
+    up.send_signal(signal.SIGINT)
+    code, output = finish(up)
+    assert code == 0, output
+    assert shoal_command.processes() == {}

@@ -1,0 +1,112 @@
+"""The wheel as a user installs it: complete, and working without the source tree."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 100.0
+
+
+def run(*command: str, cwd: Path, **environment: str) -> str:
+    own = {
+        key: value
+        for key, value in os.environ.items()
+        if key != "PYTHONPATH" and not key.startswith("SHOAL_")
+    }
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**own, **environment},
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(directory), cwd=ROOT)
+    (built,) = directory.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bin directory of an empty environment with the wheel in it.
+
+    Dependencies are those of the environment that runs the tests, so that nothing is downloaded:
+    a .pth line makes their directory importable, but does not follow the .pth in there through
+    which an editable install of Shoal would be found.
+    """
+    directory = tmp_path_factory.mktemp("venv")
+    run(sys.executable, "-m", "venv", "--without-pip", str(directory), cwd=directory)
+    python = directory / "bin" / "python"
+    pip = (sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check")
+    run(*pip, "install", "--quiet", "--no-index", "--no-deps", str(wheel), cwd=directory)
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site_packages = Path(run(str(python), "-c", purelib, cwd=directory).strip())
+    (site_packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return directory / "bin"
+
+
+def test_the_wheel_is_complete(wheel: Path) -> None:
+    """Protocol sources, the type marker of each package and the page are in it; no tests are."""
+    names = zipfile.ZipFile(wheel).namelist()
+    for package in ("shoal", "shoal_client", "shoal_proto", "shoal_server"):
+        assert f"{package}/py.typed" in names
+    assert {Path(name).name for name in names} >= {"membership.proto", "LICENSE"}
+    assert any(name.startswith("shoal_server/status/") and name.endswith(".html") for name in names)
+    assert not any("test" in Path(name).parts[0] for name in names)
+
+
+IMPORT_ALL = """
+import importlib, pkgutil
+import shoal, shoal_client, shoal_proto, shoal_server
+modules = []
+for package in (shoal, shoal_client, shoal_proto, shoal_server):
+    assert package.__file__.startswith(PREFIX), package.__file__
+    found = pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+    modules += [each.name for each in found]
+for name in modules:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+print(len(modules))
+"""
+
+
+def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """All modules of the four packages import, from the new environment and not the source."""
+    prefix = f"PREFIX = {str(installed.parent)!r}\n"
+    assert int(run(str(installed / "python"), "-c", prefix + IMPORT_ALL, cwd=tmp_path)) > 50
+
+
+def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """`shoal` knows all of its sub-commands, and trains a script on a cluster of its own."""
+    shoal = str(installed / "shoal")
+    assert run(shoal, "--version", cwd=tmp_path).strip() == "shoal 0.1.0"
+    for command in ("up", "run", "demo", "coordinator", "ps", "status"):
+        assert f"shoal {command}" in run(shoal, command, "--help", cwd=tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text((ROOT / "examples" / "train.py").read_text())
+    output = run(shoal, "run", "-n", "1", "--ps", "0", str(script), cwd=tmp_path)
+    assert "rank 0:" in output
+
+
+def test_a_module_of_the_wheel_writes_the_demos_data(installed: Path, tmp_path: Path) -> None:
+    """`shoal demo` starts modules of the package, which the wheel therefore has to hold."""
+    target = tmp_path / "digits.npz"
+    run(str(installed / "python"), "-m", "shoal.demo.data", str(target), cwd=tmp_path)
+    assert target.stat().st_size > 100_000
+    assert "--strategy" in run(
+        str(installed / "python"), "-m", "shoal.demo.digits", "--help", cwd=tmp_path
+    )

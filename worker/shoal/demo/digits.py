@@ -1,0 +1,104 @@
+"""A worker of the demo: `python -m shoal.demo.digits`, in the environment that `shoal run` sets.
+
+It is a training script like any user's, and writes down what it did: an audit of every step, and
+at the end how well its weights do on the images held out.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.demo.audit import Audit
+from shoal.demo.data import Digits, load
+
+LEARNING_RATE = 1e-3
+MODEL_SEED = 0
+
+
+def new_model() -> nn.Sequential:
+    """A convolutional network of 38,282 parameters; every worker starts from the same weights."""
+    torch.manual_seed(MODEL_SEED)
+    return nn.Sequential(
+        nn.Conv2d(1, 16, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, kernel_size=3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def train(options: argparse.Namespace, digits: Digits, directory: Path | None) -> None:
+    """Train to the end of the last epoch and write the result."""
+    base = new_model()
+    adam = torch.optim.Adam(base.parameters(), lr=LEARNING_RATE)
+    with shoal.join() as session, Audit(directory, session.member_id) as audit:
+        model, _ = session.distribute(base, adam, strategy=options.strategy)
+        batches = session.batches(
+            digits.train, global_batch_size=options.global_batch, epochs=options.epochs
+        )
+        for batch in batches:
+            generation = session.generation
+            audit.begin(generation, batch.step, batch.epoch, batch.indices)
+            with session.step() as step:
+                loss = cross_entropy(model(batch.inputs), batch.targets)
+                session.backward(loss)
+            if step.committed:
+                audit.commit(generation, batch.step)
+        result = {
+            "member": session.member_id,
+            "generation": session.generation,
+            "steps": session.step_number,
+            "test_accuracy": accuracy(base, digits),
+            "weights_sha256": weights_digest(base),
+        }
+    if directory is not None:
+        path = directory / f"{result['member']}.{os.getpid()}.result.json"
+        path.write_text(json.dumps(result))
+    print(f"test accuracy {result['test_accuracy']:.4f} after {result['steps']} steps", flush=True)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, digits: Digits) -> float:
+    """The share of the images held out that the model tells right."""
+    told = model(digits.test_images).argmax(dim=1)
+    return float((told == digits.test_digits).double().mean())
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Equal for equal weights, bit for bit."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m shoal.demo.digits", description=__doc__)
+    parser.add_argument("--strategy", default="async-sgd", help="async-sgd (default) or ddp")
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--global-batch", type=int, default=96)
+    parser.add_argument("--data", type=Path, help="file of `shoal.demo.data` (default: sklearn's)")
+    parser.add_argument(
+        "--directory", type=Path, help="for audit and result (default: none)"
+    )
+    options = parser.parse_args(arguments)
+    train(options, load(options.data), options.directory)
+
+
+if __name__ == "__main__":
+    main()
+
+
+__all__ = ["accuracy", "main", "new_model", "train", "weights_digest"]
