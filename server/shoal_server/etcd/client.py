@@ -130,7 +130,7 @@ class EtcdClient:
             return
 
     async def close(self) -> None:
-        """Close every connection; calls and watches that run raise Unavailable."""
+        """Close every connection; calls and watches that run raise RefusedError."""
         await self._connections.close()
 
 

@@ -18,7 +18,7 @@ import grpc
 import grpc.aio
 import structlog
 
-from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
+from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.config import EtcdConfig
@@ -93,13 +93,13 @@ class Connections:
         self.token: str | None = None
         """None before the login; empty where etcd wants none."""
         self._login_lock = asyncio.Lock()
-        self.closed = False
+        self._closed = False
 
     @property
     def current(self) -> Connection:
-        """The endpoint that calls go to now. Raises Unavailable after `close`."""
-        if self.closed:
-            raise Unavailable("the etcd client is closed")
+        """The endpoint that calls go to now. Raises RefusedError after `close`."""
+        if self._closed:
+            raise _closed()
         address = self.config.endpoints[self._index]
         if address not in self._open:
             self._open[address] = Connection(address, self._load_credentials())
@@ -111,10 +111,20 @@ class Connections:
             self._index = (self._index + 1) % len(self.config.endpoints)
 
     async def close(self) -> None:
-        self.closed = True
+        self._closed = True
         while self._open:
             _, connection = self._open.popitem()
             await connection.channel.close()
+
+    def check_open(self) -> None:
+        """Raises RefusedError when a cancellation came from `close` and not from the caller.
+
+        gRPC ends the calls of a closed channel by CancelledError, which to the caller would look
+        as if its own task were cancelled.
+        """
+        task = asyncio.current_task()
+        if self._closed and task is not None and not task.cancelling():
+            raise _closed()
 
     async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Repeat the attempt, at one endpoint after the other, until one answers.
@@ -131,6 +141,9 @@ class Connections:
                 return await attempt(Attempt(connection, metadata, limit_s))
             except grpc.RpcError as error:
                 await retry.after(connection, understand(error, connection.address), token)
+            except asyncio.CancelledError:
+                self.check_open()
+                raise
 
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Send a request at most once, unless etcd surely did not carry it out.
@@ -156,6 +169,9 @@ class Connections:
                     self.move_on(connection.address)
                     raise _unknown_outcome(failure.error) from error
                 await retry.after(connection, failure, token)
+            except asyncio.CancelledError:
+                self.check_open()
+                raise
 
     async def metadata(self, connection: Connection) -> Metadata:
         """What each call carries; logs in where that is needed. Raises grpc.RpcError."""
@@ -244,6 +260,10 @@ async def _probe(attempt: Attempt) -> None:
     """A read that changes nothing: it makes the connection stand."""
     request = pb.RangeRequest(key=b"/shoal/", count_only=True)
     await attempt.connection.kv.Range(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
+
+
+def _closed() -> RefusedError:
+    return RefusedError("the etcd client is closed", expected="calls before `close` only")
 
 
 def _unknown_outcome(error: ShoalError) -> ShoalError:

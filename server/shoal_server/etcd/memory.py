@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 
-from shoal_proto.errors import InvalidSpec, LeaseExpired, RefusedError, Unavailable
+from shoal_proto.errors import InvalidSpec, LeaseExpired, RefusedError
 from shoal_server.etcd.api import (
     NO_LEASE,
     Compare,
@@ -156,7 +156,7 @@ class MemoryStore:
 
     def _enter(self) -> None:
         if self._closed:
-            raise Unavailable("the store is closed")
+            raise RefusedError("the store is closed")
         self.expire()
 
     def _end(self, lease: LeaseId) -> None:

@@ -76,8 +76,6 @@ async def watch(
             log.warning("watch_reset", prefix=prefix, revision=batch.revision)
             yield batch
         except Unavailable as error:
-            if connections.closed:
-                raise
             log.warning("watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error))
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -88,8 +86,6 @@ async def _read_patiently(connections: Connections, prefix: str) -> Snapshot:
         try:
             return await read_snapshot(connections, prefix)
         except Unavailable as error:
-            if connections.closed:
-                raise
             log.warning("watch_interrupted", prefix=prefix, reason=str(error))
 
 
@@ -128,6 +124,9 @@ async def _follow(
         raise Unavailable(
             f"etcd at {connection.address}", seen=f"no word for {silence_s:g} s"
         ) from error
+    except asyncio.CancelledError:
+        connections.check_open()
+        raise
     finally:
         call.cancel()
 

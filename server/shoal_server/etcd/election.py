@@ -1,0 +1,271 @@
+"""Which coordinator leads: whoever holds the leader's key, under a lease it renews.
+
+Two guards, since no clock can be trusted alone. A leader stops by its own clock before its lease
+can have run out in etcd (it counts from the moment it *sent* the last renewal that etcd confirmed,
+and etcd from a later one). And each of its writes compares the revision at which its key was
+created: once the key is gone or another's, etcd refuses the write, however late the loser notices.
+
+etcd keeps leases longer than asked, never shorter: it rounds a TTL up to its minimum, and a new
+leader among etcd's own members, or a restart, starts every lease's time afresh.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec, LeaseExpired, RetryError, ShoalError
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    Compare,
+    EventKind,
+    KeyValueStore,
+    LeaseId,
+    Put,
+    Revision,
+    WatchBatch,
+    absent,
+    created_at,
+)
+
+log = structlog.get_logger(__name__)
+
+DEFAULT_TTL_S = 5.0
+GIVE_UP_WITHIN_S = 2.0
+RETRY_PAUSE_S = 0.1
+SAFETY = 0.9
+"""The part of a lease's time that a leader trusts; the rest covers a late timer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What the leader's key tells of who holds it."""
+
+    address: str
+    """host:port of the gRPC service, as others reach it."""
+    http_url: str = ""
+    """Base URL of the status endpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leader(Candidate):
+    """Who leads, and since which revision."""
+
+    create_revision: Revision
+
+
+class Leadership:
+    """One term. Made by `Election.campaign`; it renews its lease until it is lost or resigned."""
+
+    def __init__(
+        self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
+    ) -> None:
+        self.lost = asyncio.Event()
+        """Set when the term is over, for whatever reason."""
+        self.reason = ""
+        """Why it is over."""
+        self.create_revision = leader.create_revision
+        self._leader = leader
+        self._store = store
+        self._lease = lease
+        self._clock = asyncio.get_running_loop().time
+        self._valid_until_s = valid_until_s
+        self._tasks = (
+            asyncio.create_task(self._renew(), name="leader-renew"),
+            asyncio.create_task(self._observe(), name="leader-observe"),
+        )
+
+    @property
+    def condition(self) -> Compare:
+        """What every write of the leader must compare, so that a deposed one writes nothing."""
+        return created_at(keys.LEADER, self.create_revision)
+
+    @property
+    def held(self) -> bool:
+        """Whether the term can still be running; looks at the clock at each call."""
+        return not self.lost.is_set() and self._clock() < self._valid_until_s
+
+    async def resign(self) -> None:
+        """End the term and let a successor in at once. Does no harm after a loss.
+
+        With etcd away it gives up after a moment; the lease then ends by itself.
+        """
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._lose("resigned")
+        await _revoke(self._store, self._lease)
+
+    def _lose(self, reason: str) -> None:
+        if not self.lost.is_set():
+            self.reason = reason
+            log.info("leadership_ended", reason=reason, create_revision=self.create_revision)
+            self.lost.set()
+
+    async def _renew(self) -> None:
+        while not self.lost.is_set():
+            left_s = self._valid_until_s - self._clock()
+            try:
+                async with asyncio.timeout(left_s):
+                    await asyncio.sleep(left_s / (3 * SAFETY))
+                    await self._renew_once()
+            except TimeoutError:
+                self._lose("the lease could not be renewed in time")
+            except ShoalError as error:
+                self._lose(f"the lease was not renewed: {error}")
+
+    async def _renew_once(self) -> None:
+        while True:
+            sent_s = self._clock()
+            try:
+                ttl_s = await self._store.keep_alive(self._lease)
+            except RetryError as error:
+                log.warning("leader_lease_not_renewed", reason=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            if ttl_s <= 0:
+                raise LeaseExpired("etcd has ended the leader's lease")
+            self._valid_until_s = sent_s + SAFETY * ttl_s
+            return
+
+    async def _observe(self) -> None:
+        """Notices a key that somebody deleted, which the lease alone does not tell."""
+        start = Revision(self.create_revision + 1)
+        try:
+            async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
+                async for batch in batches:
+                    leader = _after(batch, self._leader)
+                    if leader is None or leader.create_revision != self.create_revision:
+                        self._lose("the leader's key is gone or another's")
+                        return
+        except ShoalError as error:
+            self._lose(f"the leader's key cannot be watched: {error}")
+
+
+class Election:
+    """One candidate's view of the election. Works on every KeyValueStore."""
+
+    def __init__(
+        self, store: KeyValueStore, candidate: Candidate, *, ttl_s: float = DEFAULT_TTL_S
+    ) -> None:
+        """`ttl_s`: a leader that vanished is succeeded after so long (etcd: at least 2)."""
+        if not ttl_s > 0:
+            raise InvalidSpec("bad lease of the leader", seen=str(ttl_s), expected="above 0")
+        self._store = store
+        self._candidate = candidate
+        self._ttl_s = ttl_s
+
+    async def campaign(self) -> Leadership:
+        """Wait for the leader's key to be free, and take it. Cancel it to stop trying.
+
+        Goes on through outages of etcd. Raises AccessDenied and other refusals.
+        """
+        while True:
+            try:
+                leader, revision = await _read(self._store)
+                if leader is not None:
+                    await self._until_vacant(leader, revision)
+                    continue
+                term = await self._try()
+                if term is not None:
+                    return term
+            except RetryError as error:
+                log.warning("campaign_interrupted", reason=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def leaders(self) -> AsyncGenerator[Leader | None, None]:
+        """The leader now (None: there is none), and again at every change, for ever."""
+        leader, revision = await self._read_patiently()
+        yield leader
+        start = Revision(revision + 1)
+        async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
+            async for batch in batches:
+                known, leader = leader, _after(batch, leader)
+                if leader != known:
+                    yield leader
+
+    async def _read_patiently(self) -> tuple[Leader | None, Revision]:
+        while True:
+            try:
+                return await _read(self._store)
+            except RetryError as error:
+                log.warning("leader_unknown", reason=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _try(self) -> Leadership | None:
+        """One attempt at a key that was free a moment ago; None when another was faster."""
+        clock: Callable[[], float] = asyncio.get_running_loop().time
+        lease = await self._store.grant(self._ttl_s)
+        try:
+            sent_s = clock()
+            ttl_s = await self._store.keep_alive(lease)
+            record = {"address": self._candidate.address, "http_url": self._candidate.http_url}
+            put = Put(keys.LEADER, json.dumps(record).encode(), lease)
+            result = await self._store.transact((absent(keys.LEADER),), (put,))
+        except BaseException:
+            # Also where the outcome is unknown: with the lease goes the key, if it came about,
+            # and a request that is still on its way fails without the lease.
+            await _revoke(self._store, lease)
+            raise
+        if not result.succeeded:
+            await _revoke(self._store, lease)
+            return None
+        log.info("leadership_won", address=self._candidate.address, revision=result.revision)
+        leader = Leader(
+            address=self._candidate.address,
+            http_url=self._candidate.http_url,
+            create_revision=result.revision,
+        )
+        return Leadership(self._store, lease, leader, sent_s + SAFETY * ttl_s)
+
+    async def _until_vacant(self, leader: Leader, revision: Revision) -> None:
+        known: Leader | None = leader
+        start = Revision(revision + 1)
+        async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
+            async for batch in batches:
+                known = _after(batch, known)
+                if known is None:
+                    return
+
+
+async def _read(store: KeyValueStore) -> tuple[Leader | None, Revision]:
+    now = await store.range(keys.LEADER)
+    for item in now.items:
+        if item.key == keys.LEADER:
+            return _parse(item.value, item.create_revision), now.revision
+    return None, now.revision
+
+
+def _after(batch: WatchBatch, known: Leader | None) -> Leader | None:
+    """Who leads after a batch of changes."""
+    leader = None if batch.reset else known
+    for event in batch.events:
+        if event.key == keys.LEADER:
+            present = event.kind is EventKind.PUT
+            leader = _parse(event.value, event.mod_revision) if present else None
+    return leader
+
+
+def _parse(value: bytes, created: Revision) -> Leader:
+    try:
+        record = json.loads(value)
+        address, http_url = str(record["address"]), str(record["http_url"])
+    except (ValueError, TypeError, KeyError) as error:
+        # Somebody leads, or the key would not be there; we only cannot tell where.
+        log.error("leader_record_unreadable", value=value[:200], error=repr(error))
+        address = http_url = ""
+    return Leader(address=address, http_url=http_url, create_revision=created)
+
+
+async def _revoke(store: KeyValueStore, lease: LeaseId) -> None:
+    try:
+        async with asyncio.timeout(GIVE_UP_WITHIN_S):
+            await store.revoke(lease)
+    except (RetryError, TimeoutError) as error:
+        log.warning("lease_not_revoked", lease=lease, reason=repr(error))
+
+
+__all__ = ["DEFAULT_TTL_S", "Candidate", "Election", "Leader", "Leadership"]
