@@ -1,6 +1,7 @@
 """The `shoal` command: it finds its sub-commands in the parts that are installed."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import entry_points, version
@@ -28,6 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 bad arguments, 130 Ctrl-C."""
+    # gRPC's C core prints what Shoal's own errors say already, in words for its developers.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     options = build_parser().parse_args(arguments)
     try:
         code: int = options.handler(options)

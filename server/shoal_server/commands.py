@@ -173,7 +173,6 @@ def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
     try:
         asyncio.run(work)
     except ShoalError as error:
-        structlog.get_logger().error("stopped", command=command, reason=str(error))
         print(f"shoal {command}: {error}", file=sys.stderr)
         return 1
     return 0
