@@ -1,0 +1,443 @@
+"""The Parameters service on the wire: what a client of any make may send it, good and bad."""
+
+import asyncio
+import json
+import zlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import pytest
+import torch
+from parameter_servers import config
+
+from shoal_proto import MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    DtypeMismatch,
+    Fenced,
+    InvalidSpec,
+    MalformedMessage,
+    NonFiniteGradient,
+    Overloaded,
+    ShapeMismatch,
+    ShardNotReady,
+    ShoalError,
+    UnknownShard,
+    UnsupportedOptimizer,
+    WrongEpoch,
+)
+from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import (
+    CreateHeader,
+    CreateReply,
+    CreateRequest,
+    DescribeRequest,
+    DropRequest,
+    HyperParameters,
+    OptimizerSpec,
+    Piece,
+    PullItem,
+    PullRequest,
+    PushHeader,
+    PushItem,
+    PushOutcome,
+    PushRequest,
+)
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
+from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
+from shoal_server.etcd import keys
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.process import running
+
+JOB = "job"
+TOKEN = Token(job=JOB, generation=1, member_id="w0", incarnation="one")
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+SMALL, LARGE, HUGE = 0, 1, 2
+NUM_ELEMENTS = {SMALL: 100, LARGE: 3_000_000, HUGE: 16 * 1024 * 1024}
+
+
+def a_shard(shard_id: int, **changes: object) -> Shard:
+    step = MAX_PIECE_BYTES // 4
+    size = NUM_ELEMENTS[shard_id]
+    blocks = [
+        Block(parameter=f"p{shard_id}", offset=i, num_elements=min(step, size - i))
+        for i in range(0, size, step)
+    ]
+    fields = {"shard_id": shard_id, "server_id": "ps-0", "epoch": 1, "dtype": "float32"}
+    return Shard(**(fields | {"blocks": blocks} | changes))  # type: ignore[arg-type]
+
+
+@dataclass(kw_only=True)
+class World:
+    store: MemoryStore
+    stub: ParametersStub
+    channel: grpc.aio.Channel
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    store = MemoryStore()
+    shards = [a_shard(i) for i in NUM_ELEMENTS]
+    elsewhere = Shard(shard_id=5, server_id="ps-9", epoch=1, dtype="float32")
+    shard_map = ShardMap(job=JOB, shards=[*shards, elsewhere])
+    await store.put(keys.shard_map(JOB), shard_map.SerializeToString())
+    await store.put(keys.member(JOB, "w0"), json.dumps({"incarnation": "one"}).encode())
+    limits = (
+        ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    )
+    async with (
+        running(config("ps-0", max_unfinished_bytes=80 * 1024 * 1024), store) as server,
+        grpc.aio.insecure_channel(server.address, options=limits) as channel,
+    ):
+        yield World(store=store, stub=ParametersStub(channel), channel=channel)
+    await store.close()
+
+
+def pieces(shard_id: int, data: bytes, size: int = 1 << 20) -> Iterator[Piece]:
+    for start in range(0, len(data), size):
+        part = data[start : start + size]
+        yield Piece(shard_id=shard_id, offset_bytes=start, data=part, checksum=zlib.crc32(part))
+
+
+def full(shard_id: int, value: float) -> bytes:
+    return torch.full((NUM_ELEMENTS[shard_id],), value).numpy().tobytes()
+
+
+async def create(
+    world: World,
+    *shard_ids: int,
+    optimizer: OptimizerSpec = SGD,
+    shards: Sequence[Shard] | None = None,
+    token: Token = TOKEN,
+) -> CreateReply:
+    async def requests() -> AsyncIterator[CreateRequest]:
+        wanted = [a_shard(i) for i in shard_ids] if shards is None else shards
+        yield CreateRequest(header=CreateHeader(token=token, optimizer=optimizer, shards=wanted))
+        for i in shard_ids:
+            for piece in pieces(i, full(i, 0.0), MAX_PIECE_BYTES):
+                yield CreateRequest(piece=piece)
+
+    try:
+        reply: CreateReply = await world.stub.Create(requests())
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, "ps-0") from None
+    return reply
+
+
+def header(*shard_ids: int, **changes: object) -> PushHeader:
+    items = [PushItem(shard_id=i, epoch=1, base_version=1) for i in shard_ids]
+    return PushHeader(**({"token": TOKEN, "sequence": 1, "shards": items} | changes))  # type: ignore[arg-type]
+
+
+async def push(
+    world: World, opening: PushHeader, parts: Sequence[Piece]
+) -> tuple[dict[int, PushOutcome], dict[int, bytes]]:
+    """Outcomes by shard, and the values that came back."""
+
+    async def requests() -> AsyncIterator[PushRequest]:
+        yield PushRequest(header=opening)
+        for piece in parts:
+            yield PushRequest(piece=piece)
+
+    outcomes: dict[int, PushOutcome] = {}
+    values: dict[int, bytes] = {}
+    try:
+        async for reply in world.stub.Push(requests()):
+            if reply.HasField("outcome"):
+                outcomes[reply.outcome.shard_id] = reply.outcome
+            elif reply.HasField("piece"):
+                held = values.get(reply.piece.shard_id, b"")
+                assert reply.piece.offset_bytes == len(held)
+                assert reply.piece.checksum == zlib.crc32(reply.piece.data)
+                values[reply.piece.shard_id] = held + reply.piece.data
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, "ps-0") from None
+    return outcomes, values
+
+
+async def pull(world: World, shard_id: int, **changes: object) -> tuple[int, bytes]:
+    fields = {"shard_id": shard_id, "epoch": 1} | changes
+    request = PullRequest(token=TOKEN, shards=[PullItem(**fields)])  # type: ignore[arg-type]
+    version, data = 0, b""
+    try:
+        async for reply in world.stub.Pull(request):
+            if reply.HasField("version"):
+                version = reply.version.version
+            data += reply.piece.data
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error, "ps-0") from None
+    return version, data
+
+
+def error_of(outcome: PushOutcome) -> ShoalError:
+    assert outcome.HasField("error")
+    return from_detail(outcome.error)
+
+
+async def test_a_64_mib_shard_travels(world: World) -> None:
+    """No message limit stands in the way of a large shard, in either direction."""
+    await create(world, HUGE)
+    parts = list(pieces(HUGE, full(HUGE, -1.0), MAX_PIECE_BYTES))
+    outcomes, values = await push(world, header(HUGE, return_values=True), parts)
+    assert outcomes[HUGE].version == 2
+    assert values[HUGE] == full(HUGE, 1.0)
+    assert await pull(world, HUGE) == (2, values[HUGE])
+
+
+async def test_repeats_are_told_as_such(world: World) -> None:
+    """A repeated push is answered with its first outcome and not applied again."""
+    await create(world, SMALL)
+    parts = list(pieces(SMALL, full(SMALL, -1.0)))
+    first, _ = await push(world, header(SMALL), parts)
+    again, values = await push(world, header(SMALL, return_values=True), parts)
+    assert (first[SMALL].duplicate, again[SMALL].duplicate) == (False, True)
+    assert again[SMALL].version == first[SMALL].version == 2
+    assert values[SMALL] == full(SMALL, 1.0)
+
+
+async def test_a_bad_shard_spoils_no_other(world: World) -> None:
+    """What is wrong with one shard's part is answered for it; the other part is applied."""
+    await create(world, SMALL, LARGE)
+    parts = [
+        *pieces(SMALL, full(SMALL, float("inf"))),
+        *pieces(LARGE, full(LARGE, -1.0)),
+    ]
+    outcomes, values = await push(world, header(SMALL, LARGE, return_values=True), parts)
+    error = error_of(outcomes[SMALL])
+    assert isinstance(error, NonFiniteGradient)
+    assert error.details == {"parameter": "p0"}
+    assert values == {LARGE: full(LARGE, 1.0)}
+    assert await pull(world, SMALL) == (1, full(SMALL, 0.0))
+
+
+def corrupted(shard_id: int) -> list[Piece]:
+    parts = list(pieces(shard_id, full(shard_id, -1.0)))
+    parts[-1].data = parts[-1].data[:-1] + b"\x01"
+    return parts
+
+
+BAD_PUSHES = {
+    "truncated": (list(pieces(LARGE, full(LARGE, -1.0)))[:-1], ShapeMismatch),
+    "nothing": ([], ShapeMismatch),
+    "too long": ([*pieces(LARGE, full(LARGE, -1.0) + bytes(4))], ShapeMismatch),
+    "float64": ([*pieces(LARGE, full(LARGE, -1.0) * 2)], ShapeMismatch),
+    "float16": ([*pieces(LARGE, full(LARGE, -1.0)[: 2 * NUM_ELEMENTS[LARGE]])], ShapeMismatch),
+    "corrupted": (corrupted(LARGE), ChecksumMismatch),
+    "out of order": (list(pieces(LARGE, full(LARGE, -1.0)))[::-1], MalformedMessage),
+    "not a number": ([*pieces(LARGE, full(LARGE, float("nan")))], NonFiniteGradient),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PUSHES)
+async def test_a_bad_part_is_not_applied(world: World, name: str) -> None:
+    """Nothing of a part that is truncated, too long, corrupted or not finite is applied."""
+    await create(world, LARGE)
+    parts, kind = BAD_PUSHES[name]
+    outcomes, values = await push(world, header(LARGE, return_values=True), parts)
+    assert isinstance(error_of(outcomes[LARGE]), kind)
+    assert values == {}
+    assert await pull(world, LARGE) == (1, full(LARGE, 0.0))
+
+
+async def test_missing_and_misplaced_shards_are_told_apart(world: World) -> None:
+    """Unknown, not created yet, elsewhere, of another epoch: each says what to do about it."""
+    await create(world, SMALL)
+    wrong_epoch = header()
+    wrong_epoch.shards.add(shard_id=SMALL, epoch=2, base_version=1)
+    for shard_id in (LARGE, 5, 99):
+        wrong_epoch.shards.add(shard_id=shard_id, epoch=1)
+    parts = list(pieces(SMALL, full(SMALL, 1.0)))
+    outcomes, _ = await push(world, wrong_epoch, parts)
+    kinds = {shard_id: type(error_of(outcome)) for shard_id, outcome in outcomes.items()}
+    assert kinds == {SMALL: WrongEpoch, LARGE: ShardNotReady, 5: WrongEpoch, 99: UnknownShard}
+    assert "saw 2; expected 1" in str(error_of(outcomes[SMALL]))
+    assert "ps-9" in str(error_of(outcomes[5]))
+    with pytest.raises(WrongEpoch):
+        await pull(world, SMALL, epoch=7)
+    with pytest.raises(UnknownShard, match="no shard 99"):
+        await pull(world, 99)
+    assert await pull(world, SMALL) == (1, full(SMALL, 0.0))
+
+
+@pytest.mark.parametrize(
+    ("opening", "kind"),
+    [
+        (header(SMALL, sequence=0), MalformedMessage),
+        (header(SMALL, SMALL), MalformedMessage),
+        (header(SMALL, lr=[float("nan")]), InvalidSpec),
+        (header(SMALL, lr=[-1.0]), InvalidSpec),
+        (header(LARGE), MalformedMessage),
+        (header(SMALL, token=Token(job=JOB, member_id="w0", incarnation="zero")), Fenced),
+        (header(SMALL, token=Token(job=JOB, member_id="w1", incarnation="one")), Fenced),
+        (
+            header(SMALL, token=Token(job="../x", member_id="w0", incarnation="one")),
+            MalformedMessage,
+        ),
+        (header(SMALL, token=Token()), MalformedMessage),
+    ],
+)
+async def test_a_bad_header_refuses_the_whole_push(
+    world: World, opening: PushHeader, kind: type[ShoalError]
+) -> None:
+    """A push that is wrong as a whole is refused as a whole."""
+    await create(world, SMALL, LARGE)
+    with pytest.raises(kind):
+        await push(world, opening, list(pieces(SMALL, full(SMALL, -1.0))))
+    assert await pull(world, SMALL) == (1, full(SMALL, 0.0))
+
+
+async def test_fenced_at_once(world: World) -> None:
+    """A member whose key is gone from etcd is refused, one under a new incarnation is let in."""
+    await create(world, SMALL)
+    parts = list(pieces(SMALL, full(SMALL, -1.0)))
+    await world.store.put(keys.job_state(JOB), json.dumps({"generation": 8}).encode())
+    await world.store.put(keys.member(JOB, "w0"), json.dumps({"incarnation": "two"}).encode())
+    successor = Token(job=JOB, member_id="w0", incarnation="two")
+    await push(world, header(SMALL, token=successor), parts)
+    with pytest.raises(Fenced, match="incarnation one") as fenced:
+        await push(world, header(SMALL), parts)
+    assert fenced.value.details == {"generation": "8"}
+
+
+@pytest.mark.parametrize("method", ["Create", "Push", "Pull", "Describe", "Drop"])
+async def test_bytes_that_are_no_message_are_refused(world: World, method: str) -> None:
+    """Malformed protobuf gets an error that names the type expected, and the server serves on."""
+    await create(world, SMALL)
+    path, garbage = f"/shoal.v1.Parameters/{method}", b"\xff\xff\xff garbage"
+
+    async def stream() -> AsyncIterator[bytes]:
+        yield garbage
+
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        if method == "Create":
+            await world.channel.stream_unary(path)(stream())
+        elif method == "Push":
+            async for _ in world.channel.stream_stream(path)(stream()):
+                pass
+        elif method == "Pull":
+            async for _ in world.channel.unary_stream(path)(garbage):
+                pass
+        else:
+            await world.channel.unary_unary(path)(garbage)
+    assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    error = from_rpc_error(failed.value, "ps-0")
+    assert isinstance(error, MalformedMessage)
+    assert f"{method}Request" in error.expected
+    assert (await pull(world, SMALL))[0] == 1
+
+
+async def test_a_message_beyond_the_limit_ends_that_call_only(world: World) -> None:
+    """A piece larger than a message may be is refused, and the server serves on."""
+    await create(world, HUGE)
+    parts = list(pieces(HUGE, full(HUGE, -1.0), 16 * 1024 * 1024))
+    with pytest.raises(ShoalError):
+        await push(world, header(HUGE), parts)
+    assert (await pull(world, HUGE))[0] == 1
+
+
+async def test_bad_creations_are_refused(world: World) -> None:
+    """Shards are created as the job's map says, with an optimizer that exists, or not at all."""
+    with pytest.raises(UnsupportedOptimizer, match="lion"):
+        await create(world, SMALL, optimizer=OptimizerSpec(kind="lion", groups=SGD.groups))
+    with pytest.raises(InvalidSpec, match="0 groups"):
+        await create(world, SMALL, optimizer=OptimizerSpec(kind="sgd"))
+    for changes, kind in (
+        ({"epoch": 4}, WrongEpoch),
+        ({"dtype": "float16"}, DtypeMismatch),
+        ({"blocks": [Block(parameter="p0", num_elements=99)]}, ShapeMismatch),
+    ):
+        with pytest.raises(kind):
+            await create(world, SMALL, shards=[a_shard(SMALL, **changes)])
+    unknown = Shard(shard_id=77, server_id="ps-0", epoch=1, dtype="float32")
+    with pytest.raises(UnknownShard):
+        await create(world, shards=[unknown])
+    with pytest.raises(ShapeMismatch, match="ended within shard 1"):
+        await create(world, SMALL, shards=[a_shard(SMALL), a_shard(LARGE)])
+    with pytest.raises(MalformedMessage, match="not expected"):
+        await create(world, LARGE, shards=[a_shard(SMALL)])
+    assert list((await create(world, SMALL, LARGE)).created) == [LARGE]
+
+
+async def test_unfinished_pushes_are_bounded(world: World) -> None:
+    """Data of unfinished calls has a bound; beyond it a push is told to retry, and then passes."""
+    await create(world, SMALL, HUGE)
+    release, held = asyncio.Event(), asyncio.Event()
+    parts = list(pieces(HUGE, full(HUGE, -1.0)))
+
+    async def slow() -> AsyncIterator[PushRequest]:
+        yield PushRequest(header=header(SMALL, HUGE))
+        for piece in (*pieces(SMALL, full(SMALL, -1.0)), parts[0]):
+            yield PushRequest(piece=piece)
+        await release.wait()
+        for piece in parts[1:]:
+            yield PushRequest(piece=piece)
+
+    async def slowly() -> dict[int, PushOutcome]:
+        outcomes = {}
+        async for reply in world.stub.Push(slow()):
+            outcomes[reply.outcome.shard_id] = reply.outcome
+            # The small shard is answered once the first piece of the huge one has been taken in.
+            held.set()
+        return outcomes
+
+    task = asyncio.create_task(slowly())
+    await held.wait()
+    outcomes, _ = await push(world, header(HUGE, sequence=2), parts)
+    assert isinstance(error_of(outcomes[HUGE]), Overloaded)
+    release.set()
+    assert not (await task)[HUGE].HasField("error")
+    outcomes, _ = await push(world, header(HUGE, sequence=2), parts)
+    assert outcomes[HUGE].version == 3
+
+
+async def test_pulls_are_whole_under_load(world: World) -> None:
+    """While pushes go on, each pull sees the values of one version, all of them."""
+    await create(world, LARGE)
+    done = asyncio.Event()
+
+    async def pusher(member: str) -> None:
+        value = json.dumps({"incarnation": "one"}).encode()
+        await world.store.put(keys.member(JOB, member), value)
+        token = Token(job=JOB, member_id=member, incarnation="one")
+        parts = list(pieces(LARGE, full(LARGE, -1.0)))
+        for sequence in range(1, 6):
+            await push(world, header(LARGE, token=token, sequence=sequence), parts)
+
+    async def puller() -> int:
+        seen = 0
+        while not done.is_set():
+            version, data = await pull(world, LARGE)
+            assert data == full(LARGE, float(version - 1))
+            seen += 1
+        return seen
+
+    pulls = asyncio.create_task(puller())
+    await asyncio.gather(pusher("a"), pusher("b"))
+    done.set()
+    assert await pulls > 0
+    assert await pull(world, LARGE) == (11, full(LARGE, 10.0))
+
+
+async def test_describe_and_drop(world: World) -> None:
+    """People see versions, staleness and memory; a dropped job leaves nothing behind."""
+    await create(world, SMALL, LARGE)
+    await push(world, header(SMALL), list(pieces(SMALL, full(SMALL, -1.0))))
+    described = await world.stub.Describe(DescribeRequest(job=JOB))
+    assert described.server_id == "ps-0"
+    assert described.memory_bytes == 4 * (NUM_ELEMENTS[SMALL] + NUM_ELEMENTS[LARGE])
+    small = described.shards[0]
+    assert (small.shard_id, small.version, small.pushes, small.staleness_counts[0]) == (0, 2, 1, 1)
+    assert (await world.stub.Drop(DropRequest(job=JOB))).dropped == 2
+    assert not (await world.stub.Describe(DescribeRequest())).shards
+    with pytest.raises(ShardNotReady):
+        await pull(world, SMALL)
+
+
+async def test_a_known_version_is_not_sent_again(world: World) -> None:
+    """A pull of what the client has sends the version only."""
+    await create(world, SMALL)
+    assert await pull(world, SMALL, known_version=1) == (1, b"")
