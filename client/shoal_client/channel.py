@@ -32,13 +32,13 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
-Reply = TypeVar("Reply", covariant=True)
+Reply_co = TypeVar("Reply_co", covariant=True)
 
 
-class Method(Protocol[Reply]):
+class Method(Protocol[Reply_co]):
     """A unary method of a generated stub."""
 
-    def __call__(self, request: Any, /, *, timeout: float | None = ...) -> Reply: ...
+    def __call__(self, request: Any, /, *, timeout: float | None = ...) -> Reply_co: ...
 
 
 class Coordinators:
@@ -88,11 +88,11 @@ class Coordinators:
 
     def call(
         self,
-        method_of: Callable[[grpc.Channel], Method[Reply]],
+        method_of: Callable[[grpc.Channel], Method[Reply_co]],
         request: Any,
         *,
         timeout_s: float,
-    ) -> Reply:
+    ) -> Reply_co:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
         Raises what the server raised; a RetryError only once the time is over.
