@@ -1,0 +1,89 @@
+"""A TCP forwarder that a test can cut: the network between a client and an etcd that lives on."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+
+class Gate:
+    """Forwards while open; `cut` breaks every connection, `silence` lets them hang unanswered."""
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = (host, int(port))
+        self._passing = asyncio.Event()
+        self._passing.set()
+        self._refusing = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.endpoint = ""
+
+    def cut(self) -> None:
+        """Break what is connected, and hang up on whoever comes."""
+        self._refusing = True
+        self._drop()
+
+    def silence(self) -> None:
+        """Carry no more bytes, in either direction, on old and new connections."""
+        self._passing.clear()
+
+    def restore(self) -> None:
+        """Carry on; what was silenced in between is lost with its connection."""
+        self._refusing = False
+        if not self._passing.is_set():
+            self._drop()
+            self._passing.set()
+
+    def _drop(self) -> None:
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            if self._refusing:
+                return
+            upstream_reader, upstream = await asyncio.open_connection(*self._target)
+            self._writers.add(upstream)
+            await asyncio.gather(self._pump(reader, upstream), self._pump(upstream_reader, writer))
+        except OSError:
+            return  # the target is down: so is this connection
+        finally:
+            writer.transport.abort()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(1 << 16):
+                await self._passing.wait()
+                writer.write(data)
+                await writer.drain()
+        finally:
+            writer.transport.abort()
+
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.ensure_future(self.serve(reader, writer))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        self._drop()
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def open_gate(target: str) -> AsyncIterator[Gate]:
+    """A gate in front of `target` (host:port), at `gate.endpoint`."""
+    gate = Gate(target)
+    server = await asyncio.start_server(gate.accept, "127.0.0.1", 0)
+    gate.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    try:
+        yield gate
+    finally:
+        server.close()
+        await gate.close()
+
+
+__all__ = ["Gate", "open_gate"]

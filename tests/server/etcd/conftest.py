@@ -1,0 +1,59 @@
+"""Stores to test: both kinds for the contract, a real etcd for each module."""
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+
+import grpc.aio
+import pytest
+from etcd_fixture import running_etcd
+
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_server.etcd.api import KeyValueStore, Revision
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.memory import MemoryStore
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A store, a prefix that no other test uses, and a way to make the store forget."""
+
+    store: KeyValueStore
+    prefix: str
+    compact: Callable[[Revision], Awaitable[None]]
+
+
+@pytest.fixture(scope="module")
+def etcd_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    prefix = f"/shoal/test/{next(_numbers)}/"
+    if request.param == "memory":
+        memory = MemoryStore()
+
+        async def forget(revision: Revision) -> None:
+            memory.compact(revision)
+
+        yield Bench(memory, prefix, forget)
+        await memory.close()
+        return
+    endpoint: str = request.getfixturevalue("etcd_endpoint")
+
+    async def compact(revision: Revision) -> None:
+        await compact_etcd(endpoint, revision)
+
+    async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as client:
+        yield Bench(client, prefix, compact)
+
+
+async def compact_etcd(endpoint: str, revision: Revision) -> None:
+    async with grpc.aio.insecure_channel(endpoint) as channel:
+        await stubs.KVStub(channel).Compact(pb.CompactionRequest(revision=revision, physical=True))

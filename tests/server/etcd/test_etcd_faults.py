@@ -1,0 +1,274 @@
+"""The client while etcd is killed, halted, cut off or compacts, with writes going on."""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from etcd_fixture import etcd_processes
+from etcd_gate import open_gate
+
+from shoal_client.local.etcd import RunningEtcd, start_members
+from shoal_client.local.process import Supervisor
+from shoal_proto.errors import RetryError, Unavailable
+from shoal_server.etcd.api import EventKind, Put, Revision, WatchEvent, absent
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig
+
+from .conftest import compact_etcd
+
+PREFIX = "/shoal/test/"
+
+Cluster = tuple[Supervisor, tuple[RunningEtcd, ...]]
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Iterator[Cluster]:
+    with etcd_processes(tmp_path) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Cluster]:
+    with etcd_processes(tmp_path, num_members=3) as cluster:
+        yield cluster
+
+
+class Traffic:
+    """A writer and a watch that both go on through whatever the test does to etcd."""
+
+    def __init__(self, client: EtcdClient) -> None:
+        self.acknowledged: list[tuple[Revision, str]] = []
+        self.events: list[WatchEvent] = []
+        self.num_resets = 0
+        self._client = client
+        self._told = asyncio.Condition()
+
+    async def write(self) -> None:
+        number = 0
+        while True:
+            key = f"{PREFIX}{number:06}"
+            try:
+                self.acknowledged.append((await self._client.put(key, key.encode()), key))
+            except RetryError:
+                continue
+            number += 1
+
+    async def watch(self, start: Revision) -> None:
+        async with aclosing(self._client.watch(PREFIX, start)) as batches:
+            async for batch in batches:
+                self.num_resets += batch.reset
+                self.events.extend(batch.events)
+                async with self._told:
+                    self._told.notify_all()
+
+    async def past(self, num_acknowledged: int, limit_s: float = 20) -> None:
+        """Wait until the watch has told the write that was acknowledged as that many-th."""
+        async with asyncio.timeout(limit_s), self._told:
+            await self._told.wait_for(
+                lambda: (
+                    len(self.acknowledged) >= num_acknowledged
+                    and self.events[-1].mod_revision >= self.acknowledged[num_acknowledged - 1][0]
+                )
+            )
+
+    async def more(self, number: int, limit_s: float = 20) -> None:
+        """Wait until so many further writes were acknowledged and told."""
+        await self.past(len(self.acknowledged) + number, limit_s)
+
+
+@asynccontextmanager
+async def traffic(client: EtcdClient) -> AsyncIterator[Traffic]:
+    """Traffic that runs in the block, and is checked against etcd's own history at its end."""
+    start = Revision((await client.range(PREFIX)).revision + 1)
+    flow = Traffic(client)
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(flow.write()), group.create_task(flow.watch(start))]
+        await flow.more(20)
+        yield flow
+        tasks[0].cancel()
+        await flow.past(len(flow.acknowledged))
+        tasks[1].cancel()
+    await _check(flow, client, start)
+
+
+async def _check(flow: Traffic, client: EtcdClient, start: Revision) -> None:
+    told = [(event.mod_revision, event.key) for event in flow.events]
+    history: list[tuple[Revision, str]] = []
+    async with aclosing(client.watch(PREFIX, start)) as batches:
+        async with asyncio.timeout(10):
+            async for batch in batches:
+                history.extend((event.mod_revision, event.key) for event in batch.events)
+                if history[-1][0] >= told[-1][0]:
+                    break
+    assert flow.num_resets == 0
+    assert len(set(told)) == len(told), "an event was told twice"
+    assert told == history[: len(told)], "the watch differs from etcd's own history"
+    assert set(flow.acknowledged) <= set(history), "etcd lost a write that it acknowledged"
+    print(f"{len(flow.acknowledged)} writes acknowledged, {len(told)} events told, each once")
+
+
+def config(*endpoints: str, timeout_s: float = 10) -> EtcdConfig:
+    return EtcdConfig(
+        endpoints=endpoints, timeout_s=timeout_s, attempt_timeout_s=1.0, silence_s=1.0
+    )
+
+
+async def test_kill_and_restart_under_a_watch(single: Cluster) -> None:
+    """With etcd killed and restarted three times, every event is told exactly once."""
+    supervisor, (etcd,) = single
+    async with (
+        EtcdClient(config(etcd.endpoint)) as client,
+        traffic(client) as flow,
+    ):
+        for _ in range(3):
+            etcd.process.kill()
+            await asyncio.to_thread(etcd.process.wait)
+            (etcd,) = await asyncio.to_thread(start_members, supervisor.spawn, [etcd.member])
+            await flow.more(50)
+
+
+async def test_an_endpoint_of_three_is_killed(three: Cluster) -> None:
+    """Calls and the watch go on over another endpoint when theirs is killed."""
+    _, members = three
+    async with (
+        EtcdClient(config(*(each.endpoint for each in members))) as client,
+        traffic(client) as flow,
+    ):
+        members[0].process.kill()
+        await flow.more(50, limit_s=8)
+
+
+async def test_an_endpoint_of_three_hangs(three: Cluster) -> None:
+    """An endpoint that hangs, its connections open, is left within seconds."""
+    _, members = three
+    async with (
+        EtcdClient(config(*(each.endpoint for each in members))) as client,
+        traffic(client) as flow,
+    ):
+        members[0].process.send_signal(signal.SIGSTOP)
+        await flow.more(50, limit_s=8)
+        members[0].process.send_signal(signal.SIGCONT)
+        await flow.more(50)
+
+
+async def test_the_only_endpoint_hangs_for_a_while(single: Cluster) -> None:
+    """After a halt of etcd longer than every time limit, both go on as if nothing had been."""
+    _, (etcd,) = single
+    async with (
+        EtcdClient(config(etcd.endpoint)) as client,
+        traffic(client) as flow,
+    ):
+        etcd.process.send_signal(signal.SIGSTOP)
+        # Time itself is what is tested: longer than silence_s and attempt_timeout_s.
+        await asyncio.sleep(2.5)
+        etcd.process.send_signal(signal.SIGCONT)
+        await flow.more(50)
+
+
+async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
+    """A network that carries nothing any more, without a word, breaks no promise either."""
+    _, (etcd,) = single
+    async with (
+        open_gate(etcd.endpoint) as gate,
+        EtcdClient(config(gate.endpoint)) as client,
+        traffic(client) as flow,
+    ):
+        for interrupt in (gate.silence, gate.cut):
+            interrupt()
+            # Time itself is what is tested: longer than silence_s and attempt_timeout_s.
+            await asyncio.sleep(1.5)
+            gate.restore()
+            await flow.more(50)
+
+
+async def test_a_member_cut_off_from_its_cluster_is_left(three: Cluster) -> None:
+    """With two of three members halted the third refuses; with one back the calls pass again."""
+    _, members = three
+    async with EtcdClient(config(*(each.endpoint for each in members))) as client:
+        await client.put(PREFIX + "a", b"1")
+        for member in members[1:]:
+            member.process.send_signal(signal.SIGSTOP)
+        async with EtcdClient(config(members[0].endpoint, timeout_s=2)) as short:
+            with pytest.raises(Unavailable, match="no etcd answered"):
+                await short.get(PREFIX + "a")
+        members[1].process.send_signal(signal.SIGCONT)
+        async with asyncio.timeout(8):
+            assert await client.get(PREFIX + "a") is not None
+
+
+async def test_compaction_while_the_watch_is_away(single: Cluster) -> None:
+    """What was compacted in between is told as the difference, deletions included."""
+    _, (etcd,) = single
+    async with (
+        open_gate(etcd.endpoint) as gate,
+        EtcdClient(config(gate.endpoint)) as cut_off,
+        EtcdClient(config(etcd.endpoint)) as client,
+    ):
+        await client.put(PREFIX + "goes", b"1")
+        before = await client.put(PREFIX + "stays", b"2")
+        async with aclosing(cut_off.watch(PREFIX, before)) as watch:
+            assert (await anext(watch)).revision == before
+            gate.cut()
+            await client.delete(PREFIX + "goes")
+            await client.put(PREFIX + "brief", b"3")
+            await client.delete(PREFIX + "brief")
+            after = await client.put(PREFIX + "comes", b"4")
+            await compact_etcd(etcd.endpoint, after)
+            gate.restore()
+            async with asyncio.timeout(10):
+                batch = await anext(watch)
+            assert batch.reset
+            assert [(event.kind, event.key, event.value) for event in batch.events] == [
+                (EventKind.DELETE, PREFIX + "goes", b""),
+                (EventKind.PUT, PREFIX + "comes", b"4"),
+                (EventKind.PUT, PREFIX + "stays", b"2"),
+            ]
+            assert batch.events[0].previous_value == b"1"
+            last = await client.put(PREFIX + "stays", b"5")
+            async with asyncio.timeout(10):
+                batch = await anext(watch)
+            assert (batch.revision, batch.reset) == (last, False)
+
+
+async def test_a_transaction_of_unknown_outcome_is_not_sent_again(single: Cluster) -> None:
+    """A transaction without an answer raises and says so; it ran at most once."""
+    _, (etcd,) = single
+    async with (
+        open_gate(etcd.endpoint) as gate,
+        EtcdClient(config(gate.endpoint, timeout_s=2)) as cut_off,
+        EtcdClient(config(etcd.endpoint)) as client,
+    ):
+        key = PREFIX + "a"
+        await cut_off.get(key)
+        gate.silence()
+        with pytest.raises(RetryError, match="outcome of a transaction is unknown") as caught:
+            await cut_off.transact((), (Put(key, b"1"),))
+        assert caught.value.details["outcome"] == "unknown"
+        gate.restore()
+        async with asyncio.timeout(10):
+            made = await cut_off.transact((absent(key + "b"),), (Put(key + "b", b""),))
+        assert made.succeeded
+        item = await client.get(key)
+        assert item is None or item.version == 1
+
+
+async def test_a_transaction_waits_for_an_etcd_that_starts(single: Cluster) -> None:
+    """While etcd is down a transaction is not sent, so it waits; then it runs once."""
+    supervisor, (etcd,) = single
+    key = PREFIX + "a"
+    async with EtcdClient(config(etcd.endpoint, timeout_s=20)) as client:
+        await client.get(key)
+        etcd.process.kill()
+        await asyncio.to_thread(etcd.process.wait)
+        with pytest.raises(Unavailable):
+            async with EtcdClient(config(etcd.endpoint, timeout_s=1)) as hasty:
+                await hasty.transact((), (Put(key, b"0"),))
+        waiting = asyncio.create_task(client.transact((absent(key),), (Put(key, b"1"),)))
+        await asyncio.to_thread(start_members, supervisor.spawn, [etcd.member])
+        assert (await waiting).succeeded
+        item = await client.get(key)
+        assert item is not None
+        assert item.version == 1

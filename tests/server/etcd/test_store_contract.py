@@ -1,0 +1,332 @@
+"""What every KeyValueStore promises, run against etcd itself and against the double in memory."""
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from itertools import pairwise
+
+import pytest
+
+from shoal_proto.errors import InvalidSpec, LeaseExpired, RefusedError
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    EventKind,
+    Get,
+    KeyValue,
+    KeyValueStore,
+    LeaseId,
+    Operation,
+    Put,
+    Revision,
+    WatchBatch,
+    absent,
+    created_at,
+    unchanged_since,
+    value_is,
+)
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.memory import MemoryStore
+
+from .conftest import Bench
+
+
+async def collect(
+    watch: AsyncGenerator[WatchBatch, None], until: Revision, limit_s: float = 10
+) -> list[WatchBatch]:
+    """Batches up to and with that revision."""
+    batches: list[WatchBatch] = []
+    async with asyncio.timeout(limit_s):
+        async for batch in watch:
+            batches.append(batch)
+            if batch.revision >= until:
+                break
+    return batches
+
+
+async def test_a_key_carries_its_history(bench: Bench) -> None:
+    """A key knows when it was created, when it was last written and how often."""
+    key = bench.prefix + "a"
+    assert await bench.store.get(key) is None
+    first = await bench.store.put(key, b"1")
+    second = await bench.store.put(key, b"\x00\xff")
+    assert second == first + 1
+    assert await bench.store.get(key) == KeyValue(key, b"\x00\xff", first, second, 2)
+    await bench.store.delete(key)
+    third = await bench.store.put(key, b"")
+    assert await bench.store.get(key) == KeyValue(key, b"", third, third, 1)
+
+
+async def test_range_holds_the_prefix_and_nothing_else(bench: Bench) -> None:
+    """A range is in key order, as of one revision, without neighbours of the prefix."""
+    for name in ("b", "a", "ab", "ä", "zz"):
+        await bench.store.put(bench.prefix + name, name.encode())
+    last = await bench.store.put(bench.prefix[:-1] + "0", b"neighbour")
+    snapshot = await bench.store.range(bench.prefix)
+    assert [item.key for item in snapshot.items] == [
+        bench.prefix + name for name in ("a", "ab", "b", "zz", "ä")
+    ]
+    assert snapshot.revision == last
+
+
+async def test_delete_tells_how_many(bench: Bench) -> None:
+    """Deletes count what was there; deleting nothing is no change."""
+    for name in ("x/1", "x/2", "y"):
+        revision = await bench.store.put(bench.prefix + name, b"")
+    assert await bench.store.delete(bench.prefix + "nothing") == 0
+    assert (await bench.store.range(bench.prefix)).revision == revision
+    assert await bench.store.delete(bench.prefix + "y") == 1
+    assert await bench.store.delete(bench.prefix + "x/", prefix=True) == 2
+    assert (await bench.store.range(bench.prefix)).items == ()
+
+
+async def test_a_transaction_runs_one_branch_at_one_revision(bench: Bench) -> None:
+    """The branch that the compares choose runs whole, reads included, at a single revision."""
+    a, b = bench.prefix + "a", bench.prefix + "b"
+    made = await bench.store.transact((absent(a), absent(b)), (Put(a, b"1"), Put(b, b"2"), Get(a)))
+    assert made.succeeded
+    ((read,),) = made.reads
+    assert (read.value, read.mod_revision) == (b"1", made.revision)
+    again = await bench.store.transact((absent(a),), (Put(a, b"9"),), (Get(bench.prefix, True),))
+    assert not again.succeeded
+    assert [item.value for item in again.reads[0]] == [b"1", b"2"]
+    assert again.revision == made.revision
+    swap = await bench.store.transact((value_is(a, b"1"),), (Delete(a), Put(b, b"3"), Get(b)))
+    assert swap.succeeded
+    assert await bench.store.get(a) is None
+
+
+@pytest.mark.parametrize("right", [True, False])
+async def test_every_comparison(bench: Bench, right: bool) -> None:
+    """Each kind of compare holds for what is there and fails for anything else."""
+    key = bench.prefix + "k"
+    created = await bench.store.put(key, b"1")
+    newest = await bench.store.put(key, b"2")
+    off = 0 if right else 1
+    for compare in (
+        value_is(key, b"2" if right else b"1"),
+        unchanged_since(key, Revision(newest + off)),
+        created_at(key, Revision(created + off)),
+        Compare(key, "version", 2 + off),
+        unchanged_since(bench.prefix + "none", Revision(off)),
+        created_at(bench.prefix + "none", Revision(off)),
+    ):
+        assert (await bench.store.transact((compare,), ())).succeeded is right, compare
+    assert not (await bench.store.transact((value_is(bench.prefix + "none", b""),), ())).succeeded
+
+
+async def test_a_refused_transaction_changes_nothing(bench: Bench) -> None:
+    """What the store refuses, it refuses as a whole, in either branch."""
+    a, b = bench.prefix + "a", bench.prefix + "b"
+    for then in (
+        (Put(b, b"1"), Put(a, b"1"), Put(a, b"2")),
+        (Put(b, b"1"), Put(a, b"1"), Delete(bench.prefix, True)),
+    ):
+        with pytest.raises(RefusedError):
+            await bench.store.transact((), then)
+    with pytest.raises(LeaseExpired):
+        await bench.store.transact((), (Put(b, b"1"), Put(a, b"1", LeaseId(987654321))))
+    with pytest.raises(LeaseExpired):
+        await bench.store.put(a, b"1", LeaseId(987654321))
+    for bad in (bench.store.get(""), bench.store.put("", b""), bench.store.delete("")):
+        with pytest.raises(InvalidSpec):
+            await bad
+    with pytest.raises(InvalidSpec):
+        await bench.store.transact((Compare(a, "colour", 1),), ())
+    assert (await bench.store.range(bench.prefix)).items == ()
+
+
+async def test_a_lease_ends_with_its_keys(bench: Bench) -> None:
+    """Keys live as long as their lease, renewals included, and a watch sees them go."""
+    brief, kept = await bench.store.grant(1), await bench.store.grant(1)
+    await bench.store.put(bench.prefix + "brief", b"1", brief)
+    revision = await bench.store.put(bench.prefix + "kept", b"2", kept)
+    ttl_s = await bench.store.keep_alive(kept)
+    assert 1 <= ttl_s <= 2
+    async with aclosing(bench.store.watch(bench.prefix, Revision(revision + 1))) as watch:
+
+        async def renew() -> None:
+            while True:
+                await asyncio.sleep(ttl_s / 4)
+                assert await bench.store.keep_alive(kept) > 0
+
+        renewing = asyncio.create_task(renew())
+        (batch,) = await collect(watch, Revision(revision + 1))
+        renewing.cancel()
+    assert [(event.kind, event.key) for event in batch.events] == [
+        (EventKind.DELETE, bench.prefix + "brief")
+    ]
+    assert batch.events[0].previous_value == b"1"
+    assert await bench.store.keep_alive(brief) == 0.0
+    item = await bench.store.get(bench.prefix + "kept")
+    assert item is not None
+    assert item.lease == kept
+    await bench.store.revoke(kept)
+    await bench.store.revoke(kept)
+    assert await bench.store.get(bench.prefix + "kept") is None
+
+
+async def test_a_put_takes_a_key_out_of_its_lease(bench: Bench) -> None:
+    """The newest write decides under which lease a key lives."""
+    lease = await bench.store.grant(30)
+    await bench.store.put(bench.prefix + "a", b"1", lease)
+    await bench.store.put(bench.prefix + "a", b"2")
+    await bench.store.revoke(lease)
+    assert await bench.store.get(bench.prefix + "a") is not None
+
+
+async def test_a_watch_tells_history_and_then_what_comes(bench: Bench) -> None:
+    """From any revision on, each change comes once and in order, with the value before it."""
+    key = bench.prefix + "a"
+    await bench.store.put(key, b"0")
+    start = await bench.store.put(key, b"1")
+    await bench.store.put(bench.prefix[:-1] + "0", b"neighbour")
+    async with aclosing(bench.store.watch(bench.prefix, start)) as watch:
+        (first,) = await collect(watch, start)
+        await bench.store.delete(key)
+        end = await bench.store.put(key, b"2")
+        rest = await collect(watch, end)
+    events = [event for batch in (first, *rest) for event in batch.events]
+    assert [(event.kind, event.value, event.previous_value) for event in events] == [
+        (EventKind.PUT, b"1", b"0"),
+        (EventKind.DELETE, b"", b"1"),
+        (EventKind.PUT, b"2", b""),
+    ]
+    assert not any(batch.reset for batch in (first, *rest))
+
+
+async def test_a_watch_never_splits_a_revision(bench: Bench) -> None:
+    """All changes of one transaction come in one batch, also when they are large."""
+    value = bytes(100_000)
+    keys = [f"{bench.prefix}{number:02}" for number in range(12)]
+    made = await bench.store.transact((), [Put(key, value) for key in keys])
+    for number in range(40):
+        last = await bench.store.put(keys[number % 12], value)
+    async with aclosing(bench.store.watch(bench.prefix, made.revision)) as watch:
+        batches = await collect(watch, last)
+    first = [event for event in batches[0].events if event.mod_revision == made.revision]
+    assert [event.key for event in first] == keys
+    revisions = [event.mod_revision for batch in batches for event in batch.events]
+    assert sorted(set(revisions)) == list(range(made.revision, last + 1))
+    assert len(revisions) == 12 + 40
+    for earlier, later in pairwise(batches):
+        assert earlier.revision < later.events[0].mod_revision
+
+
+async def test_a_watch_over_forgotten_history_is_reset(bench: Bench) -> None:
+    """A watch from a compacted revision tells what is there now, and goes on from there."""
+    start = await bench.store.put(bench.prefix + "gone", b"1")
+    await bench.store.put(bench.prefix + "kept", b"2")
+    await bench.store.delete(bench.prefix + "gone")
+    end = await bench.store.put(bench.prefix + "kept", b"3")
+    await bench.compact(end)
+    async with aclosing(bench.store.watch(bench.prefix, start)) as watch:
+        (reset,) = await collect(watch, end)
+        assert reset.reset
+        assert [(event.key, event.value) for event in reset.events] == [
+            (bench.prefix + "kept", b"3")
+        ]
+        last = await bench.store.put(bench.prefix + "new", b"4")
+        (batch,) = await collect(watch, last)
+    assert not batch.reset
+    assert [event.key for event in batch.events] == [bench.prefix + "new"]
+
+
+async def test_bad_starts_of_a_watch(bench: Bench) -> None:
+    """A watch starts where history is or begins: not before its first, not in the future."""
+    revision = (await bench.store.range(bench.prefix)).revision
+    for start in (0, revision + 2):
+        with pytest.raises(RefusedError):
+            await anext(bench.store.watch(bench.prefix, Revision(start)))
+
+
+async def test_watches_are_independent(bench: Bench) -> None:
+    """One that nobody reads delays neither the others nor the writers."""
+    start = Revision((await bench.store.range(bench.prefix)).revision + 1)
+    async with aclosing(bench.store.watch(bench.prefix, start)) as idle:
+        await bench.store.put(bench.prefix + "first", b"")
+        await anext(idle)
+        for number in range(50):
+            last = await bench.store.put(f"{bench.prefix}{number}", bytes(10_000))
+        async with aclosing(bench.store.watch(bench.prefix, start)) as busy:
+            told = await collect(busy, last)
+        assert sum(len(batch.events) for batch in told) == 51
+        late = await collect(idle, last)
+    assert sum(len(batch.events) for batch in late) == 50
+
+
+async def test_close_ends_calls_and_watches_by_an_error(bench: Bench) -> None:
+    """Nothing hangs on a closed store, and a task that used it is not taken for cancelled."""
+    start = Revision((await bench.store.range(bench.prefix)).revision + 1)
+    watch = bench.store.watch(bench.prefix, start)
+    waiting = asyncio.create_task(anext(watch))
+    await bench.store.put(bench.prefix + "a", b"")
+    await waiting
+    waiting = asyncio.create_task(anext(watch))
+    # Lets the watch reach its wait; what must hold does not depend on how far it came.
+    await bench.store.get(bench.prefix + "a")
+    await bench.store.close()
+    async with asyncio.timeout(5):
+        with pytest.raises(RefusedError, match="closed"):
+            await waiting
+        with pytest.raises(RefusedError, match="closed"):
+            await bench.store.get(bench.prefix + "a")
+
+
+async def test_the_double_answers_like_etcd(etcd_endpoint: str) -> None:
+    """The same random calls get the same answers and the same history from both."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    prefix = f"/shoal/test/random-{seed}/"
+    memory = MemoryStore()
+    async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
+        base = (await client.range(prefix)).revision - 1
+        theirs = await _transcript(client, random.Random(seed), prefix, base)
+        ours = await _transcript(memory, random.Random(seed), prefix, 0)
+    for index, (their, our) in enumerate(zip(theirs, ours, strict=True)):
+        assert our == their, f"answer {index} differs, seed {seed}"
+
+
+async def _transcript(
+    store: KeyValueStore, dice: random.Random, prefix: str, base: int
+) -> list[object]:
+    """The answers of a store to calls that the dice choose, revisions counted from `base`."""
+
+    def item(each: KeyValue) -> object:
+        created, modified = each.create_revision - base, each.mod_revision - base
+        return (each.key, each.value, created, modified, each.version)
+
+    def operation() -> Operation:
+        key, prefixed = prefix + dice.choice("abc") + dice.choice("12"), dice.random() < 0.3
+        kind = dice.randrange(4)
+        if kind < 2:
+            return Put(key, bytes([dice.randrange(4)]))
+        return (Delete if kind == 2 else Get)(key[:-1] if prefixed else key, prefixed)
+
+    def compare() -> Compare:
+        key = prefix + dice.choice("abc") + dice.choice("12")
+        field = dice.choice(("value", "version"))
+        return Compare(key, field, bytes([dice.randrange(4)]) if field == "value" else 1)
+
+    answers: list[object] = []
+    for _ in range(300):
+        compares = [compare() for _ in range(dice.randrange(3))]
+        branches = [[operation() for _ in range(dice.randrange(4))] for _ in range(2)]
+        try:
+            result = await store.transact(compares, *branches)
+        except RefusedError:
+            answers.append("refused")
+            continue
+        reads = [[item(each) for each in read] for read in result.reads]
+        answers.append((result.succeeded, result.revision - base, reads))
+    end = (await store.range(prefix)).revision
+    async with aclosing(store.watch(prefix, Revision(base + 1))) as watch:
+        # The newest change may lie elsewhere than at the newest revision only for other prefixes.
+        for batch in await collect(watch, end):
+            answers.extend(
+                (event.kind, event.key, event.value, event.mod_revision - base)
+                for event in batch.events
+            )
+    return answers
