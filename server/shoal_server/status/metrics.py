@@ -51,7 +51,7 @@ async def render(reading: Reading) -> bytes:
     return generate_latest(registry)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
 class _Snapshot(Collector):
     reading: Reading
     jobs: tuple[JobView, ...]

@@ -1,0 +1,338 @@
+"""The HTTP API, asked over a real socket."""
+
+import json
+import math
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import status_world
+from status_world import World
+
+from shoal_proto.errors import Unavailable
+from shoal_server.status.board import MAX_EVENTS
+from shoal_server.status.views import Readiness
+
+HEALTH = "/api/v1/jobs/digits/members/w1/health"
+REPORT = {"incarnation": "incarnation-of-w1", "step": 1300, "loss": 0.125, "samples_per_s": 900.5}
+
+
+def body_of_error(response: httpx.Response, status: int, kind: str) -> dict[str, str]:
+    """The body, checked to be an error of our form."""
+    body: dict[str, str] = response.json()
+    assert response.status_code == status, body
+    assert set(body) == {"kind", "what", "seen", "expected", "fix"}
+    assert body["kind"] == kind
+    return body
+
+
+async def test_the_process_is_alive_even_when_it_is_not_ready(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """Restarting a coordinator does not bring etcd back, so /healthz stays 200."""
+    world.ready = Readiness(ready=False, reason="etcd is away")
+    assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_readiness_tells_why_not(world: World, http: httpx.AsyncClient) -> None:
+    """503 with the reason and the leader while this coordinator does not lead, 200 once it does."""
+    world.ready = Readiness(ready=False, reason="another leads", leader="10.0.0.9:7700")
+    response = await http.get("/readyz")
+    assert response.status_code == 503
+    assert response.json() == {
+        "ready": False,
+        "reason": "another leads",
+        "leader": "10.0.0.9:7700",
+    }
+    world.ready = status_world.READY
+    assert (await http.get("/readyz")).status_code == 200
+
+
+async def test_jobs_are_listed_by_name(world: World, http: httpx.AsyncClient) -> None:
+    """One line a job, with its phase, the reason for it, and how many train."""
+    world.put(status_world.job("abc", phase="collect", reason="waiting for 2 members", members=()))
+    abc, digits = (await http.get("/api/v1/jobs")).json()
+    assert (abc["job"], abc["phase"], abc["reason"]) == ("abc", "collect", "waiting for 2 members")
+    assert (digits["num_members"], digits["num_training"], digits["step"]) == (3, 3, 1200)
+
+
+async def test_a_job_has_members_generations_and_samples(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """Members come by rank, those without one last; generations newest first."""
+    standby = status_world.member("a-standby")
+    world.change("digits", members=(standby, *reversed(world.by_name["digits"].members)))
+    world.samples_of["digits"] = status_world.samples()
+    job = (await http.get("/api/v1/jobs/digits")).json()
+    ids = [entry["member"]["member_id"] for entry in job["members"]]
+    assert ids == ["w0", "w1", "w2", "a-standby"]
+    assert [record["generation"] for record in job["generations"]] == [3, 1]
+    assert job["samples"]["repeated_max"] == 96
+    assert (await http.get("/api/v1/jobs/digits/members")).json() == job["members"]
+
+
+async def test_a_generation_is_told_with_roster_reason_and_conflicts(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """An aborted attempt names the field, each value and who holds it."""
+    aborted = status_world.generation(
+        4, ["w0", "w4"], verdict="aborted", conflicts=(status_world.conflict(),)
+    )
+    world.change("digits", generations=(aborted,))
+    record = (await http.get("/api/v1/jobs/digits/generations/4")).json()
+    assert record["verdict"] == "aborted"
+    assert [entry["member_id"] for entry in record["members"]] == ["w0", "w4"]
+    assert record["conflicts"] == [{"field": "seed", "values": {"0": ["w0", "w1"], "7": ["w4"]}}]
+    assert (await http.get("/api/v1/jobs/digits/generations")).json() == [record]
+
+
+async def test_why_says_what_a_member_waits_for(world: World, http: httpx.AsyncClient) -> None:
+    """The member's reason and the job's, with the last error that it reported."""
+    waiting = status_world.member("w9", state="waiting", waiting_for="other members")
+    world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 members are ready")
+    world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
+    why = (await http.get("/api/v1/jobs/digits/members/w9/why")).json()
+    assert (why["state"], why["waiting_for"]) == ("waiting", "other members")
+    assert (why["phase"], why["reason"]) == ("collect", "1 of 2 members are ready")
+    assert why["last_error"] == "peer reset"
+    assert 39 <= why["waiting_s"] <= 60
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "expected"),
+    [
+        ("/api/v1/jobs/nope", "UnknownJob", "one of digits"),
+        ("/api/v1/jobs/digits/members/w7", "UnknownMember", "one of w0, w1, w2"),
+        ("/api/v1/jobs/digits/members/w7/why", "UnknownMember", "one of w0, w1, w2"),
+        ("/api/v1/jobs/digits/generations/2", "UnknownGeneration", "1 to 3"),
+        ("/api/v1/jobs/nope/shards", "UnknownJob", "one of digits"),
+        ("/api/v1/jobs/nope/events", "UnknownJob", "one of digits"),
+        ("/api/v2/jobs", "RefusedError", ""),
+    ],
+)
+async def test_what_is_not_there_is_named_with_what_is(
+    http: httpx.AsyncClient, path: str, kind: str, expected: str
+) -> None:
+    """404, and the error lists what could have been asked for."""
+    body = body_of_error(await http.get(path), 404, kind)
+    assert body["expected"] == expected
+
+
+async def test_a_health_report_is_shown_with_its_member(http: httpx.AsyncClient) -> None:
+    """What a worker posts comes back with the member, and its step counts for the job."""
+    assert (await http.post(HEALTH, json=REPORT)).status_code == 204
+    entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
+    assert entry["health"]["loss"] == 0.125
+    assert entry["health"]["samples_per_s"] == 900.5
+    assert entry["losses"] == [[1300, 0.125]]
+    assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300
+
+
+async def test_a_loss_that_is_not_a_number_gets_through(http: httpx.AsyncClient) -> None:
+    """A diverged loss is what people look for, and the answer is still valid JSON."""
+    assert (await http.post(HEALTH, json={**REPORT, "loss": "NaN"})).status_code == 204
+    response = await http.get("/api/v1/jobs/digits/members/w1")
+    entry = json.loads(response.text, parse_constant=lambda name: pytest.fail(f"bare {name}"))
+    assert entry["health"]["loss"] == "NaN"
+    assert entry["losses"] == [[1300, "NaN"]]
+
+
+async def test_another_incarnations_report_is_refused(http: httpx.AsyncClient) -> None:
+    """409 with both incarnations, and what is shown stays as it was."""
+    await http.post(HEALTH, json=REPORT)
+    late = await http.post(HEALTH, json={**REPORT, "incarnation": "old", "step": 1})
+    body = body_of_error(late, 409, "Fenced")
+    assert "old" in body["seen"]
+    assert "incarnation-of-w1" in body["expected"]
+    entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
+    assert entry["health"]["step"] == 1300
+
+
+async def test_a_restarted_member_does_not_inherit_health(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """The report of an incarnation that is gone is not shown as the new one's."""
+    await http.post(HEALTH, json=REPORT)
+    world.change("digits", members=(status_world.member("w1", 1, incarnation="new"),))
+    entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
+    assert (entry["health"], entry["losses"]) == (None, [])
+
+
+async def test_a_report_of_an_unknown_member_is_refused(http: httpx.AsyncClient) -> None:
+    """404 that names the members there are."""
+    response = await http.post("/api/v1/jobs/digits/members/w7/health", json=REPORT)
+    body_of_error(response, 404, "UnknownMember")
+
+
+@pytest.mark.parametrize(
+    ("change", "seen", "expected"),
+    [
+        ({"step": -1}, "step = -1", "step: Input should be greater than or equal to 0"),
+        ({"step": "many"}, 'step = "many"', "step: Input should be a valid integer"),
+        ({"samples_per_s": "NaN"}, 'samples_per_s = "NaN"', "finite number"),
+        ({"last_error": "x" * 3000}, "last_error = ", "at most 2000 characters"),
+        ({"lose": 1.0}, "lose = 1.0", "lose: Extra inputs are not permitted"),
+    ],
+)
+async def test_a_report_out_of_range_names_field_value_and_rule(
+    http: httpx.AsyncClient, change: dict[str, object], seen: str, expected: str
+) -> None:
+    """422 whose parts a person can act on."""
+    body = body_of_error(
+        await http.post(HEALTH, json={**REPORT, **change}), 422, "MalformedMessage"
+    )
+    assert seen in body["seen"]
+    assert expected in body["expected"]
+    assert len(body["seen"]) < 200, "a long value is not sent back in full"
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe"])
+async def test_a_body_that_is_no_report_is_refused(http: httpx.AsyncClient, content: bytes) -> None:
+    """Not JSON, or no object: 4xx in the same form, and the server serves on."""
+    response = await http.post(
+        HEALTH, content=content, headers={"content-type": "application/json"}
+    )
+    assert response.status_code in (400, 422)
+    body_of_error(response, response.status_code, response.json()["kind"])
+    assert (await http.post(HEALTH, json=REPORT)).status_code == 204
+
+
+async def test_a_report_without_incarnation_says_what_is_missing(http: httpx.AsyncClient) -> None:
+    """The one field that must be there is named."""
+    body = body_of_error(await http.post(HEALTH, json={"step": 1}), 422, "MalformedMessage")
+    assert body["seen"] == "no incarnation"
+
+
+async def test_a_huge_body_is_refused_before_it_is_read(http: httpx.AsyncClient) -> None:
+    """413 at 64 KiB, with a length and without one."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(100):
+            yield b" " * 10_000
+
+    whole = await http.post(HEALTH, content=b" " * 1_000_000)
+    body_of_error(whole, 413, "RefusedError")
+    chunked = await http.post(HEALTH, content=pieces())
+    body_of_error(chunked, 413, "RefusedError")
+
+
+async def test_a_wrong_method_is_an_error_of_the_same_form(http: httpx.AsyncClient) -> None:
+    """405 with our body."""
+    body_of_error(await http.delete("/api/v1/jobs"), 405, "RefusedError")
+
+
+async def test_events_are_read_page_by_page_without_gap_or_repeat(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """Following `next_after` gives every event once, in order."""
+    for i in range(25):
+        world.board.event("digits", "member_lost", f"reason {i}", member_id="w1", generation=i)
+    reasons, after = [], 0
+    while True:
+        page = (await http.get(f"/api/v1/jobs/digits/events?after={after}&limit=10")).json()
+        if not page["events"]:
+            break
+        reasons += [event["reason"] for event in page["events"]]
+        after = page["next_after"]
+    assert reasons == [f"reason {i}" for i in range(25)]
+    assert page["next_after"] == after
+
+
+async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncClient) -> None:
+    """The ring holds 1000 a job; ids tell how much went by."""
+    for i in range(MAX_EVENTS + 5):
+        world.board.event("digits", "member_lost", str(i))
+    page = (await http.get(f"/api/v1/jobs/digits/events?limit={MAX_EVENTS}")).json()
+    assert [page["events"][0]["reason"], page["events"][-1]["reason"]] == ["5", "1004"]
+    refused = await http.get(f"/api/v1/jobs/digits/events?limit={MAX_EVENTS + 1}")
+    assert "limit = " in body_of_error(refused, 422, "MalformedMessage")["seen"]
+
+
+async def test_shards_are_shown_with_their_state(world: World, http: httpx.AsyncClient) -> None:
+    """The map and what each server says; a job without shards has empty lists."""
+    assert (await http.get("/api/v1/jobs/digits/shards")).json() == {"servers": [], "shards": []}
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    view = (await http.get("/api/v1/jobs/digits/shards")).json()
+    assert [server["state"] for server in view["servers"]] == ["serving", "unreachable"]
+    assert [shard["created"] for shard in view["shards"]] == [True, False, True, False]
+
+
+async def test_shards_cannot_be_read_while_etcd_is_away(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """503 with the reason, while what is in memory is still answered."""
+    world.shards_error = Unavailable("etcd does not answer")
+    response = await http.get("/api/v1/jobs/digits/shards")
+    assert body_of_error(response, 503, "Unavailable")["what"] == "etcd does not answer"
+    assert (await http.get("/api/v1/jobs/digits")).status_code == 200
+    assert (await http.get("/metrics")).status_code == 200
+
+
+async def test_a_failure_of_ours_is_an_error_of_the_same_form(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """500 InternalError; the connection lives on."""
+    world.shards_error = ZeroDivisionError("a bug")
+    body_of_error(await http.get("/api/v1/jobs/digits/shards"), 500, "InternalError")
+    assert (await http.get("/healthz")).status_code == 200
+
+
+async def test_the_schema_describes_every_endpoint(http: httpx.AsyncClient) -> None:
+    """Each operation has a summary, a text and named errors, and each report field a sentence."""
+    schema = (await http.get("/openapi.json")).json()
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            assert operation["summary"], path
+            assert operation["description"], path
+    report = schema["components"]["schemas"]["HealthReport"]
+    assert all("description" in field for field in report["properties"].values())
+    assert report["examples"][0]["step"] == 1200
+    member = schema["components"]["schemas"]["MemberView"]["properties"]
+    assert member["waiting_for"]["description"] == "What the member waits for, in words."
+
+
+async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.AsyncClient) -> None:
+    """Every series is computed from the same source, for each job, member and shard."""
+    world.shards_of["digits"] = status_world.shards()
+    world.samples_of["digits"] = status_world.samples()
+    world.board.event("digits", "member_lost", "w3 is gone")
+    await http.post(HEALTH, json={**REPORT, "loss": "NaN", "memory_bytes": 4096})
+    series = parse(await http.get("/metrics"))
+    assert series["shoal_coordinator_ready_bool"] == 1
+    assert series['shoal_job_phase_bool{job="digits",phase="running"}'] == 1
+    assert series['shoal_job_phase_bool{job="digits",phase="collect"}'] == 0
+    assert series['shoal_job_members{job="digits",state="training"}'] == 3
+    assert series['shoal_job_generation_number{job="digits"}'] == 3
+    assert series['shoal_job_progress_steps{job="digits"}'] == 1300
+    assert series['shoal_job_events_total{job="digits",kind="member_lost"}'] == 1
+    assert series['shoal_job_health_reports_total{job="digits"}'] == 1
+    assert series['shoal_job_completed_samples_total{job="digits"}'] == 5000
+    assert series['shoal_member_memory_bytes{job="digits",member="w1"}'] == 4096
+    assert math.isnan(series['shoal_member_loss_value{job="digits",member="w1"}'])
+    shard = '{job="digits",server="ps1",shard="1"}'
+    assert series[f"shoal_shard_updates_total{shard}"] == 813
+    assert series[f"shoal_shard_size_bytes{shard}"] == 3_000_000
+
+
+async def test_the_series_of_what_is_gone_are_gone(world: World, http: httpx.AsyncClient) -> None:
+    """A job that ended leaves no stale series behind."""
+    assert any("digits" in name for name in parse(await http.get("/metrics")))
+    world.by_name.clear()
+    assert not any("digits" in name for name in parse(await http.get("/metrics")))
+
+
+async def test_metric_names_end_in_their_unit(world: World, http: httpx.AsyncClient) -> None:
+    """No series without a unit that a reader would have to guess."""
+    world.shards_of["digits"] = status_world.shards()
+    units = {"bytes", "seconds", "steps", "samples", "members", "bool", "number", "value"}
+    units |= {"total", "second"}
+    names = {name.split("{")[0] for name in parse(await http.get("/metrics"))}
+    assert {name for name in names if name.rsplit("_", 1)[1] not in units} == set()
+
+
+def parse(response: httpx.Response) -> dict[str, float]:
+    """Series name with labels, to value."""
+    assert response.status_code == 200
+    assert response.headers["content-type"].startswith("text/plain")
+    lines = [line for line in response.text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}

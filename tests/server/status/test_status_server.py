@@ -1,0 +1,89 @@
+"""Serving HTTP inside somebody else's event loop."""
+
+import asyncio
+import os
+import signal
+import socket
+
+import httpx
+import pytest
+from status_world import World
+
+from shoal_proto.errors import AddressInUse
+from shoal_server.status import page
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+
+async def test_a_busy_port_is_named(world: World) -> None:
+    """AddressInUse says which address, and nothing is left behind."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(AddressInUse, match=f"127.0.0.1:{port}"):
+            async with StatusServer(build_app(world, world.board), "127.0.0.1", port):
+                pytest.fail("it must not serve")
+
+
+async def test_an_address_of_another_machine_is_named(world: World) -> None:
+    """A host that is not ours is refused as clearly as a busy port."""
+    with pytest.raises(AddressInUse, match=r"192\.0\.2\.1:0"):
+        async with StatusServer(build_app(world, world.board), "192.0.2.1", 0):
+            pytest.fail("it must not serve")
+
+
+async def test_the_port_is_free_again_after_the_server(world: World) -> None:
+    """A second server takes the same port at once, and the first one answers no more."""
+    async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as first:
+        port = first.port
+        async with httpx.AsyncClient(trust_env=False) as http:
+            assert (await http.get(f"{first.url}/healthz")).status_code == 200
+    async with StatusServer(build_app(world, world.board), "127.0.0.1", port) as second:
+        assert second.port == port
+
+
+async def test_signals_are_left_to_the_process(world: World) -> None:
+    """Whoever runs the loop keeps its handlers: they are called, and the server serves on."""
+    caught = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, caught.set)
+    try:
+        async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as server:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait_for(caught.wait(), 5)
+            async with httpx.AsyncClient(trust_env=False) as http:
+                assert (await http.get(f"{server.url}/healthz")).status_code == 200
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)
+
+
+async def test_open_pages_do_not_hold_up_the_end(world: World) -> None:
+    """A live stream ends when the server does, well before any limit."""
+    async with httpx.AsyncClient(trust_env=False) as http:
+        async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as server:
+            request = http.build_request("GET", f"{server.url}/api/v1/stream?job=digits")
+            response = await http.send(request, stream=True)
+            lines = response.aiter_lines()
+            assert await anext(lines) == "event: state"
+            started_s = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() - started_s < 1.5
+        await response.aclose()
+
+
+async def test_live_pages_are_bounded_and_given_back(world: World) -> None:
+    """One stream too many gets a clear 503; closing one makes room again."""
+    app = build_app(world, world.board)
+    closing: page.Closing = app.state.closing
+    closing.num_streams = page.MAX_STREAMS - 1
+    async with (
+        StatusServer(app, "127.0.0.1", 0) as server,
+        httpx.AsyncClient(trust_env=False) as http,
+    ):
+        url = f"{server.url}/api/v1/stream"
+        async with http.stream("GET", url) as last:
+            await anext(last.aiter_lines())
+            refused = await http.get(url)
+            assert refused.status_code == 503
+            assert refused.json()["kind"] == "Overloaded"
+        async with asyncio.timeout(5):
+            # The server notices at its next write, of which nobody is told.
+            while closing.num_streams >= page.MAX_STREAMS:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
