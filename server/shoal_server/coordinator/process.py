@@ -22,6 +22,8 @@ from shoal_server.status.serve import StatusServer
 log = structlog.get_logger(__name__)
 
 STOP_WITHIN_S = 2.0
+LEADER_LEASE_S = 2.0
+"""The least that etcd grants with its default timings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         await server.start()
         stack.push_async_callback(server.stop, STOP_WITHIN_S)
-        election = Election(store, Candidate(address=address, http_url=coordinator.http_url))
+        candidate = Candidate(address=address, http_url=coordinator.http_url)
+        election = Election(store, candidate, ttl_s=LEADER_LEASE_S)
         turns = Turns(coordinator, election)
         campaign = asyncio.create_task(turns.take_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")

@@ -1,0 +1,205 @@
+"""Coordinator processes on a real etcd: starting, ending, being killed."""
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from coordinator_world import FIELDS
+from etcd_fixture import etcd_processes, running_etcd
+
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.membership import Member, Membership
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1 import membership_pb2 as pb
+
+START_S = 30.0
+TAKE_OVER_S = 20.0
+
+
+class Replica:
+    """A `shoal coordinator` process."""
+
+    def __init__(self, supervisor: Supervisor, directory: Path, name: str, etcd: str) -> None:
+        self.ready_path = directory / f"{name}.json"
+        self.log_path = directory / f"{name}.log"
+        arguments = [
+            *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", etcd),
+            *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
+            *("--heartbeat-s", "0.2", "--ready-file", str(self.ready_path)),
+        ]
+        command = Command(name=name, arguments=arguments, log_path=self.log_path)
+        self.process: Process = supervisor.spawn(command)
+
+    def ready(self) -> "Replica":
+        """Wait until it serves; its own log explains a failure."""
+        deadline_s = time.monotonic() + START_S
+        while not self.ready_path.exists():
+            assert self.process.wait(0.02) is None, self.log_path.read_text()
+            assert time.monotonic() < deadline_s, self.log_path.read_text()
+        addresses = json.loads(self.ready_path.read_text())
+        self.grpc, self.http = addresses["grpc"], addresses["http"]
+        return self
+
+
+def member(name: str, coordinators: list[str], desired: int) -> Membership:
+    spec = pb.JobSpec(job="j", min_members=1, max_members=8, desired_members=desired)
+    return Membership(
+        Member(
+            coordinators=coordinators,
+            spec=spec,
+            member_id=name,
+            incarnation=new_incarnation(),
+            info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
+        )
+    )
+
+
+def form(members: list[Membership]) -> pb.GenerationRecord:
+    """Let the members attend, propose and bring the generation up."""
+
+    def join(one: Membership) -> pb.GenerationRecord:
+        one.attend()
+        one.propose(FIELDS, synchronous=True, step=0, has_state=False)
+        record = one.await_generation(0, START_S)
+        one.ready(record)
+        return record
+
+    with ThreadPoolExecutor(len(members)) as threads:
+        return list(threads.map(join, members)).pop()
+
+
+def job_when_running(http: str, within_s: float) -> dict[str, Any]:
+    """The job as the replica shows it, as soon as that says that it runs."""
+    deadline_s = time.monotonic() + within_s
+    while True:
+        answer = httpx.get(f"{http}/api/v1/jobs/j")
+        if answer.status_code == 200 and answer.json()["summary"]["phase"] == "running":
+            return dict(answer.json())
+        assert time.monotonic() < deadline_s, answer.text
+        time.sleep(0.05)  # another process' state can only be asked for
+
+
+@contextmanager
+def closing(members: list[Membership]) -> Iterator[list[Membership]]:
+    try:
+        yield members
+    finally:
+        for one in members:
+            one.close()
+
+
+def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Path) -> None:
+    """The members find the new leader; the generation that ran before runs on."""
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        first = Replica(supervisor, tmp_path, "first", etcd).ready()
+        second = Replica(supervisor, tmp_path, "second", etcd).ready()
+        assert httpx.get(f"{first.http}/readyz").status_code == 200
+        assert httpx.get(f"{second.http}/readyz").status_code == 503
+        addresses = [first.grpc, second.grpc]
+        with closing([member(name, addresses, 2) for name in ("a", "b")]) as members:
+            form(members)
+            first.process.send_signal(signal.SIGKILL)
+            answer = job_when_running(second.http, TAKE_OVER_S)
+            assert answer["summary"]["generation"] == 1
+            assert {m["member"]["member_id"] for m in answer["members"]} == {"a", "b"}
+            for one in members:
+                assert not one.is_broken(1)
+                assert one.begin_step(0) is None
+
+
+def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
+    tmp_path: Path,
+) -> None:
+    """A worker may be given any replica's address."""
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        Replica(supervisor, tmp_path, "first", etcd).ready()
+        second = Replica(supervisor, tmp_path, "second", etcd).ready()
+        with closing([member("a", [second.grpc], 1)]) as members:
+            record = form(members)
+            assert [e.member_id for e in record.roster.entries] == ["a"]
+
+
+def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
+    """Nobody is declared lost for it; once etcd is back, a change that waited is made."""
+    with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
+        replica = Replica(supervisor, tmp_path, "c", etcd.endpoint).ready()
+        with closing([member(name, [replica.grpc], 2) for name in ("a", "b")]) as members:
+            form(members)
+            etcd.process.send_signal(signal.SIGSTOP)
+            # Longer than a member's lease: were that enough to declare one lost, it would be now.
+            assert not members[0].wait_broken(1, timeout_s=2.0)
+            assert members[0].begin_step(0) is None
+            etcd.process.send_signal(signal.SIGCONT)
+            job_when_running(replica.http, TAKE_OVER_S)
+            assert not any(one.is_broken(1) for one in members)
+
+
+def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
+    """Exit code 0, and its successor leads at once, without waiting for a lease."""
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        first = Replica(supervisor, tmp_path, "first", etcd).ready()
+        assert first.process.stop(10) == 0, first.log_path.read_text()
+        started_s = time.monotonic()
+        second = Replica(supervisor, tmp_path, "second", etcd).ready()
+        assert httpx.get(f"{second.http}/readyz").status_code == 200
+        assert time.monotonic() - started_s < START_S
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--etcd", "127.0.0.1:1"], "no etcd answered"),
+        (["--etcd", "nowhere"], "bad etcd endpoint"),
+        (["--heartbeat-s", "0"], "heartbeat_s"),
+        (["--join-s", "1"], "Raise join_s"),
+        (["--listen", "somewhere"], "expected host:port"),
+        (["--etcd-user", "u"], "password"),
+    ],
+)
+def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: str) -> None:
+    """One line that says what was seen and what to do; the exit code is not 0."""
+    log_path = tmp_path / "log"
+    command = Command(
+        name="bad",
+        arguments=[
+            *(sys.executable, "-m", "shoal_client", "coordinator"),
+            *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", *arguments),
+        ],
+        log_path=log_path,
+    )
+    with Supervisor() as supervisor:
+        code = supervisor.spawn(command).wait(START_S)
+    assert code in (1, 2)
+    lines = [line for line in log_path.read_text().splitlines() if line]
+    assert words in lines[-1]
+    assert len(lines) == 1, lines
+
+
+def test_a_busy_port_is_named(tmp_path: Path) -> None:
+    """For gRPC and for HTTP: the address, and that port 0 takes a free one."""
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        holder = Replica(supervisor, tmp_path, "holder", etcd).ready()
+        http_address = holder.http.removeprefix("http://")
+        for option, address in (("--listen", holder.grpc), ("--http", http_address)):
+            log_path = tmp_path / f"{option}.log"
+            ports = {"--listen": "127.0.0.1:0", "--http": "127.0.0.1:0", option: address}
+            arguments = [part for pair in ports.items() for part in pair]
+            command = Command(
+                name="late",
+                arguments=[
+                    *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", etcd),
+                    *arguments,
+                ],
+                log_path=log_path,
+            )
+            assert supervisor.spawn(command).wait(START_S) == 1
+            assert address in log_path.read_text()
+            assert "port 0 takes any free one" in log_path.read_text()
