@@ -1,0 +1,211 @@
+"""The live page in a real browser."""
+
+import shutil
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+import status_world
+from playwright.async_api import Page, async_playwright, expect
+from status_world import World
+
+from shoal_proto.errors import Unavailable
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+from shoal_server.status.views import Readiness
+
+pytestmark = pytest.mark.browser
+
+HOSTILE = "<img src=x onerror='window.hit=1'><script>window.hit=1</script>"
+
+
+@pytest_asyncio.fixture
+async def page() -> AsyncIterator[Page]:
+    """A page that fails the test on any error or refused resource."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
+    if chromium is None:
+        pytest.fail("no chromium on PATH; on Debian: apt-get install chromium")
+    problems: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = await browser.new_page()
+        page.on("pageerror", lambda error: problems.append(str(error)))
+        page.on(
+            "console",
+            lambda line: problems.append(line.text) if "Content Security" in line.text else None,
+        )
+        page.on("request", lambda request: problems.extend(foreign(request.url)))
+        yield page
+        await browser.close()
+    assert problems == []
+
+
+def foreign(url: str) -> list[str]:
+    """The URL, if it is not of the page's own server."""
+    return [] if url.startswith(("http://127.0.0.1:", "data:")) else [url]
+
+
+async def test_the_page_shows_the_job_that_runs(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """Phase, generation, members by rank with loss and reason, samples, shards and events."""
+    world.put(status_world.job("abc", phase="finished", members=()))
+    world.samples_of["digits"] = status_world.samples()
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    for step in range(3):
+        world.board.report("digits", "w1", status_world.health("w1", step=step, loss=2.0 - step))
+    world.board.event("digits", "member_lost", "w3: its stream broke", member_id="w3")
+    await page.goto(server.url)
+    await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+    rows = page.get_by_role("region", name="Members").get_by_role("row")
+    await expect(rows).to_have_count(4)
+    await expect(rows.nth(2)).to_contain_text("nothing: it trains")
+    await expect(rows.nth(2).get_by_role("img")).to_have_accessible_name(
+        "Loss of w1 from 2 at step 0 to 0 at step 2"
+    )
+    await expect(page.get_by_role("region", name="Samples")).to_contain_text("5,000 of 14,370")
+    await expect(page.get_by_role("region", name="Shards")).to_contain_text("unreachable")
+    await expect(page.get_by_role("region", name="Events")).to_contain_text("w3: its stream broke")
+    await expect(page.get_by_role("region", name="Generations")).to_contain_text("Generation 3")
+    await expect(page.locator("#connection")).to_have_text("Live")
+    assert await page.title() == "digits: running · Shoal"
+
+
+async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """An opened detail stays open, and the focus stays where it is, while numbers change."""
+    world.shards_of["digits"] = status_world.shards()
+    await page.goto(f"{server.url}/?job=digits")
+    detail = page.locator("details").first
+    await detail.locator("summary").click()
+    await page.get_by_role("link", name="digits").focus()
+    world.change("digits", phase="collect", reason="w4 joins")
+    await expect(page.locator("h1 + .pill")).to_have_text("collect")
+    await expect(page.locator(".reason")).to_have_text("w4 joins")
+    assert await detail.get_attribute("open") is not None
+    assert await page.evaluate("document.activeElement.dataset.job") == "digits"
+
+
+async def test_no_text_is_ever_read_as_html(world: World, server: StatusServer, page: Page) -> None:
+    """Whatever a worker or an error says is shown as it was said."""
+    hostile = status_world.member("w0", 0, waiting_for=HOSTILE, host=HOSTILE, device=HOSTILE)
+    record = status_world.generation(
+        1, ["w0"], reason=HOSTILE, verdict="aborted", conflicts=(status_world.conflict(),)
+    )
+    world.change("digits", members=(hostile,), generations=(record,), reason=HOSTILE)
+    world.change("digits", fields={"strategy": HOSTILE})
+    world.board.event("digits", "member_lost", HOSTILE, member_id=HOSTILE)
+    world.board.report(
+        "digits", "w0", status_world.health("w0", last_error=HOSTILE, device=HOSTILE)
+    )
+    await page.goto(f"{server.url}/?job=digits")
+    await expect(page.locator(".reason")).to_have_text(HOSTILE)
+    await expect(page.locator("td.why .error")).to_have_text(HOSTILE)
+    assert await page.locator("main img, main script").count() == 0
+    assert await page.evaluate("window.hit") is None
+
+
+async def test_a_lost_connection_is_said_and_mended(
+    world: World, server: StatusServer, page: Page
+) -> None:
+    """The page says so, dims the last state, and goes on by itself when the server is back."""
+    app = build_app(world, world.board)
+    async with StatusServer(app, "127.0.0.1", 0) as first:
+        port = first.port
+        await page.goto(f"{first.url}/?job=digits")
+        await expect(page.locator("#connection")).to_have_text("Live")
+    await expect(page.locator("#connection")).to_contain_text("Connection lost", timeout=10_000)
+    await expect(page.locator("body")).to_have_class("stale")
+    await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+    async with StatusServer(build_app(world, world.board), "127.0.0.1", port):
+        await expect(page.locator("#connection")).to_have_text("Live", timeout=15_000)
+        await expect(page.locator("body")).not_to_have_class("stale")
+
+
+async def test_jobs_are_chosen_by_keyboard(world: World, server: StatusServer, page: Page) -> None:
+    """Tab and Enter reach every job, the address follows, and Back returns."""
+    world.put(status_world.job("other", reason="the other one"))
+    await page.goto(f"{server.url}/?job=digits")
+    await expect(page.locator("nav a[aria-current]")).to_contain_text("digits")
+    for _ in range(4):  # skip link, brand, first job, second job
+        await page.keyboard.press("Tab")
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("heading", level=1)).to_have_text("other")
+    assert page.url.endswith("?job=other")
+    await page.go_back()
+    await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+
+
+async def test_trouble_is_said_plainly(world: World, server: StatusServer, page: Page) -> None:
+    """Not leading, shards that cannot be read, and a job that is not there."""
+    world.ready = Readiness(ready=False, reason="etcd is away")
+    world.shards_error = Unavailable("etcd does not answer")
+    await page.goto(f"{server.url}/?job=digits")
+    await expect(page.get_by_role("alert")).to_have_text("Not ready: etcd is away")
+    await expect(page.get_by_role("region", name="Shards")).to_contain_text("etcd does not answer")
+    await page.goto(f"{server.url}/?job=nope")
+    await expect(page.get_by_role("heading", level=1)).to_have_text("There is no job nope")
+    world.by_name.clear()
+    await page.goto(server.url)
+    await expect(page.get_by_role("heading", level=1)).to_have_text("No jobs yet")
+
+
+@pytest.mark.parametrize("width", [390, 820, 1440])
+async def test_nothing_is_cut_off_at_any_width(
+    world: World, server: StatusServer, page: Page, width: int
+) -> None:
+    """The page never scrolls sideways, whatever the names."""
+    long_name = "m" * 120
+    world.change("digits", members=(status_world.member(long_name, 0),), reason="r" * 400)
+    world.board.event("digits", "member_lost", "e" * 400)
+    world.shards_of["digits"] = status_world.shards()
+    await page.set_viewport_size({"width": width, "height": 800})
+    await page.goto(f"{server.url}/?job=digits")
+    await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+    assert await page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_text_stands_out_from_its_ground(
+    world: World, server: StatusServer, page: Page, scheme: str
+) -> None:
+    """Every text has a contrast of at least 4.5 to 1, in light and in dark."""
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    world.samples_of["digits"] = status_world.samples()
+    world.board.event("digits", "member_lost", "w3 is gone")
+    states = ("training", "waiting", "preparing", "disconnected", "standby")
+    world.change(
+        "digits",
+        members=tuple(status_world.member(f"w{i}", i, state=s) for i, s in enumerate(states)),
+    )
+    await page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+    await page.goto(f"{server.url}/?job=digits")
+    await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
+    poor = await page.evaluate(CONTRAST)
+    assert poor == []
+
+
+CONTRAST = """() => {
+  const parse = (c) => c.match(/[\\d.]+/g).map(Number);
+  const channel = (v) => (v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+  const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const c = parse(getComputedStyle(node).backgroundColor);
+      if (c.length < 4 || c[3] > 0) return c;
+    }
+    return [255, 255, 255];
+  };
+  const poor = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
+    if (node.closest("noscript, .hidden, .skip")) continue;
+    const [a, b] = [light(parse(getComputedStyle(node).color)), light(ground(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) poor.push(`${walker.currentNode.data.trim()}: ${ratio.toFixed(2)}`);
+  }
+  return poor;
+}"""
