@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import cast
 
 import structlog
 from google.protobuf.message import DecodeError
@@ -39,7 +38,6 @@ from shoal_server.etcd.api import (
     KeyValueStore,
     Put,
     Revision,
-    WatchBatch,
     absent,
 )
 from shoal_server.rpc import Context
@@ -152,7 +150,7 @@ class ShardsService(ShardsServicer):
         try:
             async with (
                 asyncio.timeout(wait_s),
-                aclosing(cast(AsyncGenerator[WatchBatch, None], watch)) as batches,
+                aclosing(watch) as batches,
             ):
                 async for batch in batches:
                     for event in batch.events:

@@ -2,9 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import cast
 
 import structlog
 
@@ -12,7 +10,7 @@ from shoal_proto.errors import Fenced, MalformedMessage
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import EventKind, KeyValueStore, Revision, WatchBatch
+from shoal_server.etcd.api import EventKind, KeyValueStore, Revision
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +89,7 @@ class Fence:
 
     async def _follow(self, revision: int) -> None:
         watch = self._store.watch(keys.MEMBERS, Revision(revision + 1))
-        async with aclosing(cast(AsyncGenerator[WatchBatch, None], watch)) as batches:
+        async with aclosing(watch) as batches:
             async for batch in batches:
                 for event in batch.events:
                     # What was asked for directly may be newer than what the watch has reached.

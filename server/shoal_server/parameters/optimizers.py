@@ -3,7 +3,8 @@
 The kernels get one view a block, not the flat tensor: they round the last elements of a tensor in
 another way than the rest, and each block ends where its parameter ends or at a multiple of the
 vector width. So the result equals that of `torch.optim.X(..., fused=True)` to the last bit, and
-that of torch's default on CPU (not fused) to within rounding. It also lets a block sit out a step.
+that of torch's default on CPU (not fused) to within rounding; SGD on 16-bit types equals the
+default to the last bit. It also lets a block sit out a step.
 """
 
 import math
@@ -12,6 +13,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
@@ -59,10 +61,15 @@ class Sgd:
         lr: float,
         is_first_step: bool,
     ) -> None:
+        values = [self._blocks[b] for b in blocks]
+        buffers = [self._buffers[b] for b in blocks] if self._buffers else []
+        if values[0].dtype.itemsize < 4:
+            self._run_unfused(values, gradients, buffers, lr, is_first_step)
+            return
         torch._fused_sgd_(
-            [self._blocks[b] for b in blocks],
+            values,
             list(gradients),
-            [self._buffers[b] for b in blocks] if self._buffers else [],
+            buffers,
             weight_decay=self._hyper.weight_decay,
             momentum=self._hyper.momentum,
             lr=lr,
@@ -71,6 +78,36 @@ class Sgd:
             maximize=self._hyper.maximize,
             is_first_step=is_first_step,
         )
+
+    def _run_unfused(
+        self,
+        values: list[Tensor],
+        gradients: Sequence[Tensor],
+        buffers: list[Tensor],
+        lr: float,
+        is_first_step: bool,
+    ) -> None:
+        """For 16-bit types: torch's fused kernel leaves most of such a tensor as it was (seen with
+        2.13 on CPU; only the last elements, beyond whole vectors, are updated)."""
+        slots: list[Tensor | None] = [None] * len(values)
+        if buffers and not is_first_step:
+            slots = list(buffers)
+        sgd(
+            values,
+            list(gradients),
+            slots,
+            foreach=False,
+            fused=False,
+            weight_decay=self._hyper.weight_decay,
+            momentum=self._hyper.momentum,
+            lr=lr,
+            dampening=self._hyper.dampening,
+            nesterov=self._hyper.nesterov,
+            maximize=self._hyper.maximize,
+        )
+        for buffer, slot in zip(buffers, slots, strict=False):
+            if slot is not None and slot is not buffer:
+                buffer.copy_(slot)
 
     def state(self) -> Mapping[str, Tensor]:
         if self._momentum is None:

@@ -2,10 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import cast
 
 import structlog
 
@@ -19,7 +17,6 @@ from shoal_server.etcd.api import (
     LeaseId,
     Put,
     Revision,
-    WatchBatch,
 )
 from shoal_server.etcd.api import absent as is_absent
 
@@ -109,7 +106,7 @@ class Registration:
         if not any(item.key == key for item in snapshot.items):
             return
         watch = self._store.watch(key, Revision(snapshot.revision + 1))
-        async with aclosing(cast(AsyncGenerator[WatchBatch, None], watch)) as batches:
+        async with aclosing(watch) as batches:
             async for batch in batches:
                 if any(e.key == key and e.kind is EventKind.DELETE for e in batch.events):
                     return

@@ -101,8 +101,11 @@ def test_same_bits_as_torch_fused(
 ) -> None:
     """However the parameters are cut into shards, each bit is that of torch.optim with fused=True,
     also where some parameters have no gradient in some steps."""
-    if kind == "sgd" and settings["momentum"]:
-        # torch's own fused SGD cannot start the momentum of one parameter later than another's.
+    if kind == "sgd" and dtype == torch.bfloat16:
+        # torch's own fused SGD is wrong for 16-bit types.
+        expected = train_torch(kind, settings, dtype, fused=False)
+    elif kind == "sgd" and settings["momentum"]:
+        # Nor can it start the momentum of one parameter later than another's.
         expected = train_torch_alone(settings, dtype)
     else:
         expected = train_torch(kind, settings, dtype, fused=True)
@@ -122,12 +125,27 @@ def train_torch_alone(settings: dict[str, object], dtype: torch.dtype) -> list[T
     return trained
 
 
-@pytest.mark.parametrize(("kind", "settings"), CASES)
-def test_within_rounding_of_torch_default(kind: str, settings: dict[str, object]) -> None:
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 0.04, torch.float16: 0.004}
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "dtype"),
+    [
+        (kind, settings, dtype)
+        for kind, settings in CASES
+        for dtype in TOLERANCES
+        # torch's default computes Adam in float16 itself, where squares vanish: no reference.
+        if kind == "sgd" or dtype != torch.float16
+    ],
+)
+def test_within_rounding_of_torch_default(
+    kind: str, settings: dict[str, object], dtype: torch.dtype
+) -> None:
     """torch's default on CPU is not fused and rounds in another way; nothing more differs."""
-    expected = train_torch(kind, settings, torch.float32, fused=None)
-    for seen, wanted in zip(train_sharded(kind, settings, torch.float32), expected, strict=True):
-        torch.testing.assert_close(seen, wanted, rtol=1e-5, atol=1e-6)
+    expected = train_torch(kind, settings, dtype, fused=None)
+    tolerance = TOLERANCES[dtype]
+    for seen, wanted in zip(train_sharded(kind, settings, dtype), expected, strict=True):
+        torch.testing.assert_close(seen, wanted, rtol=10 * tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

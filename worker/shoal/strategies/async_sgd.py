@@ -154,6 +154,8 @@ class AsyncSgd(Strategy):
             into={name: slot.writable_bytes() for name, slot in self._slots.items()},
         )
         self._adopt_values()
+        # The servers stepped for it; else a learning-rate schedule warns that nobody did.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._step += 1
         with self._lock:
             self._last_push = result

@@ -1,0 +1,287 @@
+"""Training against parameter servers: as torch.optim alone, and undisturbed by others' faults."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from parameter_servers import ParameterServers
+from torch import nn
+
+from shoal.strategies.async_sgd import AsyncSgd
+from shoal.strategies.base import Context, Generation
+from shoal_proto.errors import (
+    DtypeMismatch,
+    InvalidSpec,
+    NonFiniteGradient,
+    ProposalConflict,
+    ShapeMismatch,
+    UnsupportedOptimizer,
+)
+from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, Roster, RosterEntry
+
+LIMITS = Limits(collective_s=20.0, bring_up_s=20.0)
+
+
+class Net(nn.Module):
+    """A small convolutional network with a part that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.head = nn.Linear(4 * 6 * 6, 10)
+        self.extra = nn.Linear(10, 10)
+
+    def forward(self, images: torch.Tensor, *, use_extra: bool = True) -> torch.Tensor:
+        scores: torch.Tensor = self.head(torch.relu(self.conv(images)).flatten(1))
+        return self.extra(scores) if use_extra else scores
+
+
+def new_model(seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net()
+
+
+def loss_of(model: nn.Module, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(8, 1, 8, 8, generator=generator)
+    targets = torch.randint(10, (8,), generator=generator)
+    return nn.functional.cross_entropy(model(images, use_extra=step % 3 != 0), targets)
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+def start(
+    servers: ParameterServers,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank: int = 0,
+    limits: Limits = LIMITS,
+) -> AsyncSgd:
+    """A strategy that has entered the first generation."""
+    token = servers.admit(f"w{rank}", incarnation=f"i{rank}")
+    strategy = AsyncSgd()
+    strategy.distribute(model, optimizer)
+    strategy.attach(
+        Context(job="job", coordinators=[servers.coordinator], token=lambda: token, limits=limits)
+    )
+    entry = RosterEntry(member_id=f"w{rank}", incarnation=f"i{rank}", rank=rank)
+    record = GenerationRecord(roster=Roster(generation=1, entries=[entry]))
+    strategy.enter(Generation(record=record, token=token))
+    return strategy
+
+
+def train(strategy: AsyncSgd, model: nn.Module, steps: range) -> int:
+    """Train, and count what was acknowledged."""
+    acknowledged: list[int] = []
+    for step in steps:
+        strategy.begin_step()
+        strategy.backward(loss_of(model, step), 1.0)
+        strategy.end_step(lambda step=step: acknowledged.append(step))  # type: ignore[misc]
+    return len(acknowledged)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": lambda p, **o: torch.optim.SGD(p, lr=0.1, weight_decay=1e-3, **o),
+    "adam": lambda p, **o: torch.optim.Adam(p, lr=0.01, amsgrad=True, **o),
+    "adamw": lambda p, **o: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, **o),
+}
+
+
+def groups(model: nn.Module) -> list[dict[str, object]]:
+    """Biases in a group of their own."""
+    named = list(model.named_parameters())
+    return [
+        {"params": [p for n, p in named if "bias" not in n]},
+        {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0, "lr": 0.05},
+    ]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_one_worker_trains_as_torch_alone(servers: ParameterServers, kind: str) -> None:
+    """Bit for bit the result of torch.optim with fused=True: parameter groups, a learning-rate
+    schedule and parameters without gradient included."""
+    model = new_model()
+    alone = copy.deepcopy(model)
+    optimizer = OPTIMIZERS[kind](groups(model))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    strategy = start(servers, model, optimizer)
+    reference = OPTIMIZERS[kind](groups(alone), fused=True)
+    reference_schedule = torch.optim.lr_scheduler.ExponentialLR(reference, 0.9)
+    for step in range(7):
+        assert train(strategy, model, range(step, step + 1)) == 1
+        schedule.step()
+        reference.zero_grad()
+        loss_of(alone, step).backward()  # type: ignore[no-untyped-call]
+        reference.step()
+        reference_schedule.step()
+    assert strategy.step == 7
+    assert strategy.metrics()["staleness"] == 0.0
+    for (name, seen), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(seen, wanted), name
+    strategy.close()
+
+
+def test_all_members_start_from_the_values_of_rank_0(servers: ParameterServers) -> None:
+    """A member that comes with other initial values takes those of the job."""
+    first, second = new_model(0), new_model(1)
+    one = start(servers, first, torch.optim.SGD(first.parameters(), lr=0.1))
+    wanted = copy.deepcopy(first)
+    two = start(servers, second, torch.optim.SGD(second.parameters(), lr=0.1), rank=1)
+    for seen, value in zip(second.parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(seen, value)
+    assert one.has_state
+    assert two.has_state
+    one.close()
+    two.close()
+
+
+def test_another_member_creates_when_rank_0_does_not(servers: ParameterServers) -> None:
+    """Rank 0 may die before it has created anything: training starts all the same."""
+    model = new_model()
+    limits = Limits(collective_s=20.0, bring_up_s=2.0)
+    strategy = start(
+        servers, model, torch.optim.SGD(model.parameters(), lr=0.1), rank=1, limits=limits
+    )
+    assert train(strategy, model, range(2)) == 2
+    strategy.close()
+
+
+def test_members_train_side_by_side(servers: ParameterServers) -> None:
+    """Every push of every member counts once, and staleness is seen."""
+    models = [new_model(i) for i in range(3)]
+    strategies = [
+        start(servers, model, torch.optim.SGD(model.parameters(), lr=0.05), rank=rank)
+        for rank, model in enumerate(models)
+    ]
+    counted: list[int] = []
+
+    def work(rank: int) -> None:
+        counted.append(train(strategies[rank], models[rank], range(100 * rank, 100 * rank + 10)))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert counted == [10, 10, 10]
+    client = strategies[0]._connected()
+    train(strategies[0], models[0], range(1))
+    assert set(client.versions.values()) == {1 + 31}
+    for strategy in strategies:
+        strategy.close()
+
+
+def test_a_gradient_that_is_not_finite_stops_its_member_only(servers: ParameterServers) -> None:
+    """The error names parameter and step, nothing of that step is applied, others train on."""
+    one, two = new_model(), new_model()
+    bad = start(servers, one, torch.optim.SGD(one.parameters(), lr=0.1))
+    good = start(servers, two, torch.optim.SGD(two.parameters(), lr=0.1), rank=1)
+    train(bad, one, range(1))
+    bad.begin_step()
+    bad.backward(loss_of(one, 1), 1.0)
+    assert one.head.bias.grad is not None
+    one.head.bias.grad[3] = float("nan")
+    with pytest.raises(NonFiniteGradient, match=r"head\.bias") as refused:
+        bad.end_step(lambda: None)
+    assert refused.value.details == {"parameter": "head.bias", "step": "1"}
+    assert bad.step == 1
+    assert train(good, two, range(2)) == 2
+    assert all(torch.isfinite(p).all() for p in two.parameters())
+    assert set(good._connected().versions.values()) == {4}
+    assert train(bad, one, range(1, 2)) == 1
+    bad.close()
+    good.close()
+
+
+def test_a_gradient_of_another_kind_is_refused(servers: ParameterServers) -> None:
+    """A sparse gradient cannot be pushed; the error says what was expected."""
+    model = nn.Embedding(10, 4, sparse=True)
+    strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    strategy.begin_step()
+    strategy.backward(model(torch.tensor([1, 2])).sum(), 1.0)
+    with pytest.raises(DtypeMismatch, match=r"torch\.sparse_coo"):
+        strategy.end_step(lambda: None)
+    strategy.close()
+
+
+def test_parameters_that_do_not_lie_flat_train_too(servers: ParameterServers) -> None:
+    """Layout, dtype and storage are the user's: channels_last, bfloat16, a scalar, moved data."""
+    model = nn.Module()
+    model.conv = nn.Parameter(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    model.short = nn.Parameter(torch.ones(33, dtype=torch.bfloat16))
+    model.scalar = nn.Parameter(torch.tensor(2.0))
+    model.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+    before = model.conv.detach().clone()
+    strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(2):
+        strategy.begin_step()
+        strategy.backward(model.conv.sum() + model.short.sum() + model.scalar, 1.0)
+        strategy.end_step(lambda: None)
+        model.short.data = model.short.data.clone()
+    assert torch.equal(model.conv.detach(), before - 0.5 - 0.5)
+    assert torch.equal(model.short.detach(), torch.zeros(33, dtype=torch.bfloat16))
+    assert model.scalar.item() == 1.0
+    assert torch.equal(model.frozen, torch.ones(3))
+    strategy.close()
+
+
+def test_another_model_or_optimizer_is_refused(servers: ParameterServers) -> None:
+    """Who differs from the job is told in what, and the job's values stay."""
+    model = new_model()
+    strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = nn.Linear(3, 3)
+    with pytest.raises(ProposalConflict, match=r"conv\.weight"):
+        start(servers, other, torch.optim.SGD(other.parameters(), lr=0.1), rank=1)
+    wide = new_model()
+    wide.extra = nn.Linear(10, 11)
+    with pytest.raises(ShapeMismatch, match=r"extra\.weight: float32 11x10"):
+        start(servers, wide, torch.optim.SGD(wide.parameters(), lr=0.1), rank=2)
+    assert train(strategy, model, range(1)) == 1
+    strategy.close()
+
+
+def test_what_the_servers_cannot_run_is_refused_at_once() -> None:
+    """Before anything is sent: optimizers and parameters that do not fit, as seen and expected."""
+    model = new_model()
+
+    class Mine(torch.optim.SGD):
+        pass
+
+    for optimizer in (torch.optim.RMSprop(model.parameters()), Mine(model.parameters(), lr=0.1)):
+        with pytest.raises(
+            UnsupportedOptimizer, match=r"expected torch\.optim\.SGD, Adam or AdamW"
+        ):
+            AsyncSgd().distribute(model, optimizer)
+    stray = nn.Parameter(torch.ones(3))
+    with pytest.raises(InvalidSpec, match="not the model's"):
+        AsyncSgd().distribute(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
+    whole = nn.Module()
+    whole.ids = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(DtypeMismatch, match=r"torch\.int64"):
+        AsyncSgd().distribute(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+
+
+def test_capture_and_restore(servers: ParameterServers) -> None:
+    """A captured state does not move with training, and comes back as it was."""
+    model = new_model()
+    strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    state = strategy.capture()
+    before = copy.deepcopy(model)
+    train(strategy, model, range(1, 3))
+    assert not torch.equal(model.head.weight, before.head.weight)
+    strategy.restore(state)
+    assert torch.equal(model.head.weight, before.head.weight)
+    assert strategy.step == 0
+    wrong = copy.copy(state)
+    object.__setattr__(wrong, "tensors", {**state.tensors, "head.bias": torch.zeros(3)})
+    with pytest.raises(ShapeMismatch, match=r"head\.bias"):
+        strategy.restore(wrong)
+    strategy.close()
+    strategy.close()
