@@ -211,7 +211,7 @@ class DDP(Strategy):
         )
         self._process_group = group
         self._exchange = GradientExchange(group, self._state.name_of)
-        self._ddp.register_comm_hook(None, self._exchange)
+        self._ddp.register_comm_hook(None, self._exchange.average)
 
     # --- steps ---
 

@@ -11,7 +11,7 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
 class GradientExchange:
-    """DDP's communication hook for one generation. It sees each bucket before it is averaged."""
+    """Averages the gradients of one generation; `average` is its hook in DDP."""
 
     def __init__(self, group: dist.ProcessGroup, name_of: Callable[[Tensor], str]) -> None:
         self._group = group
@@ -19,7 +19,7 @@ class GradientExchange:
         self._averaged: list[Tensor] = []
         self._fault = ""
 
-    def __call__(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         if not self._fault and not is_finite(gradients):
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)

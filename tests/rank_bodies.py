@@ -1,0 +1,299 @@
+"""What member processes of the tests do: a module that these processes can import."""
+
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ranks import Report
+from torch.nn.parallel import DistributedDataParallel
+
+import shoal
+from shoal.backends.base import Seat
+from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
+from shoal.strategies.base import Generation, State, Strategy
+from shoal.strategies.ddp import DDP
+from shoal.strategies.gradients import GradientExchange
+from shoal_proto.errors import GenerationBroken
+
+
+class AbortableFileStore(dist.FileStore):
+    """A file as the store of a group; all peers come, so nobody waits in it for long."""
+
+    def abort(self, reason: str) -> None:
+        self.reason = reason
+
+
+class MortalStore(AbortableFileStore):
+    """The process dies right after it told its address: its peers wait for it to connect."""
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LateStore(AbortableFileStore):
+    """Tells a peer's address only once the test has seen that peer die."""
+
+    def __init__(self, path: str, world_size: int, gate: str) -> None:
+        super().__init__(path, world_size)
+        self._gate = gate
+        self.passed = threading.Event()
+
+    def get(self, key: str) -> bytes:
+        value: bytes = super().get(key)
+        if not self.passed.is_set():
+            Path(self._gate).read_bytes()  # a named pipe: returns when the test has opened it too
+            self.passed.set()
+        return value
+
+
+def _group(
+    path: str, rank: int, world_size: int, generation: int = 1, store: Any = None
+) -> GlooGroup:
+    seat = Seat(
+        generation=generation,
+        rank=rank,
+        world_size=world_size,
+        address="127.0.0.1",
+        bring_up_s=60,
+        collective_s=60,
+    )
+    return GlooBackend().group(
+        seat, store or AbortableFileStore(f"{path}.{generation}", world_size)
+    )
+
+
+def stuck_collective(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+    """The last rank stops or dies; the others hang in an all-reduce until they are cut."""
+    bystander, caller, accepted = _bystander()
+    group = _group(path, rank, world_size)
+    group.open()
+    dist.all_reduce(torch.ones(1))
+    if rank == world_size - 1:
+        report("going", pid=os.getpid())
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+    blocked = threading.Event()
+    cutter = threading.Thread(target=lambda: (blocked.wait(30), group.cut("test")))
+    cutter.start()
+    started_s = time.perf_counter()
+    try:
+        blocked.set()
+        dist.all_reduce(torch.ones(1 << 20))
+    except RuntimeError as error:
+        assert GlooBackend().is_failure(error), error
+        report("cut", seconds=time.perf_counter() - started_s)
+    cutter.join()
+    caller.sendall(b"still here")
+    report("bystander", received=accepted.recv(100))
+    for each in (bystander, caller, accepted):
+        each.close()
+    group.retire()
+
+
+def _bystander() -> tuple[socket.socket, socket.socket, socket.socket]:
+    """A connection within the process that is none of the group's."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    caller = socket.create_connection(listener.getsockname())
+    accepted, _ = listener.accept()
+    return listener, caller, accepted
+
+
+def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -> None:
+    """Rank `dead` of two dies after it told its address; the other is cut while it connects."""
+    store_path = f"{path}.bring-up"
+    if rank == dead:
+        _group(path, rank, 2, store=MortalStore(store_path, 2)).open()
+    store = LateStore(store_path, 2, gate)
+    group = _group(path, rank, 2, store=store)
+    cutter = threading.Thread(target=lambda: (store.passed.wait(30), group.cut("test")))
+    cutter.start()
+    try:
+        group.open()
+    except GenerationBroken:
+        report("cut")
+    cutter.join()
+    group.retire()
+
+
+def many_generations(report: Report, path: str, rank: int, world_size: int, number: int) -> None:
+    """Makes and leaves one group after the other, every second one in the middle of a step."""
+    ticks = [time.perf_counter()]
+    over = threading.Event()
+
+    def tick() -> None:
+        while not over.wait(0.01):
+            ticks.append(time.perf_counter())
+
+    ticker = threading.Thread(target=tick, daemon=True)
+    ticker.start()
+    model = torch.nn.Linear(8, 8)
+    num_before = _num_descriptors()
+    for generation in range(1, number + 1):
+        group = _group(path, rank, world_size, generation)
+        process_group = group.open()
+        ddp = DistributedDataParallel(model, process_group=process_group, init_sync=False)
+        ddp.register_comm_hook(None, GradientExchange(process_group, lambda _: "w").average)
+        ddp(torch.ones(2, 8)).sum().backward()
+        if generation % 2 and rank == generation % world_size:
+            group.cut("test")
+        elif generation % 2:
+            try:
+                ddp(torch.ones(2, 8)).sum().backward()
+            except RuntimeError as error:
+                error.__traceback__ = None
+            group.cut("test")
+        del ddp.logger, ddp.reducer
+        group.retire()
+    del ddp, group, process_group
+    free_retired(time.monotonic() + 60)
+    over.set()
+    ticker.join()
+    pauses = [later - earlier for earlier, later in pairwise(ticks)]
+    report("done", descriptors=_num_descriptors() - num_before, longest_pause_s=max(pauses))
+
+
+def _num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names are enough
+
+
+# --- whole training runs ---
+
+NUM_SAMPLES = 47
+BATCH_SIZE = 10
+EPOCHS = 4
+NUM_STEPS = 5 * EPOCHS
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    """47 samples: the last batch of an epoch has 7, and no batch divides by three."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
+    return inputs, (inputs.sum(1) > 0).long()
+
+
+def model_and_optimizer(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Linear(16, 2)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One member's part in a test."""
+
+    coordinator: str
+    job: str
+    member_id: str
+    min_members: int = 1
+    desired_members: int = 1
+    fault: str = ""
+    """What happens to this member: "kill in forward", "nan", "raise" ..."""
+    at_step: int = 7
+    batch_size: int = BATCH_SIZE
+    hold_at: int = -1
+    """Waits before this step until the test opens `gate`."""
+    gate: str = ""
+    """A named pipe of this member's."""
+    strategy: str = "ddp"
+
+
+class DiesInBringUp(DDP):
+    """A member that is lost while it takes over the state of another."""
+
+    def restore(self, state: State) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class TellsOfBringUp(DDP):
+    """Lets the test know when this member waits for the others."""
+
+    report: Report
+
+    def enter(self, generation: Generation) -> None:
+        self.report("entering", generation=generation.number)
+        super().enter(generation)
+
+
+def train(report: Report, run: Run) -> None:
+    """The training loop of the README, with a fault in it."""
+    # Each member starts from weights of its own: agreeing on one is part of the first bring-up.
+    model, optimizer = model_and_optimizer(seed=ord(run.member_id))
+    strategy: str | Strategy = run.strategy
+    if run.fault == "kill in bring-up":
+        strategy = DiesInBringUp()
+    elif strategy == "ddp":
+        strategy = TellsOfBringUp(bucket_mb=0.0005)
+        strategy.report = report
+    session = shoal.join(
+        run.job,
+        coordinator=run.coordinator,
+        member_id=run.member_id,
+        min_members=run.min_members,
+        max_members=8,
+        desired_members=run.desired_members,
+    )
+    with session:
+        replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
+            if batch.step == run.hold_at:
+                report("holds")
+                Path(run.gate).read_bytes()
+            at_fault = run.fault if batch.step == run.at_step else ""
+            if not run.strategy.startswith("async"):
+                place = {"rank": session.rank, "world_size": session.world_size}
+                report(
+                    "tried",
+                    step=batch.step,
+                    generation=session.generation,
+                    **place,
+                    epoch=batch.epoch,
+                    indices=batch.indices,
+                )
+            else:
+                report("tried", step=batch.step, epoch=batch.epoch, indices=batch.indices)
+            with session.step() as step:
+                loss = loss_of(replica(batch.inputs), batch.targets)
+                prepare_fault(at_fault, model, optimizer)
+                if at_fault == "raise":
+                    raise ValueError("a bug in the script")
+                session.backward(loss * float("nan") if at_fault == "nan" else loss)
+            if step.committed:
+                report(
+                    "committed",
+                    step=batch.step,
+                    generation=session.generation,
+                    at_s=time.monotonic(),
+                )
+        weights = [parameter.tolist() for parameter in model.parameters()]
+    report("finished", weights=weights, step=session.step_number)
+
+
+def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(outputs, targets)
+
+
+def prepare_fault(fault: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Let the process die at this point of the step."""
+
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if fault == "kill in forward":
+        die()
+    elif fault == "kill in backward":
+        # The first layer's gradient comes last: other buckets are on their way by then.
+        next(model.parameters()).register_hook(die)
+    elif fault == "kill in optimizer":
+        optimizer.register_step_pre_hook(die)
+    elif fault == "stop in backward":
+        next(model.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))

@@ -1,0 +1,98 @@
+"""Member processes for tests: real ones, forked from a server that has torch imported already."""
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(
+    ["torch", "shoal.session", "shoal.strategies.ddp", "shoal.strategies.async_sgd", "rank_bodies"]
+)
+
+Report = Callable[..., None]
+
+
+class Rank:
+    """One process that runs `body(report, *arguments)`; `report(kind, **data)` tells the test."""
+
+    def __init__(self, body: Callable[..., None], *arguments: Any) -> None:
+        self._events, child = _context.Pipe(duplex=False)
+        self.process = _context.Process(target=_run, args=(child, body, arguments))
+        self.process.start()
+        child.close()
+        self.seen: list[tuple[str, dict[str, Any]]] = []
+
+    def expect(self, kind: str, timeout_s: float = 60.0) -> dict[str, Any]:
+        """The data of the next report of this kind; others are kept in `seen`."""
+        while True:
+            if not self._events.poll(timeout_s):
+                raise AssertionError(f"no {kind!r} within {timeout_s} s; saw {self.kinds()}")
+            try:
+                got, data = self._events.recv()
+            except EOFError:
+                raise AssertionError(f"ended without {kind!r}; saw {self.seen}") from None
+            self.seen.append((got, data))
+            if got == kind:
+                return data
+            if got == "raised" and kind != "raised":
+                raise AssertionError(f"raised instead of {kind!r}: {data['trace']}")
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _ in self.seen]
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def join(self, timeout_s: float = 60.0) -> int:
+        """The exit code (-9: killed)."""
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, "still running"
+        return self.process.exitcode
+
+
+class Ranks:
+    """Starts ranks and leaves none behind."""
+
+    def __init__(self) -> None:
+        self._ranks: list[Rank] = []
+
+    def start(self, body: Callable[..., None], *arguments: Any) -> Rank:
+        rank = Rank(body, *arguments)
+        self._ranks.append(rank)
+        return rank
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for rank in self._ranks:
+            if rank.process.is_alive():
+                rank.send_signal(signal.SIGKILL)
+        for rank in self._ranks:
+            rank.process.join(10)
+
+
+def _run(events: Connection, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+
+    def report(kind: str, /, **data: Any) -> None:
+        events.send((kind, data))
+
+    try:
+        body(report, *arguments)
+    except BaseException as error:
+        report("raised", error=type(error).__name__, text=str(error), trace=traceback.format_exc())
+        raise SystemExit(1) from error

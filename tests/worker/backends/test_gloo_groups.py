@@ -1,0 +1,51 @@
+"""Gloo groups that can be cut at any moment, with real processes, signals and sockets."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import rank_bodies
+from ranks import Ranks
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
+    tmp_path: Path, how: str
+) -> None:
+    """Within two seconds of sixty; a connection that is not the group's goes on working."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.stuck_collective, path, r, 3, how) for r in range(3)]
+        for survivor in crew[:2]:
+            assert survivor.expect("cut")["seconds"] < 2
+            assert survivor.expect("bystander")["received"] == b"still here"
+            assert survivor.join() == 0
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_bring_up_that_waits_for_a_dead_peer_ends_as_soon_as_it_is_cut(
+    tmp_path: Path, dead: int
+) -> None:
+    """Whether it is the one that calls or the one that is called."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.stuck_bring_up, path, r, dead, str(gate)) for r in range(2)]
+        assert crew[dead].join() == -signal.SIGKILL
+        gate.write_bytes(b"")
+        crew[1 - dead].expect("cut", timeout_s=10)
+        assert crew[1 - dead].join() == 0
+
+
+def test_fifty_generations_in_one_process_neither_freeze_it_nor_leak(tmp_path: Path) -> None:
+    """Half of them end in the middle of a step. Another thread is never held up for a second."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.many_generations, path, r, 3, 50) for r in range(3)]
+        for rank in crew:
+            done = rank.expect("done")
+            assert done["descriptors"] <= 3
+            assert done["longest_pause_s"] < 1
+            assert rank.join() == 0

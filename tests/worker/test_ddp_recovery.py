@@ -1,0 +1,166 @@
+"""DDP over losses and joins: real members, a real coordinator, real signals.
+
+Whatever happens, the final weights are those of one process and each sample counts once an epoch.
+"""
+
+import os
+import signal
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import rank_bodies
+import torch
+from rank_bodies import EPOCHS, NUM_SAMPLES, NUM_STEPS, Run
+from ranks import Rank, Ranks
+
+from shoal.data import Loader, Order
+from shoal_client.local.cluster import LocalCluster
+
+TOLERANCE = 1e-5
+"""fp32, 20 steps; only the order of additions differs."""
+
+
+def run_of(cluster: LocalCluster, job: str, **changes: object) -> Run:
+    run = Run(
+        coordinator=cluster.coordinator, job=job, member_id="", min_members=1, desired_members=3
+    )
+    return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
+    return [ranks.start(rank_bodies.train, replace(run, member_id=name)) for name in names]
+
+
+def one_process(batch_size: int, source: str) -> list[torch.Tensor]:
+    """The weights after the same training by one process, that starts as `source` did."""
+    model, optimizer = rank_bodies.model_and_optimizer(seed=ord(source))
+    order = Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
+    loader = Loader(rank_bodies.data(), order)
+    for step in range(order.num_steps):
+        batch = loader.synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        rank_bodies.loss_of(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def check_equal_to_one_process(finished: list[dict[str, object]], batch_size: int) -> None:
+    weights = [[torch.tensor(w) for w in each["weights"]] for each in finished]  # type: ignore[attr-defined]
+    # Whose initial weights the first generation took is the coordinator's choice.
+    candidates = [one_process(batch_size, name) for name in "abcd"]
+    for own in weights:
+        distances = [
+            max(float((a - b).abs().max()) for a, b in zip(own, other, strict=True))
+            for other in candidates
+        ]
+        assert min(distances) < TOLERANCE
+
+
+def check_each_sample_once(ranks: list[Rank], survivor: Rank, num_steps: int) -> None:
+    """Counts in each step the samples of all members of the generation that committed it."""
+    counts: Counter[tuple[int, int]] = Counter()
+    committed = {
+        data["step"]: data["generation"] for kind, data in survivor.seen if kind == "committed"
+    }
+    tried = [data for rank in ranks for kind, data in rank.seen if kind == "tried"]
+    for data in tried:
+        if committed.get(data["step"]) == data["generation"]:
+            counts.update((data["epoch"], index) for index in data["indices"])
+    assert len(committed) == num_steps
+    assert len(counts) == NUM_SAMPLES * EPOCHS
+    assert set(counts.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["kill in forward", "kill in backward", "kill in optimizer", "kill in bring-up"],
+)
+def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_would(
+    cluster: LocalCluster, fault: str
+) -> None:
+    """Wherever the kill hits."""
+    with Ranks() as ranks:
+        run = run_of(cluster, fault.replace(" ", "-"))
+        crew = [*start(ranks, run, "ab"), *start(ranks, replace(run, fault=fault), "c")]
+        finished = [rank.expect("finished") for rank in crew[:2]]
+        assert crew[2].join() == -signal.SIGKILL
+        drain(crew[2])
+        assert [each["step"] for each in finished] == [NUM_STEPS] * 2
+        check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
+        check_each_sample_once(crew, crew[0], NUM_STEPS)
+
+
+def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: LocalCluster) -> None:
+    """SIGSTOP: no connection breaks, the lease runs out."""
+    with Ranks() as ranks:
+        run = run_of(cluster, "stopped")
+        crew = [
+            *start(ranks, run, "ab"),
+            *start(ranks, replace(run, fault="stop in backward"), "c"),
+        ]
+        finished = [rank.expect("finished") for rank in crew[:2]]
+        check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
+        crew[2].send_signal(signal.SIGCONT)
+        assert crew[2].expect("raised")["error"] in ("Fenced", "JobFinished")
+
+
+def test_a_joiner_gets_the_state_and_takes_its_share(cluster: LocalCluster, tmp_path: Path) -> None:
+    """Momentum included, and nobody trains a step less or more for it."""
+    gates = {name: tmp_path / name for name in "ab"}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    with Ranks() as ranks:
+        run = run_of(cluster, "joiner", desired_members=2)
+        crew = [
+            *start(ranks, replace(run, hold_at=6, gate=str(gates["a"])), "a"),
+            *start(ranks, replace(run, hold_at=6, gate=str(gates["b"])), "b"),
+        ]
+        for rank in crew:
+            rank.expect("holds")
+        crew += start(ranks, run, "c")
+        crew[2].expect("entering")
+        for gate in gates.values():
+            gate.write_bytes(b"")
+        finished = [rank.expect("finished") for rank in crew]
+        check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
+        check_each_sample_once(crew, crew[0], NUM_STEPS)
+        sizes = {data["world_size"] for kind, data in crew[0].seen if kind == "tried"}
+        assert sizes == {2, 3}
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [("nan", "NonFiniteGradient"), ("raise", "ValueError")]
+)
+def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
+    cluster: LocalCluster, fault: str, error: str
+) -> None:
+    """NaN in a gradient names parameter and step; a user's exception comes through unchanged."""
+    with Ranks() as ranks:
+        run = run_of(cluster, f"fault-{fault}")
+        crew = [*start(ranks, run, "ab"), *start(ranks, replace(run, fault=fault), "c")]
+        raised = crew[2].expect("raised")
+        assert raised["error"] == error
+        if fault == "nan":
+            assert "step 7" in raised["text"]
+            assert "weight" in raised["text"] or "bias" in raised["text"]
+        finished = [rank.expect("finished") for rank in crew[:2]]
+        check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
+
+
+def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalCluster) -> None:
+    """Batches of two for three members."""
+    with Ranks() as ranks:
+        crew = start(ranks, run_of(cluster, "tiny-batches", batch_size=2), "abc")
+        finished = [rank.expect("finished") for rank in crew]
+        check_equal_to_one_process(finished, 2)
+        check_each_sample_once(crew, crew[0], 24 * EPOCHS)
+
+
+def drain(rank: Rank) -> None:
+    """Take what a dead member still reported."""
+    try:
+        rank.expect("nothing", timeout_s=5)
+    except AssertionError:
+        return
