@@ -1,0 +1,140 @@
+"""What a real coordinator and real parameter servers look like through the status endpoint."""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import httpx
+from coordinator_world import FIELDS, Served, entered, propose, served
+from parameter_servers import ParameterServers
+
+from shoal_client.membership import Membership
+from shoal_client.parameters import ParameterClient
+from shoal_proto.errors import ProposalConflict
+from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.samples import EpochCounts, LedgerCounts
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.app import build_app
+from shoal_server.status.from_core import samples_view
+from shoal_server.status.serve import StatusServer
+from shoal_server.status.shards import ShardReader
+
+
+@asynccontextmanager
+async def endpoint() -> AsyncIterator[tuple[Served, httpx.AsyncClient]]:
+    """A coordinator that leads, and a client of its status endpoint."""
+    async with served(MemoryStore()) as world:
+        app = build_app(world.coordinator.view, world.coordinator.board)
+        async with (
+            StatusServer(app, "127.0.0.1", 0) as server,
+            httpx.AsyncClient(base_url=server.url, trust_env=False) as http,
+        ):
+            yield world, http
+
+
+async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
+    """The roster that the members got is the one that the API shows, and each says why it waits."""
+    async with endpoint() as (world, http):
+        members = await world.training("a", "b")
+        job = (await http.get("/api/v1/jobs/j")).json()
+        assert (job["summary"]["phase"], job["summary"]["num_training"]) == ("running", 2)
+        assert job["fields"] == FIELDS
+        shown = {entry["member"]["member_id"]: entry["member"] for entry in job["members"]}
+        assert {m["rank"] for m in shown.values()} == {0, 1}
+        for member in members:
+            token = member.token
+            assert shown[token.member_id]["incarnation"] == token.incarnation
+            assert shown[token.member_id]["generation"] == token.generation
+        (record,) = (await http.get("/api/v1/jobs/j/generations")).json()
+        assert record["verdict"] == "committed"
+        why = (await http.get("/api/v1/jobs/j/members/a/why")).json()
+        assert why["waiting_for"] == "nothing: it trains"
+        events = (await http.get("/api/v1/jobs/j/events")).json()["events"]
+        assert {"member_attended", "phase_running"} <= {event["kind"] for event in events}
+
+
+async def test_a_member_that_waits_for_others_says_so() -> None:
+    """One of two members: the job collects, and `why` names what is missing."""
+    async with endpoint() as (world, http):
+        await world.joined("a", desired=2, low=2)
+        why = (await http.get("/api/v1/jobs/j/members/a/why")).json()
+    assert (why["phase"], why["state"]) == ("collect", "waiting")
+    assert "member" in why["waiting_for"]
+    assert 0 <= why["waiting_s"] < 60, "the coordinator's clock is Unix time"
+
+
+async def test_a_stopped_coordinator_is_not_ready() -> None:
+    """Once it has stepped down, /readyz is 503 and says why."""
+    async with endpoint() as (world, http):
+        assert (await http.get("/readyz")).status_code == 200
+        await world.coordinator.step_down()
+        response = await http.get("/readyz")
+    assert response.status_code == 503
+    assert response.json()["reason"]
+
+
+async def test_a_refused_joiner_leaves_a_trace() -> None:
+    """Who asks why its member is not there finds the reason among the events."""
+    async with endpoint() as (world, http):
+        await world.training("a", "b")
+        stranger: Membership = world.client("c", desired=2)
+        await asyncio.to_thread(stranger.attend)
+        with suppress(ProposalConflict):  # at once, or when it waits for its generation
+            await asyncio.to_thread(propose, stranger, 0, {**FIELDS, "schema": "other"})
+            await entered(stranger, 0)
+        events = (await http.get("/api/v1/jobs/j/events")).json()["events"]
+        members = (await http.get("/api/v1/jobs/j/members")).json()
+    assert [e["member"]["member_id"] for e in members][:2] == ["a", "b"]
+    assert any(event["member_id"] == "c" for event in events)
+
+
+def test_the_state_of_every_shard_is_read_from_its_server() -> None:
+    """Versions and pushes come from the servers; a stopped one is shown as gone, not waited for."""
+    with ParameterServers(2) as servers:
+        reader = ShardReader(servers.store)
+        token = servers.admit("w0")
+        client = ParameterClient([servers.coordinator], lambda: token, timeout_s=20.0)
+        size = 900_000
+        client.place([ParameterSpec(name="w", shape=(size,), dtype="float32")])
+        sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+        zeros = {"w": memoryview(array("f", [0.0]) * size).cast("B")}
+        client.create(sgd, zeros)
+        client.pull(zeros)
+        client.push(zeros)
+        view = servers.run(reader.read("job"))
+        assert view is not None
+        assert {server.state for server in view.servers} == {"serving"}
+        assert sum(shard.num_elements for shard in view.shards) == size
+        assert {(shard.created, shard.pushes) for shard in view.shards} == {(True, 1)}
+        assert servers.run(reader.read("another")) is None
+
+        servers.stop("ps-1")
+        fresh = ShardReader(servers.store)
+        view = servers.run(fresh.read("job"))
+        assert view is not None
+        states = {server.server_id: server.state for server in view.servers}
+        assert states["ps-0"] == "serving"
+        assert states.get("ps-1") in ("gone", "unreachable", None)
+        assert all(shard.created == (shard.server_id == "ps-0") for shard in view.shards)
+        servers.run(fresh.close())
+        servers.run(reader.close())
+        client.close()
+
+
+def test_the_books_are_shown_as_they_are() -> None:
+    """Every number of the ledger arrives in the view."""
+    counts = LedgerCounts(
+        dataset_size=10,
+        num_epochs=2,
+        completed=11,
+        in_flight=3,
+        returned=4,
+        ignored=5,
+        exhausted=False,
+        epochs=(EpochCounts(epoch=1, completed=1, in_flight=3, returned=0),),
+    )
+    view = samples_view(counts)
+    assert (view.completed, view.in_flight, view.repeated_max) == (11, 3, 9)
+    assert view.epochs[0].in_flight == 3
