@@ -13,6 +13,7 @@ from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.shards import ShardsService
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.process import ParameterServerConfig, Running, running
@@ -39,10 +40,14 @@ async def anybody(token: Token) -> None:
 
 
 class ParameterServers:
-    """`with ParameterServers(2) as servers:` servers `ps-0` and `ps-1`, and a coordinator."""
+    """`with ParameterServers(2) as servers:` servers `ps-0` and `ps-1`, and a coordinator.
 
-    def __init__(self, num_servers: int, **changes: Any) -> None:
+    They keep their keys in memory, or in a real etcd where its endpoint is given.
+    """
+
+    def __init__(self, num_servers: int, *, etcd: str = "", **changes: Any) -> None:
         self._num_servers = num_servers
+        self._etcd = etcd
         self._changes = changes
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers")
@@ -75,7 +80,10 @@ class ParameterServers:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(LIMIT_S)
 
     async def _start(self) -> None:
-        self.store = MemoryStore()
+        if self._etcd:
+            self.store = EtcdClient(EtcdConfig(endpoints=(self._etcd,)))
+        else:
+            self.store = MemoryStore()
         stack = self._stacks["coordinator"] = AsyncExitStack()
         stack.push_async_callback(self.store.close)
         server = new_server()

@@ -1,0 +1,110 @@
+"""`shoal ps` processes on a real etcd: starting, serving, ending, and etcd going away."""
+
+import json
+import signal
+import sys
+import time
+from array import array
+from pathlib import Path
+
+from etcd_fixture import etcd_processes, running_etcd
+from parameter_servers import ParameterServers
+
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.parameters import ParameterClient
+from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.etcd import keys
+
+START_S = 40.0
+NUM_ELEMENTS = 500_000
+SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+
+
+class Server:
+    """A `shoal ps` process."""
+
+    def __init__(self, supervisor: Supervisor, directory: Path, name: str, etcd: str) -> None:
+        self.ready_path = directory / f"{name}.json"
+        self.log_path = directory / f"{name}.log"
+        arguments = [
+            *(sys.executable, "-m", "shoal_client", "ps", "--etcd", etcd, "--id", name),
+            *("--listen", "127.0.0.1:0", "--ready-file", str(self.ready_path)),
+        ]
+        command = Command(name=name, arguments=arguments, log_path=self.log_path)
+        self.process: Process = supervisor.spawn(command)
+
+    def ready(self) -> "Server":
+        """Wait until it serves; its own log explains a failure."""
+        deadline_s = time.monotonic() + START_S
+        while not self.ready_path.exists():
+            assert self.process.wait(0.02) is None, self.log_path.read_text()
+            assert time.monotonic() < deadline_s, self.log_path.read_text()
+        self.address = json.loads(self.ready_path.read_text())["grpc"]
+        return self
+
+
+def filled(value: float) -> memoryview:
+    return memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")
+
+
+def trained(servers: ParameterServers) -> ParameterClient:
+    token = servers.admit("w0")
+    client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
+    client.place(SCHEMA)
+    client.create(SGD, {"w": filled(0.0)})
+    client.pull({"w": filled(9.0)})
+    return client
+
+
+def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
+    """Both hold a part of it; SIGTERM ends a server with exit code 0 and takes its key away; a
+    busy port and a bad argument end it with an error that says so."""
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        starting = [Server(supervisor, tmp_path, f"ps-{i}", etcd) for i in range(2)]
+        first, second = (server.ready() for server in starting)
+        with ParameterServers(0, etcd=etcd) as servers:
+            client = trained(servers)
+            assert {s.address for s in client.fetch_map().shards} == {
+                first.address,
+                second.address,
+            }
+            values = filled(9.0)
+            client.push({"w": filled(-1.0)}, into={"w": values})
+            assert set(values.cast("f")) == {1.0}
+            client.close()
+            assert second.process.stop(10) == 0, second.log_path.read_text()
+            assert servers.run(servers.store.get(keys.server("ps-1"))) is None
+            assert servers.run(servers.store.get(keys.server("ps-0"))) is not None
+        arguments = [sys.executable, "-m", "shoal_client", "ps", "--etcd", etcd]
+        for more, told in (
+            (["--listen", first.address], first.address),
+            (["--listen", "nowhere"], "host:port"),
+        ):
+            log_path = tmp_path / "refused.log"
+            command = Command(name="refused", arguments=[*arguments, *more], log_path=log_path)
+            assert supervisor.spawn(command).wait(START_S) in (1, 2)
+            assert told in log_path.read_text()
+
+
+def test_training_goes_on_while_etcd_is_away(tmp_path: Path) -> None:
+    """Known members push on without etcd, for longer than a server's lease; once etcd is back
+    the server is registered (again)."""
+    with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
+        Server(supervisor, tmp_path, "ps-0", etcd.endpoint).ready()
+        with ParameterServers(0, etcd=etcd.endpoint) as servers:
+            client = trained(servers)
+            values = filled(9.0)
+            etcd.process.send_signal(signal.SIGSTOP)
+            num_pushes, until_s = 0, time.monotonic() + 6.0
+            while time.monotonic() < until_s:
+                client.push({"w": filled(-1.0)}, into={"w": values})
+                num_pushes += 1
+            assert set(values.cast("f")) == {float(num_pushes)}
+            etcd.process.send_signal(signal.SIGCONT)
+            client.push({"w": filled(-1.0)}, into={"w": values})
+            deadline_s = time.monotonic() + 20.0
+            while servers.run(servers.store.get(keys.server("ps-0"))) is None:
+                assert time.monotonic() < deadline_s
+            client.close()
