@@ -9,7 +9,14 @@ from types import TracebackType
 import grpc
 import structlog
 
-from shoal_proto.errors import InvalidSpec, RejoinError, RetryError, ShoalError, Unavailable
+from shoal_proto.errors import (
+    InvalidSpec,
+    RejoinError,
+    RetryError,
+    ShoalError,
+    Unavailable,
+    UnknownJob,
+)
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.membership_pb2 import GetGenerationRequest, ReportExitRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -117,8 +124,9 @@ class ExitReporter:
                     return
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error, address)
+                    if isinstance(failure, UnknownJob):
+                        return  # it exited before it had joined: nobody waits for it
                     if not isinstance(failure, RetryError | RejoinError):
-                        # Such as a job or member it has never heard of: nothing to tell it.
                         log.info(
                             "exit_report_refused", member=request.member_id, reason=failure.what
                         )

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 import structlog
 
 from shoal_proto import PROTOCOL_VERSION
-from shoal_proto.errors import Fenced, InvalidSpec, ProtocolMismatch, ShoalError, UnknownMember
+from shoal_proto.errors import Fenced, InvalidSpec, ProtocolMismatch, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -114,15 +114,14 @@ class Membership(MembershipServicer):
         return await self._submit(request.token, event)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
-        """Only the process that the launcher names is declared lost, not one that replaced it."""
+        """Only the process that the launcher names is declared lost, not one that replaced it.
+
+        A member that is gone already is what the report asks for.
+        """
         actor = self._registry.find(request.job)
         member = actor.job.members.get(request.member_id)
         if member is None:
-            raise UnknownMember(
-                f"job {request.job} has no member {request.member_id}",
-                seen=request.member_id,
-                expected=", ".join(sorted(actor.job.members)) or "none: all are gone",
-            )
+            return _ack(actor)
         if (member.info.pid, member.info.host) == (request.pid, request.host):
             reason = _exit_reason(request.exit_code)
             await actor.submit(
