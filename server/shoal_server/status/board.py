@@ -25,6 +25,7 @@ class _JobBoard:
     events: deque[EventView] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
+    highest_step: int = 0
     event_counts: Counter[str] = field(default_factory=Counter)
 
 
@@ -84,6 +85,7 @@ class StatusBoard:
             known = board.health[member_id] = _MemberHealth(latest=health)
         known.latest = health
         board.num_reports += 1
+        board.highest_step = max(board.highest_step, health.step or 0)
         board.health.move_to_end(member_id)
         if len(board.health) > MAX_MEMBERS:
             board.health.popitem(last=False)
@@ -106,6 +108,11 @@ class StatusBoard:
         """Health reports of the job since this coordinator started."""
         board = self._jobs.get(job)
         return board.num_reports if board else 0
+
+    def highest_step(self, job: str) -> int:
+        """The highest step that a member of the job has reported, those that are gone included."""
+        board = self._jobs.get(job)
+        return board.highest_step if board else 0
 
     def _health(self, job: str, member_id: str, incarnation: str) -> _MemberHealth | None:
         board = self._jobs.get(job)

@@ -35,7 +35,7 @@ class JobSummary(View):
     num_training: int
     """Members that train."""
     step: int
-    """The highest step of a member."""
+    """The highest step that a member reported, those that are gone included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,11 @@ class Reading:
             generation=job.generation,
             num_members=len(job.members),
             num_training=sum(member.state == "training" for member in job.members),
-            step=max((self.step(job, member) for member in job.members), default=0),
+            step=max(
+                self.board.highest_step(job.job),
+                *(self.step(job, member) for member in job.members),
+                0,
+            ),
         )
 
     def step(self, job: JobView, member: MemberView) -> int:

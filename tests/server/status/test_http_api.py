@@ -336,3 +336,10 @@ def parse(response: httpx.Response) -> dict[str, float]:
     assert response.headers["content-type"].startswith("text/plain")
     lines = [line for line in response.text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+async def test_a_finished_job_keeps_its_step(world: World, http: httpx.AsyncClient) -> None:
+    """When all members have left, the job still shows how far they came."""
+    await http.post(HEALTH, json=REPORT)
+    world.change("digits", members=(), phase="finished")
+    assert (await http.get("/api/v1/jobs")).json()[0]["step"] == 1300
