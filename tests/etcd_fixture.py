@@ -24,7 +24,8 @@ def etcd_processes(
     directory: Path, options: EtcdOptions = TEST_OPTIONS, *, num_members: int = 1
 ) -> Iterator[tuple[Supervisor, tuple[RunningEtcd, ...]]]:
     """For tests that kill etcd: the members, and the supervisor to restart them with."""
-    with Supervisor() as supervisor:
+    # A member whose peers are gone does not stop by itself.
+    with Supervisor(grace_s=0.2) as supervisor:
         started = start_etcd(supervisor.spawn, directory / "etcd", options, num_members=num_members)
         yield supervisor, started
 

@@ -91,8 +91,14 @@ def _refusal(code: grpc.StatusCode, text: str, address: str) -> ShoalError:
             seen=text,
             fix="Compact and defragment it, then disarm its NOSPACE alarm.",
         )
+    if "larger than max" in text or "too large" in text:
+        return RefusedError(
+            f"a request to etcd at {address}, or its answer, is too large",
+            seen=text,
+            expected="values within etcd's --max-request-bytes (1.5 MiB by default)",
+        )
     if code is Code.RESOURCE_EXHAUSTED:
-        return Overloaded(f"an answer or request is too large for etcd at {address}", seen=text)
+        return Overloaded(f"etcd at {address} is overloaded", seen=text)
     if code is Code.DATA_LOSS:
         return CorruptError(f"etcd at {address} reports lost data", seen=text)
     return RefusedError(

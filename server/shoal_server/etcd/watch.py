@@ -25,7 +25,7 @@ from shoal_server.etcd.tracker import WatchTracker
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_S = 0.02
-LONGEST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 0.5
 
 Stream = grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]
 
@@ -63,20 +63,28 @@ async def watch(
     """See `KeyValueStore.watch`. Raises AccessDenied, and CorruptError if etcd lost history."""
     tracker = WatchTracker(start)
     pause_s = FIRST_PAUSE_S
+    interrupted = False
     while True:
         try:
             if not tracker.seeded:
                 tracker.seed((await read_snapshot(connections, prefix, start - 1)).items)
             async with aclosing(_follow(connections, prefix, tracker)) as batches:
                 async for batch in batches:
-                    pause_s = FIRST_PAUSE_S
+                    if interrupted:
+                        log.info("watch_resumed", prefix=prefix, revision=batch.revision)
+                    pause_s, interrupted = FIRST_PAUSE_S, False
                     yield batch
         except _Compacted:
             batch = tracker.reset(await _read_patiently(connections, prefix))
             log.warning("watch_reset", prefix=prefix, revision=batch.revision)
             yield batch
         except Unavailable as error:
-            log.warning("watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error))
+            # Once per outage; the attempts that follow are the same news again.
+            if not interrupted:
+                log.warning(
+                    "watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error)
+                )
+            interrupted = True
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 

@@ -1,0 +1,271 @@
+"""One coordinator leads; a lost leader has a successor; a deposed one can write nothing."""
+
+import asyncio
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import pytest
+from etcd_fixture import etcd_processes, running_etcd
+from etcd_gate import open_gate
+
+from shoal_client.local.etcd import start_members
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore, Put, absent
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.election import Candidate, Election, Leader, Leadership
+from shoal_server.etcd.memory import MemoryStore
+
+A, B = Candidate(address="a:1", http_url="http://a:2"), Candidate(address="b:1")
+
+# A candidate that says when it leads, and leads until it is killed.
+CANDIDATE = """
+import asyncio, sys
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.election import Candidate, Election
+
+async def main():
+    async with EtcdClient(EtcdConfig(endpoints=(sys.argv[1],))) as store:
+        term = await Election(store, Candidate(address="child:1"), ttl_s=2).campaign()
+        print("leads", flush=True)
+        await term.lost.wait()
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture(params=["memory", "etcd"])
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[KeyValueStore]:
+    if request.param == "memory":
+        memory = MemoryStore()
+        yield memory
+        await memory.close()
+        return
+    endpoint: str = request.getfixturevalue("etcd_endpoint")
+    async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as client:
+        await client.delete(keys.ROOT, prefix=True)
+        yield client
+
+
+@asynccontextmanager
+async def leading(
+    store: KeyValueStore, candidate: Candidate = A, ttl_s: float = 2
+) -> AsyncIterator[Leadership]:
+    async with asyncio.timeout(10):
+        term = await Election(store, candidate, ttl_s=ttl_s).campaign()
+    try:
+        yield term
+    finally:
+        await term.resign()
+
+
+async def test_alone_it_leads_at_once(store: KeyValueStore) -> None:
+    """A candidate without rivals leads within milliseconds, and says who it is."""
+    await store.range(keys.ROOT)
+    begun_s = time.monotonic()
+    async with leading(store) as term:
+        took_s = time.monotonic() - begun_s
+        print(f"led after {took_s * 1000:.1f} ms")
+        assert took_s < 0.5
+        async with aclosing(Election(store, B).leaders()) as leaders:
+            leader = await anext(leaders)
+        assert leader == Leader(
+            address="a:1", http_url="http://a:2", create_revision=term.create_revision
+        )
+        assert term.held
+    assert await store.get(keys.LEADER) is None
+
+
+async def test_a_leader_stays_one_beyond_its_lease(store: KeyValueStore) -> None:
+    """Renewals keep a term up while its leader lives, and rivals wait."""
+    async with leading(store) as term:
+        rival = asyncio.create_task(Election(store, B, ttl_s=2).campaign())
+        # Time itself is what is tested: longer than a lease of two seconds.
+        done, _ = await asyncio.wait({asyncio.create_task(term.lost.wait()), rival}, timeout=3)
+        assert not done
+        assert term.held
+        rival.cancel()
+        await asyncio.gather(rival, return_exceptions=True)
+
+
+async def test_a_resignation_lets_the_next_in_at_once(store: KeyValueStore) -> None:
+    """Of two candidates one waits, and leads as soon as the other resigns; observers see it."""
+    seen: list[str] = []
+
+    async def observe() -> None:
+        async with aclosing(Election(store, A).leaders()) as leaders:
+            async for leader in leaders:
+                seen.append(leader.address if leader else "")
+                if leader is not None and leader.address == B.address:
+                    return
+
+    observing = asyncio.create_task(observe())
+    async with leading(store) as first:
+        second = asyncio.create_task(Election(store, B, ttl_s=2).campaign())
+        # Two more round trips on the same connection: the rival has asked by then.
+        await store.range(keys.ROOT)
+        await store.range(keys.ROOT)
+        assert not second.done()
+        begun_s = time.monotonic()
+        await first.resign()
+        async with asyncio.timeout(1):
+            term = await second
+        print(f"succeeded after {(time.monotonic() - begun_s) * 1000:.1f} ms")
+        assert first.lost.is_set()
+        assert first.reason == "resigned"
+        assert not first.held
+        assert term.create_revision > first.create_revision
+        async with asyncio.timeout(5):
+            await observing
+        assert seen[-1] == "b:1"
+        assert set(seen) <= {"", "a:1", "b:1"}
+        await term.resign()
+
+
+async def test_a_deposed_leader_writes_nothing(store: KeyValueStore) -> None:
+    """Once the key is another's, a transaction with the old term's condition is refused."""
+    async with leading(store) as old:
+        key = keys.job_state("digits")
+        assert (await store.transact((old.condition,), (Put(key, b"old"),))).succeeded
+        await store.delete(keys.LEADER)
+        async with leading(store, B) as new:
+            late = await store.transact((old.condition,), (Put(key, b"late"),))
+            assert not late.succeeded
+            assert (await store.transact((new.condition,), (Put(key, b"new"),))).succeeded
+            async with asyncio.timeout(5):
+                await old.lost.wait()
+            assert "gone or another's" in old.reason
+            # Resigning a lost term takes nothing from the one that leads.
+            await old.resign()
+            assert await store.get(keys.LEADER) is not None
+        item = await store.get(key)
+        assert item is not None
+        assert item.value == b"new"
+
+
+async def test_many_candidates_one_leader(store: KeyValueStore) -> None:
+    """However many campaign at once, one term follows the other and no two overlap."""
+    terms: list[Leadership] = []
+    running = 0
+
+    async def serve(number: int) -> None:
+        nonlocal running
+        term = await Election(store, Candidate(address=f"c:{number}"), ttl_s=5).campaign()
+        running += 1
+        assert running == 1
+        terms.append(term)
+        await store.range(keys.ROOT)
+        running -= 1
+        await term.resign()
+
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for number in range(8):
+            group.create_task(serve(number))
+    revisions = [term.create_revision for term in terms]
+    assert len(revisions) == 8
+    assert revisions == sorted(set(revisions))
+
+
+async def test_a_cancelled_campaign_leaves_nothing(store: KeyValueStore) -> None:
+    """Who stops trying, at whatever point, does not block the others."""
+    for pause in range(12):
+        campaign = asyncio.create_task(Election(store, A, ttl_s=60).campaign())
+        for _ in range(pause):
+            await asyncio.sleep(0)
+        campaign.cancel()
+        (outcome,) = await asyncio.gather(campaign, return_exceptions=True)
+        if isinstance(outcome, Leadership):
+            await outcome.resign()
+        async with asyncio.timeout(5):
+            async with leading(store, B):
+                pass
+
+
+async def test_a_record_that_is_not_ours(store: KeyValueStore) -> None:
+    """Garbage under the leader's key breaks no observer, and a campaign waits for its end."""
+    await store.put(keys.LEADER, b"\xff{")
+    async with aclosing(Election(store, B).leaders()) as leaders:
+        leader = await anext(leaders)
+        assert leader is not None
+        assert leader.address == ""
+        campaign = asyncio.create_task(Election(store, A).campaign())
+        await store.put(keys.LEADER + "ship", b"a neighbour")
+        await store.delete(keys.LEADER)
+        async with asyncio.timeout(5):
+            term = await campaign
+            while (leader := await anext(leaders)) is None:
+                continue
+        assert leader.address == "a:1"
+        await term.resign()
+
+
+async def test_the_successor_of_a_killed_leader(tmp_path: Path) -> None:
+    """When a leader's process is killed, the next leads as soon as the lease has run out."""
+    with running_etcd(tmp_path) as endpoint:
+        child = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", CANDIDATE, endpoint), stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(20):
+                assert child.stdout is not None
+                await child.stdout.readuntil(b"leads\n")
+            async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as client:
+                successor = asyncio.create_task(Election(client, B, ttl_s=2).campaign())
+                await client.range(keys.ROOT)
+                child.kill()
+                begun_s = time.monotonic()
+                async with asyncio.timeout(6):
+                    term = await successor
+                print(f"succeeded {time.monotonic() - begun_s:.2f} s after the kill, lease of 2 s")
+                await term.resign()
+        finally:
+            if child.returncode is None:
+                child.kill()
+            await child.wait()
+
+
+async def test_a_leader_that_is_cut_off_stops_first(tmp_path: Path) -> None:
+    """A leader that cannot reach etcd ends its term before a successor's can begin."""
+    with running_etcd(tmp_path) as endpoint:
+        async with (
+            open_gate(endpoint) as gate,
+            EtcdClient(EtcdConfig(endpoints=(gate.endpoint,))) as cut_off,
+            EtcdClient(EtcdConfig(endpoints=(endpoint,))) as client,
+        ):
+            async with asyncio.timeout(10):
+                term = await Election(cut_off, A, ttl_s=2).campaign()
+                successor = asyncio.create_task(Election(client, B, ttl_s=2).campaign())
+                gate.silence()
+                await term.lost.wait()
+                assert not successor.done()
+                assert not term.held
+                assert "renewed" in term.reason
+                key = keys.job_state("digits")
+                new = await successor
+            gate.restore()
+            # Any call that may be repeated finds out that the old connection is gone.
+            await cut_off.get(keys.LEADER)
+            late = await cut_off.transact((term.condition,), (Put(key, b""),))
+            assert not late.succeeded
+            await term.resign()
+            assert (await client.transact((new.condition, absent(key)), (Put(key, b""),))).succeeded
+            await new.resign()
+
+
+async def test_a_term_outlasts_a_restart_of_etcd(tmp_path: Path) -> None:
+    """An etcd that is killed and comes back within the lease costs no leader its term."""
+    with etcd_processes(tmp_path) as (supervisor, (etcd,)):
+        async with (
+            EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,))) as client,
+            leading(client, ttl_s=10) as term,
+        ):
+            etcd.process.kill()
+            await asyncio.to_thread(etcd.process.wait)
+            await asyncio.to_thread(start_members, supervisor.spawn, [etcd.member])
+            key = keys.job_state("digits")
+            assert (await client.transact((term.condition,), (Put(key, b""),))).succeeded
+            assert term.held

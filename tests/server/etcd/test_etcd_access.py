@@ -1,0 +1,255 @@
+"""Who may talk to etcd, and how: TLS, user and password, and the errors when it goes wrong."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import trustme
+from etcd_fixture import etcd_processes, running_etcd
+
+from shoal_client.local.etcd import EtcdOptions, RunningEtcd, start_members
+from shoal_client.local.process import Supervisor
+from shoal_proto.errors import AccessDenied, InvalidSpec, RefusedError, Unavailable
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_server.etcd.api import Put, Revision, absent
+from shoal_server.etcd.client import EtcdClient
+from shoal_server.etcd.config import EtcdConfig, parse_endpoints
+
+# --- TLS ---
+
+
+@dataclass(frozen=True)
+class Secured:
+    """An etcd that serves TLS only, and asks for a certificate; the files to reach it."""
+
+    endpoint: str
+    config: EtcdConfig
+    other_ca_file: Path
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    folder = tmp_path_factory.mktemp("tls")
+    authority, stranger = trustme.CA(), trustme.CA()
+    server = authority.issue_cert("127.0.0.1", "localhost")
+    client = authority.issue_cert("shoal@example.org")
+    files = {name: folder / f"{name}.pem" for name in ("ca", "cert", "key", "own", "own-key")}
+    authority.cert_pem.write_to_path(files["ca"])
+    server.cert_chain_pems[0].write_to_path(files["cert"])
+    server.private_key_pem.write_to_path(files["key"])
+    client.cert_chain_pems[0].write_to_path(files["own"])
+    client.private_key_pem.write_to_path(files["own-key"])
+    stranger.cert_pem.write_to_path(folder / "other.pem")
+    options = EtcdOptions(
+        fsync=False,
+        credentials=grpc.ssl_channel_credentials(
+            files["ca"].read_bytes(), files["own-key"].read_bytes(), files["own"].read_bytes()
+        ),
+        arguments=(
+            *("--cert-file", str(files["cert"]), "--key-file", str(files["key"])),
+            *("--client-cert-auth", "--trusted-ca-file", str(files["ca"])),
+        ),
+    )
+    with running_etcd(folder, options) as endpoint:
+        config = EtcdConfig(
+            endpoints=(endpoint,),
+            ca_file=files["ca"],
+            cert_file=files["own"],
+            key_file=files["own-key"],
+            timeout_s=2,
+            attempt_timeout_s=1,
+        )
+        yield Secured(endpoint, config, folder / "other.pem")
+
+
+async def test_mutual_tls(secured: Secured) -> None:
+    """With the right authority and certificate everything works, the watch included."""
+    async with EtcdClient(secured.config) as client:
+        revision = await client.put("/shoal/a", b"1")
+        async with aclosing(client.watch("/shoal/", revision)) as watch:
+            assert (await anext(watch)).revision == revision
+
+
+async def test_plain_text_to_an_etcd_with_tls(secured: Secured) -> None:
+    """Without a CA file the error says what is missing."""
+    plain = EtcdConfig(endpoints=(secured.endpoint,), timeout_s=1, attempt_timeout_s=1)
+    async with EtcdClient(plain) as client:
+        with pytest.raises(Unavailable, match="--etcd-ca"):
+            await client.get("/shoal/a")
+
+
+async def test_an_authority_that_did_not_sign(secured: Secured) -> None:
+    """A certificate that is not trusted is named as the reason."""
+    wary = replace(secured.config, ca_file=secured.other_ca_file)
+    async with EtcdClient(wary) as client:
+        with pytest.raises(Unavailable, match="TLS handshake failed"):
+            await client.get("/shoal/a")
+
+
+async def test_no_certificate_of_our_own(secured: Secured) -> None:
+    """An etcd that asks for a certificate refuses a client without, which is an error in time."""
+    anonymous = replace(secured.config, cert_file=None, key_file=None)
+    async with EtcdClient(anonymous) as client:
+        with pytest.raises(Unavailable, match="no etcd answered"):
+            await client.get("/shoal/a")
+
+
+async def test_tls_to_an_etcd_without(secured: Secured, etcd_endpoint: str) -> None:
+    """A CA file for an etcd that speaks plain text is an error that tells of TLS."""
+    async with EtcdClient(replace(secured.config, endpoints=(etcd_endpoint,))) as client:
+        with pytest.raises(Unavailable, match="check that etcd serves TLS"):
+            await client.get("/shoal/a")
+
+
+# --- user and password ---
+
+
+@pytest.fixture
+async def guarded(tmp_path: Path) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
+    """An etcd in which shoal/secret may use /shoal/ and nothing else."""
+    with etcd_processes(tmp_path) as (supervisor, (etcd,)):
+        async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
+            auth = stubs.AuthStub(channel)
+            for user, role in (("root", "root"), ("shoal", "shoal")):
+                await auth.UserAdd(pb.AuthUserAddRequest(name=user, password="secret"))
+                await auth.RoleAdd(pb.AuthRoleAddRequest(name=role))
+                await auth.UserGrantRole(pb.AuthUserGrantRoleRequest(user=user, role=role))
+            permission = pb.Permission(
+                permType=pb.Permission.READWRITE, key=b"/shoal/", range_end=b"/shoal0"
+            )
+            await auth.RoleGrantPermission(
+                pb.AuthRoleGrantPermissionRequest(name="shoal", perm=permission)
+            )
+            await auth.AuthEnable(pb.AuthEnableRequest())
+        yield supervisor, etcd
+
+
+def login(endpoint: str, password: str = "secret") -> EtcdConfig:
+    return EtcdConfig(endpoints=(endpoint,), user="shoal", password=password, silence_s=1)
+
+
+async def test_user_and_password(guarded: tuple[Supervisor, RunningEtcd]) -> None:
+    """A user may do what its role allows; a lost token (etcd restarts) is replaced unseen."""
+    supervisor, etcd = guarded
+    async with EtcdClient(login(etcd.endpoint)) as client:
+        lease = await client.grant(30)
+        revision = await client.put("/shoal/a", b"1", lease)
+        assert await client.keep_alive(lease) > 0
+        async with aclosing(client.watch("/shoal/", revision)) as watch:
+            assert (await anext(watch)).revision == revision
+            with pytest.raises(AccessDenied, match="permission denied"):
+                await client.put("/other", b"1")
+            with pytest.raises(AccessDenied, match="permission denied"):
+                await anext(client.watch("/other", Revision(1)))
+            etcd.process.kill()
+            etcd.process.wait()
+            start_members(supervisor.spawn, [etcd.member])
+            made = await client.transact((absent("/shoal/b"),), (Put("/shoal/b", b""),))
+            assert (await anext(watch)).revision == made.revision
+
+
+async def test_wrong_or_missing_password(guarded: tuple[Supervisor, RunningEtcd]) -> None:
+    """Wrong credentials, or none, are refused at once, in words that say what to check."""
+    _, etcd = guarded
+    for config in (
+        login(etcd.endpoint, "wrong"),
+        replace(login(etcd.endpoint), user="nobody"),
+        EtcdConfig(endpoints=(etcd.endpoint,)),
+    ):
+        async with EtcdClient(config) as client:
+            with pytest.raises(AccessDenied, match="--etcd-password-file"):
+                await client.get("/shoal/a")
+            with pytest.raises(AccessDenied):
+                await client.transact((), (Put("/shoal/a", b""),))
+            with pytest.raises(AccessDenied):
+                await anext(client.watch("/shoal/", Revision(1)))
+
+
+async def test_a_password_where_none_is_needed(etcd_endpoint: str) -> None:
+    """A user for an etcd without authentication is let in like everybody."""
+    async with EtcdClient(login(etcd_endpoint)) as client:
+        assert await client.put("/shoal/a", b"") > 0
+
+
+# --- an etcd that is not there, requests it cannot take, bad settings ---
+
+
+async def test_an_unreachable_etcd() -> None:
+    """The error names every endpoint and what was seen there, and comes in time."""
+    with socket.socket() as closed, socket.socket() as deaf:
+        closed.bind(("127.0.0.1", 0))
+        deaf.bind(("127.0.0.1", 0))
+        # Connections come about, but nobody ever takes them.
+        deaf.listen(1)
+        endpoints = tuple(f"127.0.0.1:{each.getsockname()[1]}" for each in (closed, deaf))
+        config = EtcdConfig(endpoints=endpoints, timeout_s=1.5, attempt_timeout_s=0.5)
+        async with EtcdClient(config) as client:
+            for call in (client.get("/shoal/a"), client.transact((), (Put("/shoal/a", b""),))):
+                with pytest.raises(Unavailable, match="no etcd answered") as caught:
+                    await call
+                for endpoint in endpoints:
+                    assert endpoint in caught.value.seen
+                assert "refused" in caught.value.seen
+
+
+async def test_a_dead_endpoint_beside_a_live_one(etcd_endpoint: str) -> None:
+    """One endpoint that refuses costs no call more than a moment."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        dead = f"127.0.0.1:{closed.getsockname()[1]}"
+        config = EtcdConfig(endpoints=(dead, etcd_endpoint), timeout_s=1, attempt_timeout_s=1)
+        async with EtcdClient(config) as client:
+            assert await client.put("/shoal/a", b"1") > 0
+            assert (await client.transact((), (Put("/shoal/a", b""),))).succeeded
+
+
+async def test_a_value_that_etcd_does_not_take(etcd_endpoint: str) -> None:
+    """A value above etcd's limit is refused by name, and the client goes on."""
+    async with EtcdClient(EtcdConfig(endpoints=(etcd_endpoint,))) as client:
+        with pytest.raises(RefusedError, match="too large"):
+            await client.put("/shoal/large", bytes(3 << 20))
+        with pytest.raises(RefusedError, match="too many operations"):
+            await client.transact((), [Put(f"/shoal/{n}", b"") for n in range(129)])
+        assert await client.get("/shoal/large") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"endpoints": ()}, "no etcd endpoint"),
+        ({"endpoints": ("http://127.0.0.1:2379",)}, "without a scheme"),
+        ({"endpoints": ("127.0.0.1",)}, "host:port"),
+        ({"endpoints": ("127.0.0.1:0",)}, "host:port"),
+        ({"user": "a"}, "password is missing"),
+        ({"cert_file": Path("a")}, "half a client certificate"),
+        ({"cert_file": Path("a"), "key_file": Path("b")}, "without TLS"),
+        ({"timeout_s": 1, "attempt_timeout_s": 2}, "contradict"),
+        ({"silence_s": 0}, "silence_s"),
+    ],
+)
+def test_bad_settings(settings: dict[str, object], message: str) -> None:
+    """Settings that cannot work are refused before anything is tried."""
+    with pytest.raises(InvalidSpec, match=message):
+        EtcdConfig(**{"endpoints": ("127.0.0.1:2379",), **settings})  # type: ignore[arg-type]
+
+
+async def test_a_ca_file_that_is_not_there(tmp_path: Path) -> None:
+    """A TLS file that cannot be read is an error that names it."""
+    config = EtcdConfig(endpoints=("127.0.0.1:1",), ca_file=tmp_path / "none.pem")
+    async with EtcdClient(config) as client:
+        with pytest.raises(InvalidSpec, match=r"none\.pem"):
+            await client.get("/shoal/a")
+
+
+def test_endpoints_in_one_text() -> None:
+    """Endpoints are separated by commas, blanks around them do no harm."""
+    assert parse_endpoints(" a:1, [::1]:2,") == ("a:1", "[::1]:2")
+    for bad in ("", ",", "a", "a:b", "https://a:1"):
+        with pytest.raises(InvalidSpec):
+            parse_endpoints(bad)
