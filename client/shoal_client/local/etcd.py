@@ -63,6 +63,8 @@ class RunningEtcd:
 
     member: EtcdMember
     process: Process
+    log_start_bytes: int = 0
+    """Where in the log file this process' lines begin."""
 
     @property
     def endpoint(self) -> str:
@@ -126,7 +128,7 @@ def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningE
     running: list[RunningEtcd] = []
     try:
         for member in members:
-            running.append(RunningEtcd(member=member, process=spawn(member.command)))
+            running.append(_start(spawn, member))
         for each in running:
             _await_serving(each)
     except BaseException:
@@ -136,6 +138,12 @@ def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningE
             each.process.wait()
         raise
     return tuple(running)
+
+
+def _start(spawn: Spawn, member: EtcdMember) -> RunningEtcd:
+    path = member.command.log_path
+    size_bytes = path.stat().st_size if path is not None and path.exists() else 0
+    return RunningEtcd(member=member, process=spawn(member.command), log_start_bytes=size_bytes)
 
 
 def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdMember]:
@@ -248,12 +256,16 @@ def _serves(member: EtcdMember) -> bool:
 def _failure(etcd: RunningEtcd, seen: str) -> AddressInUse | Unavailable:
     path = etcd.member.command.log_path
     assert path is not None
-    lines = path.read_text("utf-8", "replace").splitlines()[-5:] if path.exists() else []
+    log = path.read_bytes()[etcd.log_start_bytes :] if path.exists() else b""
+    lines = log.decode("utf-8", "replace").splitlines()
+    if len(lines) > 8:
+        # A bad argument stands first, before the usage; any other reason comes last.
+        lines = [*lines[:2], "...", *lines[-6:]]
     kind = AddressInUse if any("address already in use" in line for line in lines) else Unavailable
     return kind(
         f"etcd did not come up at {etcd.endpoint}",
         seen=seen,
-        fix=f"The end of its log, {path}:\n" + "\n".join(f"    {line}" for line in lines),
+        fix=f"Its log, {path}:\n" + "\n".join(f"    {line}" for line in lines),
     )
 
 

@@ -1,0 +1,154 @@
+"""An etcd for who has none: found, started without a clash, restarted on its data."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from shoal_client.local.etcd import (
+    EtcdOptions,
+    RunningEtcd,
+    find_etcd,
+    start_etcd,
+    start_members,
+)
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+
+QUICK = EtcdOptions(fsync=False)
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    with Supervisor(grace_s=0.5) as supervisor:
+        yield supervisor
+
+
+def put(endpoint: str, value: bytes) -> None:
+    with grpc.insecure_channel(endpoint) as channel:
+        stubs.KVStub(channel).Put(pb.PutRequest(key=b"a", value=value), timeout=5)
+
+
+def get(endpoint: str) -> bytes:
+    with grpc.insecure_channel(endpoint) as channel:
+        reply = stubs.KVStub(channel).Range(pb.RangeRequest(key=b"a"), timeout=5)
+    return reply.kvs[0].value if reply.kvs else b""
+
+
+def test_the_etcd_of_the_path_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program called etcd on PATH is taken before the wheel's, a script of the wheel is not."""
+    packaged = find_etcd()
+    own = tmp_path / "etcd"
+    own.symlink_to(packaged)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_etcd() == own
+    own.unlink()
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    assert find_etcd().name == "etcd"
+    assert find_etcd() != own
+    monkeypatch.setenv("PATH", "")
+    assert os.access(find_etcd(), os.X_OK)
+
+
+def test_a_restart_finds_its_data(supervisor: Supervisor, tmp_path: Path) -> None:
+    """What was written is there after a kill: at the old place, and from another start."""
+    (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
+    put(etcd.endpoint, b"kept")
+    etcd.process.kill()
+    etcd.process.wait()
+    (again,) = start_members(supervisor.spawn, [etcd.member])
+    assert again.endpoint == etcd.endpoint
+    assert get(again.endpoint) == b"kept"
+    again.process.kill()
+    again.process.wait()
+    (moved,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
+    assert get(moved.endpoint) == b"kept"
+
+
+def test_etcds_started_together_do_not_clash(supervisor: Supervisor, tmp_path: Path) -> None:
+    """Four starts at the same moment give four separate etcds."""
+    started: list[RunningEtcd] = []
+
+    def start(number: int) -> None:
+        started.extend(start_etcd(supervisor.spawn, tmp_path / str(number), QUICK))
+
+    threads = [threading.Thread(target=start, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({etcd.endpoint for etcd in started}) == 4
+    for number, etcd in enumerate(started):
+        put(etcd.endpoint, str(number).encode())
+    assert [get(etcd.endpoint) for etcd in started] == [b"0", b"1", b"2", b"3"]
+
+
+@pytest.mark.parametrize("num_members", [1, 3])
+def test_a_port_taken_in_the_last_moment(
+    supervisor: Supervisor, tmp_path: Path, num_members: int
+) -> None:
+    """Whoever takes the port between its choice and etcd's start only costs another try."""
+    thieves: list[socket.socket] = []
+
+    def spawn(command: Command) -> Process:
+        if not thieves:
+            urls = command.arguments[command.arguments.index("--listen-client-urls") + 1]
+            thief = socket.create_server(("127.0.0.1", int(urls.rpartition(":")[2])))
+            thieves.append(thief)
+        return supervisor.spawn(command)
+
+    try:
+        started = start_etcd(spawn, tmp_path, QUICK, num_members=num_members)
+        assert len(started) == num_members
+        taken = thieves[0].getsockname()[1]
+        assert all(etcd.endpoint != f"127.0.0.1:{taken}" for etcd in started)
+        put(started[0].endpoint, b"1")
+        assert get(started[-1].endpoint) == b"1"
+        assert len(supervisor.running) == num_members
+    finally:
+        for thief in thieves:
+            thief.close()
+
+
+def test_a_restart_on_a_taken_port(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A member that is to come back where it was, but cannot, is an error that shows the log."""
+    (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
+    etcd.process.kill()
+    etcd.process.wait()
+    with (
+        socket.create_server(("127.0.0.1", int(etcd.endpoint.rpartition(":")[2]))),
+        pytest.raises(AddressInUse, match="address already in use"),
+    ):
+        start_members(supervisor.spawn, [etcd.member])
+    assert supervisor.running == []
+
+
+def test_an_etcd_that_cannot_start(supervisor: Supervisor, tmp_path: Path) -> None:
+    """A bad argument ends the wait at once and the error shows what etcd said."""
+    with pytest.raises(Unavailable, match="no-such-flag"):
+        start_etcd(supervisor.spawn, tmp_path, replace(QUICK, arguments=("--no-such-flag",)))
+    assert supervisor.running == []
+
+
+def test_the_environment_of_another_etcd_is_ignored(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ETCD_* variables meant for another etcd do not reach ours."""
+    monkeypatch.setenv("ETCD_CERT_FILE", str(tmp_path / "none.pem"))
+    (etcd,) = start_etcd(supervisor.spawn, tmp_path, QUICK)
+    put(etcd.endpoint, b"1")
+
+
+def test_a_new_cluster_on_old_data_is_refused(supervisor: Supervisor, tmp_path: Path) -> None:
+    """Three members are not started over what another cluster left."""
+    (tmp_path / "etcd-0.etcd").mkdir()
+    with pytest.raises(InvalidSpec, match="data of another one"):
+        start_etcd(supervisor.spawn, tmp_path, QUICK, num_members=3)
