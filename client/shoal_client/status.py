@@ -184,7 +184,7 @@ def _print_generations(console: Console, generations: Json) -> None:
             str(record["generation"]),
             record["verdict"],
             str(len(record["members"])),
-            str(record["step"]),
+            "planned" if record["planned"] else str(record["step"]),
             _duration(now_s - record["decided_unix_s"]),
             escape(record["reason"]),
         )

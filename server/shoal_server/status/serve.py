@@ -48,6 +48,7 @@ class StatusServer:
             lifespan="off",
             log_config=None,
             access_log=False,
+            server_header=False,
             ws="none",
             timeout_graceful_shutdown=STOP_WITHIN_S,
         )

@@ -99,9 +99,11 @@ class GenerationView(View):
     source_member_id: str = ""
     """The member whose state the others take."""
     step: int = 0
-    """The step the generation starts at."""
+    """The step the source stood at when the roster was drawn up: where the generation starts,
+    unless it is planned."""
     planned: bool = False
-    """True when the previous generation trained on while this one was agreed."""
+    """True when the previous generation trained on while this one was agreed; it starts where that
+    one stops, which the event boundary_agreed tells."""
     digest: str = ""
     """SHA-256 of the roster that all accepted."""
     conflicts: tuple[ConflictView, ...] = ()

@@ -158,7 +158,7 @@ function lossCell(health, losses, memberId) {
   return cell("Loss", "num", h("div", { class: "loss" }, sparkline(losses, memberId), text));
 }
 
-function memberRow({ member, health, losses }, now_s) {
+function memberRow({ member, health, losses }, now_s, showsStaleness) {
   const seen_s = now_s - member.last_seen_unix_s;
   const step = Math.max(member.step, (health && health.step) || 0);
   const error = health && health.last_error;
@@ -173,7 +173,7 @@ function memberRow({ member, health, losses }, now_s) {
     lossCell(health, losses, member.member_id),
     cell("Samples/s", "num", count(said("samples_per_s")), isNumber(said("step_time_s"))
       && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
-    cell("Staleness", "num", significant(said("staleness_steps"))),
+    showsStaleness && cell("Staleness", "num", significant(said("staleness_steps"))),
     cell("Memory", "num", bytes(said("memory_bytes"))),
     cell("Last seen", `num${seen_s > 5 ? " late" : ""}`, duration(seen_s)),
     cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
@@ -187,6 +187,8 @@ const cell = (label, kind, ...content) =>
 function members(job, now_s) {
   const column = (name, numeric) =>
     h("th", { scope: "col", role: "columnheader", class: numeric ? "num" : null }, name);
+  // Only asynchronous members have any.
+  const showsStaleness = job.members.some((m) => m.health && isNumber(m.health.staleness_steps));
   return section("Members",
     `${plural(job.members.length, "member")}, ${job.min_members} to ${job.max_members} may train`,
     job.members.length === 0 ? h("p", { class: "empty" }, "Nobody is here.")
@@ -194,9 +196,10 @@ function members(job, now_s) {
         h("table", { role: "table" }, h("caption", { class: "hidden" }, "Members of the job"),
           h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
             column("Step", true), column("Loss", true), column("Samples/s", true),
-            column("Staleness", true), column("Memory", true), column("Last seen", true),
+            showsStaleness && column("Staleness", true), column("Memory", true), column("Last seen", true),
             column("Waits for"))),
-          h("tbody", { role: "rowgroup" }, job.members.map((entry) => memberRow(entry, now_s))))));
+          h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
+            memberRow(entry, now_s, showsStaleness))))));
 }
 
 function generation(record, before, now_s) {
@@ -213,7 +216,8 @@ function generation(record, before, now_s) {
     h("div", { class: "head" }, h("b", null, `Generation ${record.generation}`),
       pill(record.verdict),
       h("span", { class: "muted" },
-        `${plural(ids.length, "member")} from step ${count(record.step)}`),
+        `${plural(ids.length, "member")}${record.planned ? ", planned"
+          : ` from step ${count(record.step)}`}`),
       ago(record.decided_unix_s, now_s)),
     h("p", { class: "text" }, record.reason), conflicts,
     h("ul", { class: "chips", "aria-label": "Roster" }, chips, gone));
