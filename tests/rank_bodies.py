@@ -22,6 +22,7 @@ from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.strategies.base import Generation, State, Strategy
 from shoal.strategies.ddp import DDP
 from shoal.strategies.gradients import GradientExchange
+from shoal.strategies.transfer import receive, send
 from shoal_proto.errors import GenerationBroken
 
 
@@ -297,3 +298,32 @@ def prepare_fault(fault: str, model: torch.nn.Module, optimizer: torch.optim.Opt
         optimizer.register_step_pre_hook(die)
     elif fault == "stop in backward":
         next(model.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def exchange_state(report: Report, path: str, rank: int, world_size: int) -> None:
+    """Rank 0 sends a state with every kind of tensor to the others."""
+    group = _group(path, rank, world_size)
+    process_group = group.open()
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "empty": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False, True]),
+        "half": torch.randn(5, generator=generator).half(),
+        "brain": torch.randn(3, 3, generator=generator).bfloat16(),
+        "double": torch.randn(7, dtype=torch.float64, generator=generator),
+        "transposed": torch.randn(4, 6, generator=generator).t(),
+        "big": torch.randn(9_000_000, generator=generator),
+    }
+    state = State(step=11, tensors=tensors, values={"lr": 0.1, "betas": [0.9, 0.999], "none": None})
+    if rank == 0:
+        send(state, list(range(1, world_size)), process_group)
+    else:
+        got = receive(0, process_group)
+        assert (got.step, got.values) == (state.step, state.values)
+        for name, tensor in tensors.items():
+            assert got.tensors[name].dtype == tensor.dtype
+            assert torch.equal(got.tensors[name], tensor), name
+    report("same")
+    dist.all_reduce(torch.zeros(1))
+    group.retire()

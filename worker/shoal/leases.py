@@ -2,9 +2,16 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import structlog
 
 from shoal_client.samples import Lease, SampleRange, Samples
+from shoal_proto.errors import JobFinished, RejoinError, RetryError
+
+log = structlog.get_logger(__name__)
+
+REPORT_WITHIN_S = 3.0
 
 
 class Leases:
@@ -16,6 +23,7 @@ class Leases:
         self._changed = threading.Condition()
         self._done: list[SampleRange] = []
         self._closed = False
+        self._ahead: Future[Lease] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-lease")
 
     def __iter__(self) -> Iterator[SampleRange]:
@@ -44,17 +52,26 @@ class Leases:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Report what is done and let go of the rest."""
+        """Report what is done and let go of the rest. A coordinator that is away is logged."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        self._pool.shutdown(cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        under_way = [ahead for ahead in (self._ahead,) if ahead is not None]
+        if wait(under_way, timeout=REPORT_WITHIN_S).not_done:
+            log.warning("samples_not_reported", reason="the coordinator does not answer")
+            return
         completed = self._take()
-        if completed:
-            self._samples.report(completed)
+        if not completed:
+            return
+        try:
+            self._samples.report(completed, timeout_s=REPORT_WITHIN_S)
+        except (RetryError, RejoinError, JobFinished) as error:
+            log.warning("samples_not_reported", reason=str(error))
 
     def _ask(self) -> Future[Lease]:
-        return self._pool.submit(lambda: self._samples.lease(self._batch_size, self._take()))
+        self._ahead = self._pool.submit(lambda: self._samples.lease(self._batch_size, self._take()))
+        return self._ahead
 
     def _take(self) -> list[SampleRange]:
         with self._changed:

@@ -241,12 +241,19 @@ class Session:
             num_epochs=order.num_epochs,
         )
         self._leases = leases = Leases(samples, order.global_batch_size)
-        for span in leases:
-            crew.stand(self._fields)
-            self._leased = span
-            yield from self._offered(
-                loader.leased(span.epoch, span.start, span.stop, crew.strategy.step)
-            )
+        try:
+            for span in leases:
+                crew.stand(self._fields)
+                self._leased = span
+                yield from self._offered(
+                    loader.leased(span.epoch, span.start, span.stop, crew.strategy.step)
+                )
+        except JobFinished as finished:
+            # Others saw the last sample completed before this member asked for more.
+            log.info("job_finished_by_others", job=self.job, reason=str(finished))
+        else:
+            # What the others did last comes too: from here on the model is the job's result.
+            crew.strategy.finish()
         crew.strategy.flush()
         self._all_trained = True
 

@@ -46,6 +46,9 @@ class GlooBackend:
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
         return GlooGroup(seat, store)
 
+    def tidy(self) -> None:
+        free_retired(time.monotonic(), at_most=1)
+
     def is_failure(self, error: BaseException) -> bool:
         # Each of Gloo's own messages begins with the place in its source.
         return isinstance(error, RuntimeError) and (
@@ -73,7 +76,6 @@ class GlooGroup:
                 expected="none",
                 fix="Leave init_process_group to session.distribute(); it is called for you.",
             )
-        free_retired(time.monotonic())
         with self._lock:
             self._raise_if_cut()
             self._connecting = True
@@ -129,6 +131,8 @@ class GlooGroup:
             dist.destroy_process_group()
         if groups:
             _retired.append((time.monotonic(), groups))
+        while len(_retired) > MAX_RETIRED:
+            _retired.popleft()
 
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
@@ -262,10 +266,11 @@ _retired: deque[tuple[float, list[Any]]] = deque()
 _current: list[GlooGroup] = []
 
 
-def free_retired(now_s: float) -> None:
-    """Free the old groups in which nothing can run any more. Cheap; the trainer calls it."""
-    while _retired and (now_s - _retired[0][0] > RETIRED_S or len(_retired) > MAX_RETIRED):
+def free_retired(now_s: float, *, at_most: int = MAX_RETIRED) -> None:
+    """Free old groups in which nothing runs any more. Each takes Gloo's thread 10 ms to end."""
+    while at_most and _retired and now_s - _retired[0][0] > RETIRED_S:
         _retired.popleft()
+        at_most -= 1
 
 
 def _create(options: Any, ready: Any) -> Any:

@@ -23,7 +23,7 @@ from shoal.strategies.base import (
     schema_digest,
 )
 from shoal.strategies.gradients import GradientExchange
-from shoal.strategies.replica import Replica
+from shoal.strategies.replica import replica_of
 from shoal.strategies.state import ReplicatedState
 from shoal.strategies.transfer import receive, send
 from shoal_client.channel import Coordinators
@@ -88,7 +88,7 @@ class DDP(Strategy):
             "backend": self._backend.name,
         }
         self._model, self._optimizer = model, optimizer
-        return Replica(model, self._route), optimizer
+        return replica_of(model, self._route), optimizer
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
@@ -248,6 +248,7 @@ class DDP(Strategy):
         self._step += 1
         self._in_step, self._buffers = False, []
         acknowledged()
+        self._backend.tidy()
 
     def finish(self) -> None:
         if self._process_group is None:

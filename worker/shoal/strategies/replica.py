@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -12,11 +13,12 @@ class Replica(nn.Module):
     """The user's model in all but its forward pass, which goes where `route` says at the time.
 
     It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
-    attributes are those of the model; nothing is prefixed.
+    attributes are those of the model; nothing is prefixed. A copy or pickle of it is the model's.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
-        super().__init__()
+        # Not super(): beside a model's class, that would be the model's own constructor.
+        nn.Module.__init__(self)
         own = self.__dict__
         own["_module"] = module
         own["_route"] = route
@@ -37,7 +39,7 @@ class Replica(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         module = self.__dict__.get("_module")
         if module is None:
-            super().__setattr__(name, value)
+            nn.Module.__setattr__(self, name, value)
         else:
             setattr(module, name, value)
 
@@ -47,8 +49,23 @@ class Replica(nn.Module):
     def load_state_dict(self, *positional: Any, **options: Any) -> Any:
         return self.__dict__["_module"].load_state_dict(*positional, **options)
 
-    def extra_repr(self) -> str:
-        return f"replica of {type(self.__dict__['_module']).__name__}"
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return (_same, (self.__dict__["_module"],))
 
 
-__all__ = ["Replica"]
+def replica_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
+    """A replica that also is an instance of the model's class, with all its methods."""
+    kind = type(module)
+    if kind is nn.Module or isinstance(module, torch.jit.ScriptModule):
+        return Replica(module, route)
+    mixed: Any = type(kind.__name__, (Replica, kind), {"__module__": kind.__module__})
+    replica: nn.Module = mixed.__new__(mixed)
+    Replica.__init__(replica, module, route)  # type: ignore[arg-type]
+    return replica
+
+
+def _same(module: nn.Module) -> nn.Module:
+    return module
+
+
+__all__ = ["Replica", "replica_of"]

@@ -1,0 +1,149 @@
+"""The store of a generation: what torch expects of any store, over the real service."""
+
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shoal.joining import JoinConfig
+from shoal.rendezvous import RendezvousStore
+from shoal_client.local.cluster import LocalCluster
+from shoal_client.membership import Membership
+from shoal_proto.errors import DeadlineExceeded, Fenced, GenerationBroken, RejoinError
+from shoal_proto.v1.identity_pb2 import Token
+
+
+@pytest.fixture(scope="module")
+def membership(cluster: LocalCluster) -> Iterator[Membership]:
+    """The only member of a running generation."""
+    config = JoinConfig(job="store-contract", coordinators=(cluster.coordinator,))
+    membership = Membership(config.member())
+    membership.attend()
+    membership.propose({"strategy": "none"}, synchronous=True, step=0, has_state=False)
+    membership.ready(membership.await_generation(above=0))
+    yield membership
+    membership.leave(completed=True, reason="tested")
+
+
+@pytest.fixture
+def real(membership: Membership) -> RendezvousStore:
+    return RendezvousStore(membership.coordinators, membership.token, timeout_s=10)
+
+
+@pytest.fixture(params=["coordinator", "file"])
+def store(request: pytest.FixtureRequest, membership: Membership, tmp_path: Path) -> Iterator[Any]:
+    """Ours and, as a check of the tests, one of torch's own. Keys are new in each test."""
+    inner: Any = dist.FileStore(str(tmp_path / "store"), 1)
+    if request.param == "coordinator":
+        inner = RendezvousStore(membership.coordinators, membership.token, timeout_s=10)
+    # torch keeps only its own half of a store that is written in Python: hold the other here.
+    yield dist.PrefixStore(uuid.uuid4().hex, inner)
+    del inner
+
+
+def test_a_value_is_read_as_it_was_set(store: Any) -> None:
+    """Bytes of any kind; the last one set counts."""
+    store.set("key", "first")
+    store.set("key", bytes(range(256)))
+    assert store.get("key") == bytes(range(256))
+    store.set("empty", "")
+    assert store.get("empty") == b""
+
+
+def test_a_value_is_not_stale_after_a_wait(store: Any) -> None:
+    """A wait may fetch the value ahead; what is set since is seen all the same."""
+    store.set("key", "old")
+    store.wait(["key"])
+    store.set("key", "new")
+    assert store.get("key") == b"new"
+
+
+def test_counters_add_up(store: Any) -> None:
+    """From zero, and by negative amounts too."""
+    assert store.add("count", 5) == 5
+    assert store.add("count", -2) == 3
+    assert store.add("count", 0) == 3
+
+
+def test_compare_set_sets_only_what_was_expected(store: Any) -> None:
+    """An absent key is set if nothing was expected of it."""
+    assert store.compare_set("key", "", "one") == b"one"
+    assert store.compare_set("key", "other", "two") == b"one"
+    assert store.compare_set("key", "one", "two") == b"two"
+    assert store.get("key") == b"two"
+
+
+def test_keys_are_checked_counted_and_deleted(store: Any) -> None:
+    """A deleted key is gone."""
+    assert not store.check(["a"])
+    before = store.num_keys()
+    store.set("a", "1")
+    assert store.num_keys() == before + 1
+    assert store.check(["a"])
+    assert not store.check(["a", "b"])
+    assert store.delete_key("a")
+    assert not store.check(["a"])
+
+
+def test_several_keys_go_in_one_call(real: RendezvousStore) -> None:
+    """In the order asked for; appending adds to what is there; deleting tells what was there."""
+    store = dist.PrefixStore("several", real)
+    store.multi_set(["a", "b"], ["1", "2"])
+    assert store.multi_get(["b", "a"]) == [b"2", b"1"]
+    store.append("a", "23")
+    assert store.get("a") == b"123"
+    assert real.delete_key("several/a")
+    assert not real.delete_key("several/a")
+
+
+def test_a_waiting_member_goes_on_when_the_key_comes(store: Any, real: RendezvousStore) -> None:
+    """From another thread, as from another member."""
+    setter = threading.Timer(0.1, lambda: store.set("late", "here"))
+    setter.start()
+    store.wait(["late"], timedelta(seconds=10))
+    assert store.get("late") == b"here"
+    setter.join()
+
+
+def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousStore) -> None:
+    """The word "timeout" is what torch's own callers look for."""
+    started_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"timeout after 0\.2 s for never"):
+        real.wait(["never"], timedelta(seconds=0.2))
+    assert time.monotonic() - started_s < 2
+
+
+def test_an_abort_ends_what_waits_and_what_comes_after(
+    membership: Membership, cluster: LocalCluster
+) -> None:
+    """At once, from another thread."""
+    store = RendezvousStore(membership.coordinators, membership.token, timeout_s=60)
+    aborter = threading.Timer(0.1, lambda: store.abort("test"))
+    aborter.start()
+    started_s = time.monotonic()
+    with pytest.raises(GenerationBroken, match="test"):
+        store.get("never")
+    assert time.monotonic() - started_s < 5
+    with pytest.raises(GenerationBroken):
+        store.set("key", "value")
+    aborter.join()
+
+
+def test_only_members_of_the_generation_get_in(membership: Membership) -> None:
+    """Neither another incarnation nor another generation."""
+    own = membership.token
+    strangers = [
+        Token(job=own.job, generation=own.generation, member_id=own.member_id, incarnation="x"),
+        Token(job=own.job, generation=99, member_id=own.member_id, incarnation=own.incarnation),
+    ]
+    for token in strangers:
+        store = RendezvousStore(membership.coordinators, token, timeout_s=5)
+        with pytest.raises(RejoinError) as refused:
+            store.set("key", "stolen")
+        assert isinstance(refused.value, Fenced | GenerationBroken)

@@ -1,0 +1,126 @@
+"""Bad input to `shoal.join` and the session: a clear error at once, and the job goes on."""
+
+import pytest
+import rank_bodies
+import torch
+
+import shoal
+from shoal.joining import read_config
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import (
+    InvalidSpec,
+    JobFinished,
+    ProposalConflict,
+    ShoalError,
+    UnknownStrategy,
+    UnsupportedOptimizer,
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "no job was named"),
+        ({"job": "j"}, "no coordinator was named"),
+        ({"job": "j", "coordinator": "nowhere"}, "host:port"),
+        ({"job": "a b", "coordinator": "h:1"}, "'a b'"),
+        ({"job": "j", "coordinator": "h:1", "min_members": 3, "max_members": 2}, "min_members=3"),
+        ({"job": "j", "coordinator": "h:1", "min_members": 0}, "min_members=0"),
+    ],
+)
+def test_a_contradiction_is_told_before_anybody_is_asked(
+    given: dict[str, str | int], text: str
+) -> None:
+    """What is wrong stands in the error."""
+    with pytest.raises(InvalidSpec, match=text):
+        read_config(given, {})
+
+
+def test_arguments_come_before_the_environment_and_the_environment_before_defaults() -> None:
+    """As `shoal run` sets it."""
+    environment = {
+        "SHOAL_JOB": "env",
+        "SHOAL_COORDINATOR": "a:1, b:2",
+        "SHOAL_MIN_MEMBERS": "2",
+        "SHOAL_MAX_MEMBERS": "4",
+        "SHOAL_DESIRED_MEMBERS": "3",
+        "SHOAL_MEMBER_ID": "w0",
+    }
+    config = read_config({"job": "own", "max_members": 9}, environment)
+    assert (config.job, config.coordinators, config.member_id) == ("own", ("a:1", "b:2"), "w0")
+    assert (config.min_members, config.max_members, config.desired_members) == (2, 9, 3)
+    with pytest.raises(InvalidSpec, match=r"SHOAL_MIN_MEMBERS.*'two'"):
+        read_config({}, environment | {"SHOAL_MIN_MEMBERS": "two"})
+
+
+def test_an_unreachable_coordinator_is_named() -> None:
+    """Within the time that joining may take to find one."""
+    with (
+        pytest.raises(ShoalError, match=r"127\.0\.0\.1:1\b"),
+        shoal.join("j", coordinator="127.0.0.1:1"),
+    ):
+        pass
+
+
+def test_wrong_use_of_a_session_is_refused_and_the_job_goes_on(cluster: LocalCluster) -> None:
+    """One member tries all that is wrong, and trains to the end after it."""
+    model, optimizer = rank_bodies.model_and_optimizer()
+    with shoal.join("refusals", coordinator=cluster.coordinator) as session:
+        with pytest.raises(UnknownStrategy, match="'ddp'"):
+            session.distribute(model, optimizer, strategy="dpp")
+        with pytest.raises(UnsupportedOptimizer, match="LBFGS"):
+            session.distribute(model, torch.optim.LBFGS(model.parameters()))
+        with pytest.raises(InvalidSpec, match=r"session\.distribute"):
+            session.batches(rank_bodies.data(), global_batch_size=5)
+        replica, optimizer = session.distribute(model, optimizer)
+        with pytest.raises(InvalidSpec, match="global_batch_size"):
+            session.batches(rank_bodies.data(), global_batch_size=0)
+        with pytest.raises(InvalidSpec, match="no generation yet"):
+            _ = session.rank
+        for batch in session.batches(rank_bodies.data(), global_batch_size=20):
+            with session.step() as step:
+                session.backward(rank_bodies.loss_of(replica(batch.inputs), batch.targets))
+            assert step.committed
+        assert session.step_number == 3
+    with pytest.raises(JobFinished), shoal.join("refusals", coordinator=cluster.coordinator):
+        pass
+
+
+def test_a_plain_backward_is_told_from_session_backward(cluster: LocalCluster) -> None:
+    """It would weigh uneven shares wrongly, so the step is refused instead of taken."""
+    model, optimizer = rank_bodies.model_and_optimizer()
+    with (
+        pytest.raises(InvalidSpec, match=r"session\.backward"),
+        shoal.join("plain-backward", coordinator=cluster.coordinator) as session,
+    ):
+        replica, optimizer = session.distribute(model, optimizer)
+        for batch in session.batches(rank_bodies.data(), global_batch_size=20):
+            with session.step():
+                rank_bodies.loss_of(replica(batch.inputs), batch.targets).backward()
+
+
+def test_another_model_than_the_jobs_is_refused_and_the_job_goes_on(cluster: LocalCluster) -> None:
+    """The refusal names the field; who was there trains on undisturbed."""
+    model, optimizer = rank_bodies.model_and_optimizer()
+    with shoal.join("conflict", coordinator=cluster.coordinator) as session:
+        replica, optimizer = session.distribute(model, optimizer)
+        batches = session.batches(rank_bodies.data(), global_batch_size=20)
+        next_batch = next(batches)
+        other = torch.nn.Linear(6, 2)
+        with (
+            pytest.raises(ProposalConflict, match="schema"),
+            shoal.join("conflict", coordinator=cluster.coordinator) as stranger,
+        ):
+            stranger.distribute(other, torch.optim.SGD(other.parameters(), lr=0.02, momentum=0.9))
+            next(stranger.batches(rank_bodies.data(), global_batch_size=20))
+        while True:
+            with session.step() as step:
+                session.backward(
+                    rank_bodies.loss_of(replica(next_batch.inputs), next_batch.targets)
+                )
+            assert step.committed
+            try:
+                next_batch = next(batches)
+            except StopIteration:
+                break
+        assert session.step_number == 3

@@ -1,0 +1,135 @@
+"""What a member hands to another: the whole state, by name, bit for bit."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import rank_bodies
+import torch
+from ranks import Ranks
+from torch import nn
+
+from shoal.strategies.base import State
+from shoal.strategies.replica import replica_of
+from shoal.strategies.state import ReplicatedState
+from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
+
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, betas=(0.8, 0.9), amsgrad=True),
+    "adam-lr-tensor": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01)),
+    "adagrad": torch.optim.Adagrad,
+    "rprop": torch.optim.Rprop,
+}
+
+
+def trained(make: Make, num_steps: int, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = make(list(model.parameters()))
+    for _ in range(num_steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(12.0).reshape(3, 4)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_fresh_member_goes_on_exactly_where_the_other_stands(name: str) -> None:
+    """Optimizer state, which the fresh one has none of, and a changed learning rate included."""
+    model, optimizer = trained(OPTIMIZERS[name], 3, seed=0)
+    other, other_optimizer = trained(OPTIMIZERS[name], 0, seed=1)
+    for group in optimizer.param_groups:
+        group["lr"] = group["lr"] * 0.5
+    state = ReplicatedState(model, optimizer).capture(3)
+    # As over the wire: what is no tensor goes through JSON.
+    values = json.loads(json.dumps(state.values))
+    ReplicatedState(other, other_optimizer).restore(
+        State(step=3, tensors=state.tensors, values=values)
+    )
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, other_optimizer)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, other.state_dict()[key]), key
+
+
+def test_a_captured_state_is_not_touched_by_later_steps() -> None:
+    """Restoring it undoes them."""
+    model, optimizer = trained(OPTIMIZERS["sgd"], 1, seed=0)
+    keeper = ReplicatedState(model, optimizer)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = keeper.capture(1)
+    step(model, optimizer)
+    keeper.restore(state)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    """Shape, dtype and name are each told."""
+    model, optimizer = trained(OPTIMIZERS["sgd"], 1, seed=0)
+    other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    keeper = ReplicatedState(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    before = {key: value.clone() for key, value in other.state_dict().items()}
+    with pytest.raises(ShapeMismatch, match=r"2\.(weight|bias)"):
+        keeper.restore(ReplicatedState(model, optimizer).capture(1))
+    with pytest.raises(DtypeMismatch, match="float64"):
+        same = ReplicatedState(model, optimizer)
+        same.restore(_as_double(same.capture(1)))
+    for key, value in other.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+def _as_double(state: State) -> State:
+    tensors = {n: t.double() if t.is_floating_point() else t for n, t in state.tensors.items()}
+    return State(step=state.step, tensors=tensors, values=state.values)
+
+
+def test_an_optimizer_with_foreign_parameters_is_refused() -> None:
+    """Nobody would keep those the same on all members."""
+    model = nn.Linear(2, 2)
+    foreign = nn.Parameter(torch.zeros(3))
+    with pytest.raises(InvalidSpec, match="not the model's"):
+        ReplicatedState(model, torch.optim.SGD([*model.parameters(), foreign], lr=0.1))
+
+
+def test_any_dtype_and_shape_crosses_the_group_unchanged(tmp_path: Path) -> None:
+    """Empty tensors, scalars and odd sizes lie in one buffer; two receivers of three members."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.exchange_state, path, rank, 3) for rank in range(3)]
+        for rank in crew:
+            rank.expect("same")
+
+
+def test_a_replica_is_the_model_in_all_but_its_forward_pass() -> None:
+    """Names, keys, mode, attributes; optimizers made from either see the same parameters."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout())
+    replica = replica_of(model, nn.Identity)
+    assert list(replica.state_dict()) == list(model.state_dict())
+    assert [n for n, _ in replica.named_parameters()] == [n for n, _ in model.named_parameters()]
+    assert [n for n, _ in replica.named_modules()][1:] == [n for n, _ in model.named_modules()][1:]
+    replica.eval()
+    assert not model.training
+    assert not model[2].training
+    replica.train()
+    assert model.training
+    assert replica.training
+    assert isinstance(replica, nn.Sequential)
+    assert replica[0] is model[0]
+    assert len(replica) == 3
+    assert type(copy.deepcopy(replica)) is nn.Sequential
+    replica.temperature = 3
+    assert model.temperature == 3
+    replica.load_state_dict({k: torch.ones_like(v) for k, v in model.state_dict().items()})
+    assert torch.equal(model[0].weight, torch.ones(3, 2))
+    assert torch.equal(replica(torch.ones(2)), torch.ones(2))
