@@ -55,7 +55,8 @@ def up(options: argparse.Namespace) -> int:
         ended.set()
 
     with ExitStack() as stack:
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)
         try:
             directory = options.dir or Path(
                 stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))

@@ -14,12 +14,12 @@ class Plan:
     strategy: str
     epochs: int
     global_batch: int
-    """Samples in a step; in an asynchronous one, of all workers' steps together."""
+    """Samples in a step: of all workers together, asynchronous of the one that takes it."""
     synchronous: bool
     num_workers: int = 3
-    kill_at: float = 0.3
+    kill_at: float = 0.25
     """The share of the training after which a worker is killed."""
-    timeout_s: float = 120.0
+    timeout_s: float = 240.0
 
     @property
     def num_samples(self) -> int:
@@ -31,8 +31,8 @@ class Plan:
 
 
 PLANS = (
-    Plan(strategy="async-sgd", epochs=40, global_batch=96, synchronous=False),
-    Plan(strategy="ddp", epochs=40, global_batch=96, synchronous=True),
+    Plan(strategy="async-sgd", epochs=100, global_batch=96, synchronous=False),
+    Plan(strategy="ddp", epochs=100, global_batch=96, synchronous=True),
 )
 
 

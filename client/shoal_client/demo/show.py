@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from types import TracebackType
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -71,19 +72,17 @@ class Bar:
 
 def table(outcomes: Sequence[Outcome]) -> Table:
     """The figures of all trainings."""
-    columns = (
-        "strategy",
-        "test accuracy",
-        "steps",
-        "samples/s",
-        "kill to next step (s)",
-        "samples lost",
-        "repeated",
-        "steps by the new worker",
+    shown = Table(
+        box=SIMPLE,
+        padding=(0, 0, 0, 1),
+        title="scikit-learn's digits, one of three workers killed on the way",
+        caption="accuracy: on the images held out\n"
+        "recovery: seconds from the kill to the next step that a survivor completed\n"
+        "lost, repeated: samples; newcomer's: steps by the worker started instead",
     )
-    shown = Table(title="Trained on scikit-learn's digits; one of three workers was killed")
-    for index, name in enumerate(columns):
-        shown.add_column(name, justify="left" if index == 0 else "right")
+    columns = ("strategy", "accuracy", "steps", "samples/s", "recovery", "lost", "repeated")
+    for index, name in enumerate((*columns, "newcomer's")):
+        shown.add_column(name, justify="right" if index else "left", no_wrap=True)
     for each in outcomes:
         mark = "green" if each.good else "red"
         shown.add_row(

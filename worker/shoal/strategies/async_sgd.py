@@ -162,6 +162,12 @@ class AsyncSgd(Strategy):
             self._pushes += 1
         acknowledged()
 
+    def finish(self) -> None:
+        """Take the values as they are now: once all samples are done, the job's final ones."""
+        client = self._connected()
+        client.pull({name: slot.writable_bytes() for name, slot in self._slots.items()}, wait_s=0.0)
+        self._adopt_values()
+
     def _check(self, gradients: Mapping[str, Tensor]) -> None:
         """Raise for what a server would refuse, before any part of the step has left."""
         for name, gradient in gradients.items():
