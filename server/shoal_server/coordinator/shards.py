@@ -74,7 +74,7 @@ class ShardsService(ShardsServicer):
             held = await self._place(job, request.parameters, parameters)
         if held.schema_digest != placement.schema_digest(parameters):
             raise _conflict(job, parameters, [_parameter(spec) for spec in held.parameters])
-        return held
+        return await self._at_current_addresses(held)
 
     async def GetMap(self, request: GetMapRequest, context: Context) -> ShardMap:
         job = _job(request.token)
@@ -89,7 +89,22 @@ class ShardsService(ShardsServicer):
                 seen=f"none within {wait_s:g} s",
                 expected="a member that places the parameters",
             )
+        return await self._at_current_addresses(held)
+
+    async def _at_current_addresses(self, held: ShardMap) -> ShardMap:
+        """The map with the addresses that its servers have now: a restart may have moved them."""
+        addresses = await self._addresses()
+        for shard in held.shards:
+            shard.address = addresses.get(shard.server_id, shard.address)
         return held
+
+    async def _addresses(self) -> dict[str, str]:
+        """The servers present, by id."""
+        snapshot = await self._store.range(keys.SERVERS)
+        return {
+            item.key.removeprefix(keys.SERVERS): str(json.loads(item.value)["address"])
+            for item in snapshot.items
+        }
 
     async def _place(
         self,
@@ -98,11 +113,7 @@ class ShardsService(ShardsServicer):
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
         """Write the first map, or give the one that another call wrote meanwhile."""
-        snapshot = await self._store.range(keys.SERVERS)
-        addresses = {
-            item.key.removeprefix(keys.SERVERS): str(json.loads(item.value)["address"])
-            for item in snapshot.items
-        }
+        addresses = await self._addresses()
         if not addresses:
             raise NoServers(
                 f"no parameter server is there for job {job}",

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
+import structlog
 from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import (
@@ -21,6 +22,8 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.shard import LiveShard
 
+log = structlog.get_logger(__name__)
+
 
 class Catalog:
     """Lives on the event loop; the shards themselves may be used from any thread."""
@@ -34,13 +37,23 @@ class Catalog:
     def find(self, job: str, shard_id: int) -> LiveShard | None:
         return self._shards.get(job, {}).get(shard_id)
 
-    async def get(self, job: str, shard_id: int, epoch: int) -> LiveShard:
-        """The shard. Raises WrongEpoch, ShardNotReady or UnknownShard, whichever explains it."""
-        shard = self.find(job, shard_id)
-        if shard is None:
-            raise await self._explain(job, shard_id)
-        shard.check_epoch(epoch)
-        return shard
+    async def look_up(
+        self, job: str, wanted: Sequence[tuple[int, int]]
+    ) -> list[LiveShard | ShoalError]:
+        """For each (shard id, epoch) the shard, or the error that explains why it is not to be
+        had: WrongEpoch, ShardNotReady or UnknownShard."""
+        found: list[LiveShard | ShoalError] = []
+        record: ShardMap | None = None
+        for shard_id, epoch in wanted:
+            shard = self.find(job, shard_id)
+            if shard is None:
+                record = record or await self._read_map(job)
+                found.append(self._explain(job, shard_id, record))
+            elif shard.spec.epoch != epoch:
+                found.append(shard.wrong_epoch(epoch))
+            else:
+                found.append(shard)
+        return found
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
         """Return when all are there, or when the time is over."""
@@ -66,7 +79,7 @@ class Catalog:
         for shard in shards:
             expected = mapped.get(shard.shard_id)
             if expected is None:
-                raise await self._explain(job, shard.shard_id)
+                raise self._explain(job, shard.shard_id, record)
             self._compare(shard, expected)
             held = self.find(job, shard.shard_id)
             if held is not None and held.optimizer_spec != optimizer:
@@ -112,7 +125,9 @@ class Catalog:
 
     def drop(self, job: str) -> int:
         """Forget all shards of a job; how many there were."""
-        return len(self._shards.pop(job, {}))
+        num_dropped = len(self._shards.pop(job, {}))
+        log.info("shards_dropped", job=job, num_shards=num_dropped)
+        return num_dropped
 
     def shards(self, job: str = "") -> Iterator[tuple[str, LiveShard]]:
         """Job and shard, of one job or of all."""
@@ -121,8 +136,7 @@ class Catalog:
                 for shard_id in sorted(self._shards[name]):
                     yield name, self._shards[name][shard_id]
 
-    async def _explain(self, job: str, shard_id: int) -> ShoalError:
-        record = await self._read_map(job)
+    def _explain(self, job: str, shard_id: int, record: ShardMap | None) -> ShoalError:
         for shard in record.shards if record else ():
             if shard.shard_id == shard_id and shard.server_id == self._server_id:
                 return ShardNotReady(

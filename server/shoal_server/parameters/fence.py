@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import aclosing
 
 import structlog
 
-from shoal_proto.errors import Fenced, MalformedMessage
+from shoal_proto.errors import Fenced, MalformedMessage, RetryError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.etcd import keys
@@ -18,11 +19,16 @@ log = structlog.get_logger(__name__)
 class Fence:
     """Knows the members by a watch; asks etcd for those it does not know.
 
-    While etcd is away, members known as live go on; unknown ones get Unavailable.
+    While etcd is away, members known as live go on; unknown ones get Unavailable. `on_finished` is
+    called with the name of a job that is over, once its last member has gone: nobody can reach its
+    shards any more.
     """
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(
+        self, store: KeyValueStore, on_finished: Callable[[str], object] = lambda job: None
+    ) -> None:
         self._store = store
+        self._on_finished = on_finished
         self._incarnations: dict[str, str] = {}
         self._revisions: dict[str, Revision] = {}
         self._task: asyncio.Task[None] | None = None
@@ -78,7 +84,7 @@ class Fence:
 
     async def _fenced(self, token: Token, current: str | None) -> Fenced:
         state = await self._store.get(keys.job_state(token.job))
-        generation = _number(state.value, "generation") if state else 0
+        generation = _number(state.value, "last_generation") if state else 0
         return Fenced(
             f"member {token.member_id} of job {token.job} may not change anything any more",
             seen=f"incarnation {token.incarnation} of generation {token.generation}",
@@ -97,8 +103,21 @@ class Fence:
                         continue
                     if event.kind is EventKind.DELETE:
                         self._forget(event.key)
+                        await self._look_for_the_end(event.key)
                     else:
                         self._put(event.key, event.value, event.mod_revision)
+
+    async def _look_for_the_end(self, key: str) -> None:
+        job = key.removeprefix(keys.MEMBERS).partition("/")[0]
+        if any(known.startswith(keys.members(job)) for known in self._incarnations):
+            return
+        try:
+            state = await self._store.get(keys.job_state(job))
+        except RetryError as error:
+            log.warning("end_of_job_not_looked_up", job=job, reason=str(error))
+            return
+        if state is not None and _field(state.value, "finished") is True:
+            self._on_finished(job)
 
     def _put(self, key: str, value: bytes, revision: Revision) -> None:
         incarnation = _text(value, "incarnation")

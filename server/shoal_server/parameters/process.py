@@ -113,10 +113,11 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         server_id = config.server_id or _id_of(address)
         pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="shoal-shards")
         stack.callback(pool.shutdown)
-        fence = await stack.enter_async_context(Fence(store))
+        catalog = Catalog(store, server_id)
+        fence = await stack.enter_async_context(Fence(store, on_finished=catalog.drop))
         servicer = Servicer(
             server_id=server_id,
-            catalog=Catalog(store, server_id),
+            catalog=catalog,
             fence=fence,
             pool=pool,
             budget=Budget(config.max_unfinished_bytes),

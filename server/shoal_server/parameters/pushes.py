@@ -68,25 +68,32 @@ class IncomingPush:
 
     async def open(self, catalog: Catalog) -> None:
         """Look up every shard that the header names."""
-        for item in self._header.shards:
+        items = self._header.shards
+        found = await catalog.look_up(
+            self._header.token.job, [(item.shard_id, item.epoch) for item in items]
+        )
+        for item, shard in zip(items, found, strict=True):
             try:
-                shard = await catalog.get(self._header.token.job, item.shard_id, item.epoch)
-                group = shard.spec.group
-                if self._header.lr and group >= len(self._header.lr):
-                    raise InvalidSpec(
-                        "the push lacks the learning rate of a parameter group",
-                        seen=f"{len(self._header.lr)} learning rates",
-                        expected=f"one for group {group} too",
-                    )
-                inflow = Inflow(shard.spec, item.absent_blocks)
+                part = self._expect(item, shard)
             except ShoalError as error:
                 self._refuse(item.shard_id, error)
                 continue
-            part = _Part(item=item, shard=shard, inflow=inflow)
-            if inflow.is_complete:
+            if part.inflow.is_complete:
                 self._start(part)
             else:
                 self._parts[item.shard_id] = part
+
+    def _expect(self, item: PushItem, shard: LiveShard | ShoalError) -> _Part:
+        if isinstance(shard, ShoalError):
+            raise shard
+        group = shard.spec.group
+        if self._header.lr and group >= len(self._header.lr):
+            raise InvalidSpec(
+                "the push lacks the learning rate of a parameter group",
+                seen=f"{len(self._header.lr)} learning rates",
+                expected=f"one for group {group} too",
+            )
+        return _Part(item=item, shard=shard, inflow=Inflow(shard.spec, item.absent_blocks))
 
     def take(self, piece: Piece, reservation: Reservation) -> None:
         """Add a piece. A shard is applied once a piece of another one, or the end, has come: only

@@ -98,10 +98,12 @@ class Servicer(ParametersServicer):
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
         await self._catalog.wait_for(job, [item.shard_id for item in request.shards], wait_s)
-        reads = [
-            (await self._catalog.get(job, item.shard_id, item.epoch), item.known_version)
-            for item in request.shards
-        ]
+        found = await self._catalog.look_up(job, [(i.shard_id, i.epoch) for i in request.shards])
+        reads = []
+        for item, shard in zip(request.shards, found, strict=True):
+            if isinstance(shard, ShoalError):
+                raise shard
+            reads.append((shard, item.known_version))
         async for shard, values in self._read_ahead(reads):
             yield ShardData(
                 version=ShardVersion(

@@ -77,15 +77,14 @@ class LiveShard:
         self._staleness_counts = [0] * STALENESS_BUCKETS
         self._lock = threading.Lock()
 
-    def check_epoch(self, epoch: int) -> None:
-        """Raise WrongEpoch unless the sender's view of this shard is the current one."""
-        if epoch != self.spec.epoch:
-            raise WrongEpoch(
-                f"shard {self.spec.shard_id} has another epoch",
-                seen=str(epoch),
-                expected=str(self.spec.epoch),
-                fix="Fetch the shard map and retry.",
-            )
+    def wrong_epoch(self, epoch: int) -> WrongEpoch:
+        """The error for a sender whose view of this shard is not the current one."""
+        return WrongEpoch(
+            f"shard {self.spec.shard_id} has another epoch",
+            seen=str(epoch),
+            expected=str(self.spec.epoch),
+            fix="Fetch the shard map and retry.",
+        )
 
     def push(
         self, push: Push, is_live: Callable[[str], bool], *, return_values: bool
@@ -105,7 +104,8 @@ class LiveShard:
             return outcome, duplicate, self._read() if return_values else None
 
     def _push(self, push: Push, is_live: Callable[[str], bool]) -> tuple[Outcome, bool]:
-        self.check_epoch(push.epoch)
+        if push.epoch != self.spec.epoch:
+            raise self.wrong_epoch(push.epoch)
         first = self._sessions.recall(push.session, push.sequence)
         if first is not None:
             self._duplicates += 1

@@ -72,6 +72,18 @@ async def test_placing_is_idempotent(store: MemoryStore) -> None:
     assert ShardMap.FromString(found.value) == first
 
 
+async def test_a_server_that_moved_is_found(store: MemoryStore) -> None:
+    """The map tells where each server is now; the shards stay with the server of that id."""
+    first = await place(store)
+    await store.put(keys.server("ps-1"), json.dumps({"address": "ps-1:9999"}).encode())
+    moved = await get_map(store)
+    assert {(s.server_id, s.address) for s in moved.shards} == {
+        ("ps-0", "ps-0:7710"),
+        ("ps-1", "ps-1:9999"),
+    }
+    assert [s.server_id for s in moved.shards] == [s.server_id for s in first.shards]
+
+
 async def test_racing_calls_get_one_map(store: MemoryStore) -> None:
     """However many replicas place at the same time, on whatever servers they saw: one map."""
 

@@ -112,14 +112,19 @@ async def create(
     *shard_ids: int,
     optimizer: OptimizerSpec = SGD,
     shards: Sequence[Shard] | None = None,
-    token: Token = TOKEN,
+    hold: bool = False,
 ) -> CreateReply:
+    """Create shards of zeros. `hold`: leave the stream open, for a call that is to be refused:
+    grpc.aio loses the server's status if it still writes when that comes."""
+
     async def requests() -> AsyncIterator[CreateRequest]:
         wanted = [a_shard(i) for i in shard_ids] if shards is None else shards
-        yield CreateRequest(header=CreateHeader(token=token, optimizer=optimizer, shards=wanted))
+        yield CreateRequest(header=CreateHeader(token=TOKEN, optimizer=optimizer, shards=wanted))
         for i in shard_ids:
             for piece in pieces(i, full(i, 0.0), MAX_PIECE_BYTES):
                 yield CreateRequest(piece=piece)
+        if hold:
+            await asyncio.Event().wait()
 
     try:
         reply: CreateReply = await world.stub.Create(requests())
@@ -134,14 +139,16 @@ def header(*shard_ids: int, **changes: object) -> PushHeader:
 
 
 async def push(
-    world: World, opening: PushHeader, parts: Sequence[Piece]
+    world: World, opening: PushHeader, parts: Sequence[Piece], *, hold: bool = False
 ) -> tuple[dict[int, PushOutcome], dict[int, bytes]]:
-    """Outcomes by shard, and the values that came back."""
+    """Outcomes by shard, and the values that came back. `hold` as in `create`."""
 
     async def requests() -> AsyncIterator[PushRequest]:
         yield PushRequest(header=opening)
         for piece in parts:
             yield PushRequest(piece=piece)
+        if hold:
+            await asyncio.Event().wait()
 
     outcomes: dict[int, PushOutcome] = {}
     values: dict[int, bytes] = {}
@@ -285,8 +292,9 @@ async def test_a_bad_header_refuses_the_whole_push(
 ) -> None:
     """A push that is wrong as a whole is refused as a whole."""
     await create(world, SMALL, LARGE)
+    misplaced = list(pieces(SMALL, full(SMALL, -1.0))) if opening == header(LARGE) else []
     with pytest.raises(kind):
-        await push(world, opening, list(pieces(SMALL, full(SMALL, -1.0))))
+        await push(world, opening, misplaced, hold=True)
     assert await pull(world, SMALL) == (1, full(SMALL, 0.0))
 
 
@@ -294,12 +302,12 @@ async def test_fenced_at_once(world: World) -> None:
     """A member whose key is gone from etcd is refused, one under a new incarnation is let in."""
     await create(world, SMALL)
     parts = list(pieces(SMALL, full(SMALL, -1.0)))
-    await world.store.put(keys.job_state(JOB), json.dumps({"generation": 8}).encode())
+    await world.store.put(keys.job_state(JOB), json.dumps({"last_generation": 8}).encode())
     await world.store.put(keys.member(JOB, "w0"), json.dumps({"incarnation": "two"}).encode())
     successor = Token(job=JOB, member_id="w0", incarnation="two")
     await push(world, header(SMALL, token=successor), parts)
     with pytest.raises(Fenced, match="incarnation one") as fenced:
-        await push(world, header(SMALL), parts)
+        await push(world, header(SMALL), [], hold=True)
     assert fenced.value.details == {"generation": "8"}
 
 
@@ -311,6 +319,7 @@ async def test_bytes_that_are_no_message_are_refused(world: World, method: str) 
 
     async def stream() -> AsyncIterator[bytes]:
         yield garbage
+        await asyncio.Event().wait()
 
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         if method == "Create":
@@ -341,24 +350,26 @@ async def test_a_message_beyond_the_limit_ends_that_call_only(world: World) -> N
 
 async def test_bad_creations_are_refused(world: World) -> None:
     """Shards are created as the job's map says, with an optimizer that exists, or not at all."""
+    small = [a_shard(SMALL)]
+    lion = OptimizerSpec(kind="lion", groups=SGD.groups)
     with pytest.raises(UnsupportedOptimizer, match="lion"):
-        await create(world, SMALL, optimizer=OptimizerSpec(kind="lion", groups=SGD.groups))
+        await create(world, shards=small, optimizer=lion, hold=True)
     with pytest.raises(InvalidSpec, match="0 groups"):
-        await create(world, SMALL, optimizer=OptimizerSpec(kind="sgd"))
+        await create(world, shards=small, optimizer=OptimizerSpec(kind="sgd"), hold=True)
     for changes, kind in (
         ({"epoch": 4}, WrongEpoch),
         ({"dtype": "float16"}, DtypeMismatch),
         ({"blocks": [Block(parameter="p0", num_elements=99)]}, ShapeMismatch),
     ):
         with pytest.raises(kind):
-            await create(world, SMALL, shards=[a_shard(SMALL, **changes)])
+            await create(world, shards=[a_shard(SMALL, **changes)], hold=True)
     unknown = Shard(shard_id=77, server_id="ps-0", epoch=1, dtype="float32")
     with pytest.raises(UnknownShard):
-        await create(world, shards=[unknown])
+        await create(world, shards=[unknown], hold=True)
+    with pytest.raises(MalformedMessage, match="not expected"):
+        await create(world, SMALL, shards=[a_shard(LARGE)], hold=True)
     with pytest.raises(ShapeMismatch, match="ended within shard 1"):
         await create(world, SMALL, shards=[a_shard(SMALL), a_shard(LARGE)])
-    with pytest.raises(MalformedMessage, match="not expected"):
-        await create(world, LARGE, shards=[a_shard(SMALL)])
     assert list((await create(world, SMALL, LARGE)).created) == [LARGE]
 
 
@@ -441,3 +452,24 @@ async def test_a_known_version_is_not_sent_again(world: World) -> None:
     """A pull of what the client has sends the version only."""
     await create(world, SMALL)
     assert await pull(world, SMALL, known_version=1) == (1, b"")
+
+
+async def test_a_finished_job_leaves_nothing_behind(world: World) -> None:
+    """Once a job is over and its last member gone, its shards are dropped; one that merely lost
+    its members may come back and keeps them."""
+
+    async def num_shards() -> int:
+        return len((await world.stub.Describe(DescribeRequest())).shards)
+
+    async def lose(*, finished: bool) -> None:
+        await world.store.put(keys.job_state(JOB), json.dumps({"finished": finished}).encode())
+        await world.store.delete(keys.member(JOB, "w0"))
+
+    await create(world, SMALL)
+    await lose(finished=False)
+    await world.store.put(keys.member(JOB, "w0"), json.dumps({"incarnation": "one"}).encode())
+    assert await pull(world, SMALL) == (1, full(SMALL, 0.0))
+    await lose(finished=True)
+    async with asyncio.timeout(10):
+        while await num_shards():
+            pass
