@@ -104,7 +104,7 @@ def docker_run(resources: list[Resource], pod: Pod, network: str, image: str) ->
     security = pod.spec["securityContext"]
     known = variables(resources, pod.container, pod.fields())
     command = ["docker", "run", "--detach", "--name", pod.docker_name, "--hostname", pod.name]
-    command += ["--network", network, "--restart", "always", "--init"]
+    command += ["--network", network, "--restart", "always"]
     for alias in pod.aliases():
         command += ["--network-alias", alias]
     command += ["--user", f"{security['runAsUser']}:{security['runAsGroup']}"]

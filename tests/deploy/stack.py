@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,8 @@ import httpx
 ROOT = Path(__file__).parents[2]
 OFFLINE_WHEELS = ROOT / "deploy" / "offline" / "wheels"
 POLL_S = 0.25
+SERVERS = ("etcd", "coordinator", "ps-0", "ps-1")
+NO_SETTINGS: Mapping[str, str] = {}
 
 Found = TypeVar("Found")
 
@@ -50,9 +52,11 @@ class Stack:
     http_port: int = field(default_factory=free_port)
     image: str = "shoal:compose-test"
 
-    def compose(self, *arguments: str, timeout_s: float = 300) -> str:
-        """Standard output of `docker compose`."""
-        environment = dict(os.environ)
+    def compose(
+        self, *arguments: str, settings: Mapping[str, str] = NO_SETTINGS, timeout_s: float = 300
+    ) -> str:
+        """Standard output of `docker compose`, run with further settings in its environment."""
+        environment = {**os.environ, **settings}
         environment |= {"SHOAL_HTTP_PORT": str(self.http_port), "SHOAL_IMAGE": self.image}
         if any(OFFLINE_WHEELS.glob("*.whl")):
             # Who has put wheels there wants the image made of them.
@@ -94,10 +98,10 @@ class Stack:
 
 @contextmanager
 def brought_up(stack: Stack) -> Iterator[Stack]:
-    """Build the image and start everything; afterwards nothing of it is left."""
+    """Build the image and wait until every server is healthy; afterwards nothing of it is left."""
     stack.compose("build", timeout_s=1200)
     try:
-        stack.compose("up", "--detach", "--no-build", timeout_s=300)
+        stack.compose("up", "--detach", "--wait", "--no-build", *SERVERS, timeout_s=300)
         yield stack
     finally:
         stack.compose("down", "--volumes", "--remove-orphans", "--rmi=all", timeout_s=120)

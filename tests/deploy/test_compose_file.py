@@ -52,7 +52,7 @@ def test_every_service_is_checked(compose: dict[str, Any]) -> None:
 def test_workers_come_back_when_they_fail_only(compose: dict[str, Any]) -> None:
     """A worker that finished stays away; all others are kept up; all have time to stop."""
     for name, service in compose["services"].items():
-        assert service["restart"] == ("on-failure" if name == "worker" else "unless-stopped")
+        assert service["restart"] == ("on-failure:3" if name == "worker" else "unless-stopped")
         assert service["stop_grace_period"]
 
 

@@ -1,10 +1,11 @@
 """The pods of the Kubernetes manifests do what they are there for, run as plain containers."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from deploy.kustomization import render
+from deploy.kustomization import find, render
 from deploy.pods import ask, passes, started, wait_until_ready
 from deploy.stack import Stack, run
 
@@ -34,10 +35,25 @@ def test_etcd_loses_a_member_and_serves_on(image: str) -> None:
         assert passes(pods["etcd-0"], "livenessProbe"), "and no reason to restart it"
 
 
-def test_every_role_becomes_ready(image: str) -> None:
-    """Started all at once, in no order, every pod passes its probes and the job trains."""
-    roles = {"etcd", "coordinator", "ps", "worker"}
-    with started(render(KUBERNETES / "overlays/dev"), roles, image) as pods:
-        wait_until_ready(pods, 120)
-        job = ask(pods["worker-0"], "http://coordinator:7780/api/v1/jobs/digits")
+def test_every_role_becomes_ready_and_a_worker_drains(image: str) -> None:
+    """Started all at once, in no order, every pod passes its probes and the job trains.
+
+    A worker that is told to stop leaves the job in good order, well within its grace period.
+    """
+    resources = render(KUBERNETES / "overlays/dev")
+    worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
+    [container] = worker["containers"]
+    container["args"] = ["--epochs=1000"]  # so that it still trains when we look
+    with started(resources, {"etcd", "coordinator", "ps", "worker"}, image) as pods:
+        wait_until_ready(pods, 180)
+        url = "http://coordinator:7780/api/v1/jobs/digits"
+        job = ask(pods["worker-0"], url)
         assert {m["member"]["member_id"] for m in job["members"]} == {"worker-0", "worker-1"}
+
+        began_s = time.monotonic()
+        run("docker", "stop", "--time", "60", pods["worker-1"].docker_name)
+        assert time.monotonic() - began_s < worker["terminationGracePeriodSeconds"] / 2
+        events = ask(pods["worker-0"], f"{url}/events")["events"]
+        last = [event for event in events if event["member_id"] == "worker-1"][-1]
+        assert last["kind"] == "member_left", last
+        assert passes(pods["worker-0"], "readinessProbe")
