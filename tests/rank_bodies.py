@@ -208,13 +208,6 @@ class Run:
     strategy: str = "ddp"
 
 
-class DiesInBringUp(DDP):
-    """A member that is lost while it takes over the state of another."""
-
-    def restore(self, state: State) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 class TellsOfBringUp(DDP):
     """Lets the test know when this member waits for the others."""
 
@@ -225,15 +218,21 @@ class TellsOfBringUp(DDP):
         super().enter(generation)
 
 
+class DiesInBringUp(TellsOfBringUp):
+    """A member that is lost while it takes over the state of another."""
+
+    def restore(self, state: State) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def train(report: Report, run: Run) -> None:
     """The training loop of the README, with a fault in it."""
     # Each member starts from weights of its own: agreeing on one is part of the first bring-up.
     model, optimizer = model_and_optimizer(seed=ord(run.member_id))
     strategy: str | Strategy = run.strategy
-    if run.fault == "kill in bring-up":
-        strategy = DiesInBringUp()
-    elif strategy == "ddp":
-        strategy = TellsOfBringUp(bucket_mb=0.0005)
+    if strategy == "ddp":
+        kind = DiesInBringUp if run.fault == "kill in bring-up" else TellsOfBringUp
+        strategy = kind(bucket_mb=0.0005)
         strategy.report = report
     session = shoal.join(
         run.job,

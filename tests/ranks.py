@@ -44,6 +44,14 @@ class Rank:
             if got == "raised" and kind != "raised":
                 raise AssertionError(f"raised instead of {kind!r}: {data['trace']}")
 
+    def drain(self) -> None:
+        """Take all that a process which has ended still reported."""
+        while True:
+            try:
+                self.seen.append(self._events.recv())
+            except EOFError:
+                return
+
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.seen]
 

@@ -86,7 +86,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
         crew = [*start(ranks, run, "ab"), *start(ranks, replace(run, fault=fault), "c")]
         finished = [rank.expect("finished") for rank in crew[:2]]
         assert crew[2].join() == -signal.SIGKILL
-        drain(crew[2])
+        crew[2].drain()
         assert [each["step"] for each in finished] == [NUM_STEPS] * 2
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
         check_each_sample_once(crew, crew[0], NUM_STEPS)
@@ -158,9 +158,26 @@ def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalClust
         check_each_sample_once(crew, crew[0], 24 * EPOCHS)
 
 
-def drain(rank: Rank) -> None:
-    """Take what a dead member still reported."""
-    try:
-        rank.expect("nothing", timeout_s=5)
-    except AssertionError:
-        return
+def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """They had stopped for it; they go on from the same step without it."""
+    gates = {name: tmp_path / name for name in "ab"}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    with Ranks() as ranks:
+        run = run_of(cluster, "dying-joiner", desired_members=2)
+        crew = [
+            *start(ranks, replace(run, hold_at=6, gate=str(gates["a"])), "a"),
+            *start(ranks, replace(run, hold_at=6, gate=str(gates["b"])), "b"),
+        ]
+        for rank in crew:
+            rank.expect("holds")
+        joiner = start(ranks, replace(run, fault="kill in bring-up"), "c")[0]
+        joiner.expect("entering")
+        for gate in gates.values():
+            gate.write_bytes(b"")
+        assert joiner.join() == -signal.SIGKILL
+        finished = [rank.expect("finished") for rank in crew]
+        check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
+        check_each_sample_once(crew, crew[0], NUM_STEPS)

@@ -6,7 +6,7 @@ import structlog
 
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal_client.membership import Member, Membership
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import GenerationBroken, InvalidSpec, RejoinError, RetryError
 from shoal_proto.v1.membership_pb2 import GenerationRecord
 
 log = structlog.get_logger(__name__)
@@ -151,7 +151,7 @@ class Crew:
         self._seen = generation.number
         try:
             strategy.enter(generation)
-        except (RuntimeError, GenerationBroken) as error:
+        except (RuntimeError, RetryError, RejoinError) as error:
             strategy.abandon()
             self._await_break(generation.number, error)
             self.membership.settle(strategy.step, has_state=strategy.has_state)

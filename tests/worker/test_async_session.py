@@ -1,0 +1,60 @@
+"""The session with members that train at their own pace on leased samples."""
+
+import signal
+from collections import Counter
+
+import rank_bodies
+from rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
+from ranks import Rank, Ranks
+
+from shoal_client.local.cluster import LocalCluster
+
+
+def counts(ranks: list[Rank]) -> Counter[tuple[int, int]]:
+    """How often each sample of each epoch was in a step that was committed."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in ranks:
+        batch: list[tuple[int, int]] = []
+        for kind, data in rank.seen:
+            if kind == "tried":
+                batch = [(data["epoch"], index) for index in data["indices"]]
+            elif kind == "committed":
+                found.update(batch)
+    return found
+
+
+def start(ranks: Ranks, cluster: LocalCluster, job: str, name: str, fault: str = "") -> Rank:
+    run = Run(
+        coordinator=cluster.coordinator,
+        job=job,
+        member_id=name,
+        desired_members=2,
+        strategy="async-sgd",
+        fault=fault,
+        at_step=2,
+    )
+    return ranks.start(rank_bodies.train, run)
+
+
+def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster) -> None:
+    """However fast each of them is."""
+    with Ranks() as ranks:
+        crew = [start(ranks, cluster, "async-once", name) for name in "ab"]
+        for rank in crew:
+            rank.expect("finished")
+        found = counts(crew)
+    assert len(found) == NUM_SAMPLES * EPOCHS
+    assert set(found.values()) == {1}
+
+
+def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalCluster) -> None:
+    """At most the one batch whose completion was still on its way counts twice."""
+    with Ranks() as ranks:
+        survivor = start(ranks, cluster, "async-kill", "a")
+        killed = start(ranks, cluster, "async-kill", "b", fault="kill in forward")
+        survivor.expect("finished")
+        assert killed.join() == -signal.SIGKILL
+        killed.drain()
+        found = counts([survivor, killed])
+    assert len(found) == NUM_SAMPLES * EPOCHS
+    assert found.total() <= NUM_SAMPLES * EPOCHS + BATCH_SIZE
