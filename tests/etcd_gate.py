@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Forwards while open; `cut` breaks every connection, `silence` lets them hang unanswered."""
+    """Forwards while open; `cut` breaks every connection, `silence` and `hang` let them dangle."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -14,6 +14,7 @@ class Gate:
         self._passing = asyncio.Event()
         self._passing.set()
         self._refusing = False
+        self._generation = 0
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self.endpoint = ""
@@ -26,6 +27,10 @@ class Gate:
     def silence(self) -> None:
         """Carry no more bytes, in either direction, on old and new connections."""
         self._passing.clear()
+
+    def hang(self) -> None:
+        """Carry nothing any more on what is connected now; new connections work."""
+        self._generation += 1
 
     def restore(self) -> None:
         """Carry on; what was silenced in between is lost with its connection."""
@@ -46,16 +51,23 @@ class Gate:
                 return
             upstream_reader, upstream = await asyncio.open_connection(*self._target)
             self._writers.add(upstream)
-            await asyncio.gather(self._pump(reader, upstream), self._pump(upstream_reader, writer))
+            born = self._generation
+            await asyncio.gather(
+                self._pump(reader, upstream, born), self._pump(upstream_reader, writer, born)
+            )
         except OSError:
             return  # the target is down: so is this connection
         finally:
             writer.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, born: int
+    ) -> None:
         try:
             while data := await reader.read(1 << 16):
                 await self._passing.wait()
+                if born != self._generation:
+                    continue
                 writer.write(data)
                 await writer.drain()
         finally:

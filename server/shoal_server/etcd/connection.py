@@ -2,15 +2,11 @@
 
 A repeatable call goes from endpoint to endpoint until one answers or the time is up. A call that
 must not run twice is sent only over a connection that stands, and once.
-
-Dead peers. A peer that no longer acknowledges TCP data is noticed by TCP_USER_TIMEOUT, which gRPC
-sets to the keepalive timeout. A peer whose kernel lives but whose process hangs (SIGSTOP) is
-noticed by HTTP/2 pings, by the time limit of an attempt, and by a watch's own questions. etcd
-allows one ping in 5 s and none on an idle connection; more and it hangs up (GOAWAY).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,7 +16,7 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
 from shoal_proto.etcd import etcd_pb2 as pb
-from shoal_proto.etcd import etcd_pb2_grpc as stubs
+from shoal_server.etcd.channel import Connection
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.failures import Failure, Remedy, understand, unreachable
 
@@ -34,43 +30,6 @@ REQUIRE_LEADER: Metadata = (("hasleader", "true"),)
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.5
 MAX_LOGINS = 3
-MAX_ANSWER_BYTES = 256 << 20
-
-_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.keepalive_time_ms", 6000),
-    ("grpc.keepalive_timeout_ms", 3000),
-    ("grpc.keepalive_permit_without_calls", 0),
-    # Without it the pings of a silent watch would stop after two.
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    # Also the time limit for a connection to come about.
-    ("grpc.min_reconnect_backoff_ms", 2000),
-    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.use_local_subchannel_pool", 1),
-    # etcd is reached directly, whatever http_proxy says.
-    ("grpc.enable_http_proxy", 0),
-)
-
-
-class Connection:
-    """One endpoint's channel and stubs. It connects by itself, and again when it breaks."""
-
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
-        self.address = address
-        if credentials is None:
-            self.channel = grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
-        else:
-            self.channel = grpc.aio.secure_channel(address, credentials, _CHANNEL_OPTIONS)
-        self.kv = stubs.KVStub(self.channel)
-        self.watch = stubs.WatchStub(self.channel)
-        self.lease = stubs.LeaseStub(self.channel)
-        self.auth = stubs.AuthStub(self.channel)
-
-    @property
-    def stands(self) -> bool:
-        return self.channel.get_state() is grpc.ChannelConnectivity.READY
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +52,7 @@ class Connections:
         self.token: str | None = None
         """None before the login; empty where etcd wants none."""
         self._login_lock = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @property
@@ -110,21 +70,49 @@ class Connections:
         if self.config.endpoints[self._index] == failed:
             self._index = (self._index + 1) % len(self.config.endpoints)
 
+    def replace(self, connection: Connection) -> None:
+        """Give a connection up: the next call to its endpoint makes a new one.
+
+        For one that is open but carries nothing. What still runs on it gets a moment to end.
+        """
+        if self._open.get(connection.address) is connection:
+            del self._open[connection.address]
+            closing = asyncio.create_task(self._close_later(connection))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _close_later(self, connection: Connection) -> None:
+        try:
+            await asyncio.sleep(self.config.attempt_timeout_s)
+        finally:
+            await connection.close()
+
     async def close(self) -> None:
         self._closed = True
+        for closing in tuple(self._closing):
+            closing.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
         while self._open:
             _, connection = self._open.popitem()
-            await connection.channel.close()
+            await connection.close()
 
-    def check_open(self) -> None:
-        """Raises RefusedError when a cancellation came from `close` and not from the caller.
+    @contextmanager
+    def blaming(self, connection: Connection) -> Iterator[None]:
+        """Turns the end of a call by our own closing of its channel into an error.
 
-        gRPC ends the calls of a closed channel by CancelledError, which to the caller would look
-        as if its own task were cancelled.
+        gRPC ends such calls by CancelledError, as if the caller's own task were cancelled.
         """
-        task = asyncio.current_task()
-        if self._closed and task is not None and not task.cancelling():
-            raise _closed()
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not connection.closed or (task is not None and task.cancelling()):
+                raise
+            if self._closed:
+                raise _closed() from None
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE, details="the connection was given up"
+            ) from None
 
     async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Repeat the attempt, at one endpoint after the other, until one answers.
@@ -135,15 +123,13 @@ class Connections:
         while True:
             connection, token = self.current, self.token
             try:
-                metadata = await self.metadata(connection)
-                token = self.token
-                limit_s = min(self.config.attempt_timeout_s, retry.left_s())
-                return await attempt(Attempt(connection, metadata, limit_s))
+                with self.blaming(connection):
+                    metadata = await self.metadata(connection)
+                    token = self.token
+                    limit_s = min(self.config.attempt_timeout_s, retry.left_s())
+                    return await attempt(Attempt(connection, metadata, limit_s))
             except grpc.RpcError as error:
                 await retry.after(connection, understand(error, connection.address), token)
-            except asyncio.CancelledError:
-                self.check_open()
-                raise
 
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Send a request at most once, unless etcd surely did not carry it out.
@@ -156,22 +142,21 @@ class Connections:
                 await self.call(_probe)
             connection = self.current
             try:
-                metadata = await self.metadata(connection)
+                with self.blaming(connection):
+                    metadata = await self.metadata(connection)
             except grpc.RpcError as error:
                 await retry.after(connection, understand(error, connection.address), None)
                 continue
             token = self.token
             try:
-                return await attempt(Attempt(connection, metadata, retry.left_s()))
+                with self.blaming(connection):
+                    return await attempt(Attempt(connection, metadata, retry.left_s()))
             except grpc.RpcError as error:
                 failure = understand(error, connection.address)
                 if not failure.untouched:
                     self.move_on(connection.address)
                     raise _unknown_outcome(failure.error) from error
                 await retry.after(connection, failure, token)
-            except asyncio.CancelledError:
-                self.check_open()
-                raise
 
     async def metadata(self, connection: Connection) -> Metadata:
         """What each call carries; logs in where that is needed. Raises grpc.RpcError."""
@@ -275,4 +260,4 @@ def _unknown_outcome(error: ShoalError) -> ShoalError:
     )
 
 
-__all__ = ["Attempt", "Connection", "Connections", "Metadata"]
+__all__ = ["Attempt", "Connections", "Metadata"]

@@ -7,7 +7,7 @@ any of it is told, so a break in between repeats the whole revision and loses no
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
 import grpc
@@ -103,40 +103,51 @@ async def _follow(
     """One stream's life. Ends by Unavailable, by _Compacted or by a refusal."""
     connection, token = connections.current, connections.token
     try:
-        metadata = await connections.metadata(connection)
+        with connections.blaming(connection):
+            metadata = await connections.metadata(connection)
         token = connections.token
         call: Stream = connection.watch.Watch(metadata=metadata)
     except grpc.RpcError as error:
         raise _lost(connections, connection.address, token, error) from error
     create = pb.WatchRequest(create_request=_create(prefix, tracker.next))
     try:
-        events: list[pb.Event] = []
-        async with aclosing(_responses(call, create, connections.config.silence_s)) as responses:
-            async for response in responses:
-                if response.canceled:
-                    _raise_cancelled(response)
-                if response.created:
-                    await _check_history(connections, prefix, tracker, response.header.revision)
-                events.extend(response.events)
-                if response.fragment:
-                    continue
-                batch = tracker.advance(wire.watch_event(each) for each in events)
-                events.clear()
-                if batch is not None:
-                    yield batch
+        silence_s = connections.config.silence_s
+        with connections.blaming(connection):
+            async with aclosing(_responses(call, create, silence_s)) as responses:
+                async for events in _whole(connections, prefix, tracker, responses):
+                    batch = tracker.advance(wire.watch_event(each) for each in events)
+                    if batch is not None:
+                        yield batch
     except grpc.RpcError as error:
         raise _lost(connections, connection.address, token, error) from error
     except TimeoutError as error:
+        connections.replace(connection)
         connections.move_on(connection.address)
-        silence_s = connections.config.silence_s
         raise Unavailable(
             f"etcd at {connection.address}", seen=f"no word for {silence_s:g} s"
         ) from error
-    except asyncio.CancelledError:
-        connections.check_open()
-        raise
     finally:
         call.cancel()
+
+
+async def _whole(
+    connections: Connections,
+    prefix: str,
+    tracker: WatchTracker,
+    responses: AsyncIterator[pb.WatchResponse],
+) -> AsyncIterator[list[pb.Event]]:
+    """The events of whole answers, put together from fragments."""
+    events: list[pb.Event] = []
+    async for response in responses:
+        if response.canceled:
+            _raise_cancelled(response)
+        if response.created:
+            await _check_history(connections, prefix, tracker, response.header.revision)
+        events.extend(response.events)
+        # An answer without events is a sign of life, and ends no fragments.
+        if response.events and not response.fragment:
+            yield events
+            events = []
 
 
 async def _responses(

@@ -184,6 +184,20 @@ async def test_a_partition_is_noticed_and_healed(single: Cluster) -> None:
             await flow.more(50)
 
 
+async def test_a_connection_that_hangs_is_replaced(single: Cluster) -> None:
+    """When a connection to the only endpoint dies without a word, a new one takes its place."""
+    _, (etcd,) = single
+    async with (
+        open_gate(etcd.endpoint) as gate,
+        EtcdClient(config(gate.endpoint)) as client,
+        traffic(client) as flow,
+    ):
+        gate.hang()
+        await flow.more(50, limit_s=6)
+        gate.hang()
+        await flow.more(50, limit_s=6)
+
+
 async def test_a_member_cut_off_from_its_cluster_is_left(three: Cluster) -> None:
     """With two of three members halted the third refuses; with one back the calls pass again."""
     _, members = three

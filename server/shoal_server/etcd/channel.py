@@ -1,0 +1,59 @@
+"""One endpoint's channel.
+
+Dead peers. A peer that no longer acknowledges TCP data is noticed by TCP_USER_TIMEOUT, which gRPC
+sets to the keepalive timeout. A peer whose kernel lives but whose process hangs (SIGSTOP) is
+noticed by HTTP/2 pings, by the time limit of an attempt, and by a watch's own questions. etcd
+allows one ping in 5 s and none on an idle connection; more and it hangs up (GOAWAY).
+"""
+
+import grpc
+import grpc.aio
+
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+
+MAX_ANSWER_BYTES = 256 << 20
+
+_CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 6000),
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # Without it the pings of a silent watch would stop after two.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Also the time limit for a connection to come about.
+    ("grpc.min_reconnect_backoff_ms", 2000),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.use_local_subchannel_pool", 1),
+    # etcd is reached directly, whatever http_proxy says.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class Connection:
+    """One endpoint's channel and stubs. It connects by itself, and again when it breaks."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        self.address = address
+        if credentials is None:
+            self.channel = grpc.aio.insecure_channel(address, _CHANNEL_OPTIONS)
+        else:
+            self.channel = grpc.aio.secure_channel(address, credentials, _CHANNEL_OPTIONS)
+        self.kv = stubs.KVStub(self.channel)
+        self.watch = stubs.WatchStub(self.channel)
+        self.lease = stubs.LeaseStub(self.channel)
+        self.auth = stubs.AuthStub(self.channel)
+        self.closed = False
+
+    async def close(self) -> None:
+        """End its calls, by CancelledError (see `Connections.blaming`)."""
+        self.closed = True
+        await self.channel.close()
+
+    @property
+    def stands(self) -> bool:
+        return self.channel.get_state() is grpc.ChannelConnectivity.READY
+
+
+__all__ = ["Connection"]
