@@ -2,7 +2,7 @@
 
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -143,12 +143,4 @@ def fill(piece: Piece, shard_id: int, offset_bytes: int, data: bytes) -> None:
     piece.checksum = zlib.crc32(data)
 
 
-def by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
-    """The shards of each server."""
-    grouped: dict[str, list[Shard]] = {}
-    for shard in shards:
-        grouped.setdefault(shard.address, []).append(shard)
-    return grouped
-
-
-__all__ = ["Buffers", "ShardBlocks", "by_address", "check_buffers", "fill"]
+__all__ = ["Buffers", "ShardBlocks", "check_buffers", "fill"]

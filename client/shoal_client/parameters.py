@@ -5,27 +5,22 @@ of which, and what happens when a server is away for a while, is dealt with here
 """
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-import grpc
 import structlog
 
-from shoal_client.blocks import Buffers, ShardBlocks, by_address, check_buffers, fill
-from shoal_client.channel import CHANNEL_OPTIONS, FIRST_BACK_OFF_S, MAX_BACK_OFF_S, Coordinators
+from shoal_client.blocks import Buffers, ShardBlocks, check_buffers, fill
+from shoal_client.channel import Coordinators
+from shoal_client.shard_servers import Attempt, ShardServers, worst_of
 from shoal_proto.errors import (
     InternalError,
     MalformedMessage,
     RetryError,
-    ShardNotReady,
     ShoalError,
-    Unavailable,
-    WrongEpoch,
 )
-from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
@@ -52,8 +47,6 @@ from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 
 log = structlog.get_logger(__name__)
 
-MAX_SERVERS = 64
-"""Threads that talk to servers at a time; with more servers, some wait for their turn."""
 PULL_WAIT_S = 10.0
 """How long one call waits at a server for shards that are not there yet."""
 MAP_TIMEOUT_S = 2.0
@@ -83,11 +76,6 @@ class PushResult:
         return sum(self.staleness.values()) / max(len(self.staleness), 1)
 
 
-Attempt = Callable[[ParametersStub, Sequence[Shard], float, set[int]], None]
-"""One call to one server. Discards from the set what is done; raises for what may not be retried,
-and for what may."""
-
-
 class ParameterClient:
     """One member's view of its job's parameters. For one thread at a time, but for `close`.
 
@@ -106,10 +94,7 @@ class ParameterClient:
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
-        self._closed = threading.Event()
-        self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
-        self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
+        self._servers = ShardServers(timeout_s)
         self._map: ShardMap | None = None
         self._blocks: dict[int, ShardBlocks] = {}
         self._versions: dict[int, int] = {}
@@ -247,7 +232,7 @@ class ParameterClient:
             if push.into is None:
                 todo.discard(outcome.shard_id)
         if errors:
-            raise _worst(errors)
+            raise worst_of(errors)
 
     def _push_requests(self, push: "_Push", shards: Sequence[Shard]) -> Iterator[PushRequest]:
         items = [
@@ -276,28 +261,8 @@ class ParameterClient:
 
     def _until_done(self, attempt: Attempt, ready_by_s: float = math.inf) -> int:
         """Run attempts at every server until each shard is done; how many rounds it took beyond
-        the first. Shards without values are waited for until `ready_by_s`."""
-        give_up_s = time.monotonic() + self._timeout_s
-        back_off_s = FIRST_BACK_OFF_S
-        todo = {shard.shard_id for shard in self._known_map().shards}
-        retries = 0
-        while True:
-            errors = self._at_every_server(attempt, todo, give_up_s - time.monotonic())
-            if not todo and not errors:
-                return retries
-            worst = _worst(errors) if errors else _incomplete(todo)
-            now_s = time.monotonic() + back_off_s
-            out_of_time = now_s >= give_up_s or (
-                isinstance(worst, ShardNotReady) and now_s >= ready_by_s
-            )
-            if not isinstance(worst, RetryError) or out_of_time or self._closed.is_set():
-                raise worst
-            retries += 1
-            log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
-            self._closed.wait(back_off_s)
-            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
-            if any(isinstance(error, WrongEpoch | Unavailable) for error in errors):
-                self._refetch_map()
+        the first."""
+        return self._servers.run(self._known_map, self._refetch_map, attempt, ready_by_s)
 
     def _refetch_map(self) -> None:
         try:
@@ -305,36 +270,6 @@ class ParameterClient:
         except RetryError as error:
             # The map in hand is the best there is; the servers say if it is not good enough.
             log.info("shard_map_not_fetched", reason=str(error))
-
-    def _at_every_server(
-        self, attempt: Attempt, todo: set[int], timeout_s: float
-    ) -> list[ShoalError]:
-        shards = [shard for shard in self._known_map().shards if shard.shard_id in todo]
-        *others, last = by_address(shards).items()
-
-        def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
-            try:
-                attempt(ParametersStub(self._channel(address)), held, max(timeout_s, 0.01), todo)
-            except grpc.RpcError as rpc_error:
-                return from_rpc_error(rpc_error, address)
-            except ShoalError as error:
-                return error
-            return None
-
-        # The caller's own thread takes one server: with a single one there is no hop.
-        futures = [self._pool.submit(run, address, held) for address, held in others]
-        results = [run(*last), *(future.result() for future in futures)]
-        return [error for error in results if error is not None]
-
-    def _channel(self, address: str) -> grpc.Channel:
-        with self._lock:
-            if self._closed.is_set():
-                raise Unavailable("the connection to the parameter servers was closed")
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-                self._channels[address] = channel
-            return channel
 
     def _known_map(self) -> ShardMap:
         if self._map is None:
@@ -356,13 +291,8 @@ class ParameterClient:
 
     def close(self) -> None:
         """Close every connection; a call under way on another thread fails."""
-        self._closed.set()
-        with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        self._servers.close()
         self._coordinators.close()
-        self._pool.shutdown(wait=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -410,17 +340,6 @@ class _Receiver:
         if self._left_bytes == 0:
             self._versions[piece.shard_id] = self._version.version
             self._todo.discard(piece.shard_id)
-
-
-def _worst(errors: Sequence[ShoalError]) -> ShoalError:
-    """The error that decides what happens next: one that forbids a retry, if there is one."""
-    return min(errors, key=lambda error: isinstance(error, RetryError))
-
-
-def _incomplete(todo: set[int]) -> ShoalError:
-    return Unavailable(
-        "a server ended its answer early", seen=f"nothing of {len(todo)} shards", expected="all"
-    )
 
 
 __all__ = ["ParameterClient", "PushResult"]

@@ -258,3 +258,26 @@ def test_training_goes_on_without_a_coordinator(servers: ParameterServers) -> No
     client.push(filled(-1.0), into=values)
     assert_all(values, 1.0)
     client.close()
+
+
+def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
+    """A client that is closed while another thread waits in it lets that thread go."""
+    client = connect(servers, servers.admit("w0"), timeout_s=60.0)
+    client.place(SCHEMA)
+    failures: list[BaseException] = []
+    began = threading.Event()
+
+    def wait() -> None:
+        began.set()
+        try:
+            client.pull(filled(0.0))
+        except Unavailable as error:
+            failures.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    began.wait()
+    client.close()
+    waiting.join(20)
+    assert not waiting.is_alive()
+    assert len(failures) == 1

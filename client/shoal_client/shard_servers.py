@@ -1,0 +1,147 @@
+"""Calls to every server that holds some of a job's shards, until each shard is done."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import structlog
+
+from shoal_client.channel import CHANNEL_OPTIONS, FIRST_BACK_OFF_S, MAX_BACK_OFF_S
+from shoal_proto.errors import (
+    RetryError,
+    ShardNotReady,
+    ShoalError,
+    Unavailable,
+    WrongEpoch,
+)
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+
+log = structlog.get_logger(__name__)
+
+MAX_SERVERS = 64
+"""Threads that talk to servers at a time; with more servers, some wait for their turn."""
+
+Attempt = Callable[[ParametersStub, Sequence[Shard], float, set[int]], None]
+"""One call to one server about some of its shards, within so many seconds. Discards from the set
+the ids of shards that are done; raises for the others."""
+
+
+class ShardServers:
+    """Connections to the parameter servers. For one thread at a time, but for `close`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
+
+    def run(
+        self,
+        shard_map: Callable[[], ShardMap],
+        refetch: Callable[[], None],
+        attempt: Attempt,
+        ready_by_s: float,
+    ) -> int:
+        """Attempt until all shards of the map are done; how many rounds it took beyond the first.
+
+        What may succeed later is attempted again until `timeout_s` has passed, by a newer map
+        where the old one may be at fault. Shards without values are waited for until `ready_by_s`
+        of the monotonic clock. Raises the error that ended it.
+        """
+        give_up_s = time.monotonic() + self._timeout_s
+        back_off_s = FIRST_BACK_OFF_S
+        todo = {shard.shard_id for shard in shard_map().shards}
+        retries = 0
+        while True:
+            held = [shard for shard in shard_map().shards if shard.shard_id in todo]
+            errors = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
+            # A connection that broke behind the last shard did no harm.
+            if not todo and all(isinstance(error, RetryError) for error in errors):
+                return retries
+            worst = worst_of(errors) if errors else _incomplete(todo)
+            next_s = time.monotonic() + back_off_s
+            out_of_time = next_s >= give_up_s or (
+                isinstance(worst, ShardNotReady) and next_s >= ready_by_s
+            )
+            if not isinstance(worst, RetryError) or out_of_time or self._closed.is_set():
+                raise worst
+            retries += 1
+            log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
+            self._closed.wait(back_off_s)
+            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+            if any(isinstance(error, WrongEpoch | Unavailable) for error in errors):
+                refetch()
+
+    def _at_each(
+        self, attempt: Attempt, shards: Sequence[Shard], todo: set[int], timeout_s: float
+    ) -> list[ShoalError]:
+        *others, last = _by_address(shards).items()
+
+        def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
+            try:
+                attempt(ParametersStub(self._channel(address)), held, max(timeout_s, 0.01), todo)
+            except grpc.RpcError as rpc_error:
+                return from_rpc_error(rpc_error, address)
+            except ShoalError as error:
+                return error
+            except ValueError:
+                # What gRPC raises for a channel that was closed under it.
+                if not self._closed.is_set():
+                    raise
+                return _over()
+            return None
+
+        # The caller's own thread takes one server: with a single one there is no hop.
+        futures = [self._pool.submit(run, address, held) for address, held in others]
+        results = [run(*last), *(future.result() for future in futures)]
+        return [error for error in results if error is not None]
+
+    def _channel(self, address: str) -> grpc.Channel:
+        with self._lock:
+            if self._closed.is_set():
+                raise _over()
+            channel = self._channels.get(address)
+            if channel is None:
+                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._channels[address] = channel
+            return channel
+
+    def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        self._closed.set()
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+        self._pool.shutdown(wait=False)
+
+
+def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
+    """The error that decides what happens next: one that forbids a retry, if there is one."""
+    return min(errors, key=lambda error: isinstance(error, RetryError))
+
+
+def _by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
+    """The shards of each server."""
+    grouped: dict[str, list[Shard]] = {}
+    for shard in shards:
+        grouped.setdefault(shard.address, []).append(shard)
+    return grouped
+
+
+def _incomplete(todo: set[int]) -> ShoalError:
+    return Unavailable(
+        "a server ended its answer early", seen=f"nothing of {len(todo)} shards", expected="all"
+    )
+
+
+def _over() -> ShoalError:
+    return Unavailable("the connection to the parameter servers was closed")
+
+
+__all__ = ["Attempt", "ShardServers", "worst_of"]
