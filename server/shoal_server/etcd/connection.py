@@ -16,6 +16,7 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
 from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_server.etcd import keys
 from shoal_server.etcd.channel import Connection
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.failures import Failure, Remedy, understand, unreachable
@@ -243,7 +244,7 @@ class _Retry:
 
 async def _probe(attempt: Attempt) -> None:
     """A read that changes nothing: it makes the connection stand."""
-    request = pb.RangeRequest(key=b"/shoal/", count_only=True)
+    request = pb.RangeRequest(key=keys.LEADER.encode(), count_only=True)
     await attempt.connection.kv.Range(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
 
 

@@ -20,6 +20,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
+from shoal_server.etcd import keys
 
 
 class Remedy(Enum):
@@ -75,7 +76,7 @@ def _denied(address: str, text: str) -> AccessDenied:
     return AccessDenied(
         f"etcd at {address} denies access",
         seen=text,
-        expected="a user and password that etcd knows, with a role for the keys under /shoal/",
+        expected=f"a user and password that etcd knows, with a role for the keys under {keys.ROOT}",
         fix="Check --etcd-user and --etcd-password-file.",
     )
 

@@ -168,6 +168,8 @@ async def _responses(
             if not done:
                 if clock() - heard_s >= silence_s:
                     raise TimeoutError
+                # Not sooner: some versions never answer a question that comes before the watch
+                # has caught up with history (etcd-io/etcd#17507).
                 await _send(call, _PROGRESS, silence_s)
                 continue
             response = reading.result()

@@ -20,6 +20,7 @@ from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.api import Put, Revision, absent
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig, parse_endpoints
+from shoal_server.etcd.keys import ROOT
 
 # --- TLS ---
 
@@ -112,7 +113,7 @@ async def test_tls_to_an_etcd_without(secured: Secured, etcd_endpoint: str) -> N
 
 @pytest.fixture
 async def guarded(tmp_path: Path) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
-    """An etcd in which shoal/secret may use /shoal/ and nothing else."""
+    """An etcd in which shoal/secret may use the keys of Shoal and nothing else."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):
         async with grpc.aio.insecure_channel(etcd.endpoint) as channel:
             auth = stubs.AuthStub(channel)
@@ -121,7 +122,9 @@ async def guarded(tmp_path: Path) -> "Iterator[tuple[Supervisor, RunningEtcd]]":
                 await auth.RoleAdd(pb.AuthRoleAddRequest(name=role))
                 await auth.UserGrantRole(pb.AuthUserGrantRoleRequest(user=user, role=role))
             permission = pb.Permission(
-                permType=pb.Permission.READWRITE, key=b"/shoal/", range_end=b"/shoal0"
+                permType=pb.Permission.READWRITE,
+                key=ROOT.encode(),
+                range_end=ROOT[:-1].encode() + b"0",
             )
             await auth.RoleGrantPermission(
                 pb.AuthRoleGrantPermissionRequest(name="shoal", perm=permission)
@@ -139,9 +142,9 @@ async def test_user_and_password(guarded: tuple[Supervisor, RunningEtcd]) -> Non
     supervisor, etcd = guarded
     async with EtcdClient(login(etcd.endpoint)) as client:
         lease = await client.grant(30)
-        revision = await client.put("/shoal/a", b"1", lease)
+        revision = await client.put(ROOT + "a", b"1", lease)
         assert await client.keep_alive(lease) > 0
-        async with aclosing(client.watch("/shoal/", revision)) as watch:
+        async with aclosing(client.watch(ROOT, revision)) as watch:
             assert (await anext(watch)).revision == revision
             with pytest.raises(AccessDenied, match="permission denied"):
                 await client.put("/other", b"1")
@@ -150,7 +153,7 @@ async def test_user_and_password(guarded: tuple[Supervisor, RunningEtcd]) -> Non
             etcd.process.kill()
             etcd.process.wait()
             start_members(supervisor.spawn, [etcd.member])
-            made = await client.transact((absent("/shoal/b"),), (Put("/shoal/b", b""),))
+            made = await client.transact((absent(ROOT + "b"),), (Put(ROOT + "b", b""),))
             assert (await anext(watch)).revision == made.revision
 
 
@@ -164,17 +167,17 @@ async def test_wrong_or_missing_password(guarded: tuple[Supervisor, RunningEtcd]
     ):
         async with EtcdClient(config) as client:
             with pytest.raises(AccessDenied, match="--etcd-password-file"):
-                await client.get("/shoal/a")
+                await client.get(ROOT + "a")
             with pytest.raises(AccessDenied):
-                await client.transact((), (Put("/shoal/a", b""),))
+                await client.transact((), (Put(ROOT + "a", b""),))
             with pytest.raises(AccessDenied):
-                await anext(client.watch("/shoal/", Revision(1)))
+                await anext(client.watch(ROOT, Revision(1)))
 
 
 async def test_a_password_where_none_is_needed(etcd_endpoint: str) -> None:
     """A user for an etcd without authentication is let in like everybody."""
     async with EtcdClient(login(etcd_endpoint)) as client:
-        assert await client.put("/shoal/a", b"") > 0
+        assert await client.put(ROOT + "a", b"") > 0
 
 
 # --- an etcd that is not there, requests it cannot take, bad settings ---

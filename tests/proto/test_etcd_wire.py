@@ -1,0 +1,44 @@
+"""Our description of etcd's API against etcd itself, where the client does not go anyway."""
+
+import re
+from pathlib import Path
+
+import grpc
+from etcd_fixture import running_etcd
+
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_proto.etcd import etcd_pb2_grpc as stubs
+
+
+def test_status_members_and_leases(tmp_path: Path) -> None:
+    """Every field we describe holds what its name says, and etcd tells nothing we mistake."""
+    with running_etcd(tmp_path) as endpoint, grpc.insecure_channel(endpoint) as channel:
+        status = stubs.MaintenanceStub(channel).Status(pb.StatusRequest(), timeout=5)
+        assert re.fullmatch(r"\d+\.\d+\.\d+\S*", status.version)
+        assert status.leader == status.header.member_id != 0
+        assert status.dbSize > 0
+        assert 0 < status.raftTerm == status.header.raft_term
+        assert status.raftIndex > 0
+
+        (member,) = stubs.ClusterStub(channel).MemberList(pb.MemberListRequest(), timeout=5).members
+        assert status.leader == member.ID
+        assert list(member.clientURLs) == [f"http://{endpoint}"]
+        assert member.peerURLs[0].startswith("http://")
+
+        leases, store = stubs.LeaseStub(channel), stubs.KVStub(channel)
+        lease = leases.LeaseGrant(pb.LeaseGrantRequest(TTL=60, ID=7), timeout=5)
+        assert (lease.ID, lease.TTL, lease.error) == (7, 60, "")
+        store.Put(pb.PutRequest(key=b"k", value=b"1", lease=7), timeout=5)
+        left = leases.LeaseTimeToLive(pb.LeaseTimeToLiveRequest(ID=7, keys=True), timeout=5)
+        assert (left.ID, left.grantedTTL, list(left.keys)) == (7, 60, [b"k"])
+        assert 50 <= left.TTL <= 60
+
+        changed = store.Put(pb.PutRequest(key=b"k", value=b"2", prev_kv=True), timeout=5)
+        assert (changed.prev_kv.value, changed.prev_kv.lease) == (b"1", 7)
+        keys = store.Range(pb.RangeRequest(key=b"\0", range_end=b"\0", keys_only=True), timeout=5)
+        assert (keys.kvs[0].value, keys.kvs[0].version, keys.count, keys.more) == (b"", 2, 1, False)
+        gone = store.DeleteRange(pb.DeleteRangeRequest(key=b"k", prev_kv=True), timeout=5)
+        assert (gone.deleted, gone.prev_kvs[0].value) == (1, b"2")
+        for message in (status, member, lease, left, changed, keys, gone):
+            # Bytes that etcd sent and our description lacks are kept, and cost nothing to look at.
+            assert type(message).FromString(message.SerializeToString()) == message
