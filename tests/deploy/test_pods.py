@@ -55,5 +55,5 @@ def test_every_role_becomes_ready_and_a_worker_drains(image: str) -> None:
         assert time.monotonic() - began_s < worker["terminationGracePeriodSeconds"] / 2
         events = ask(pods["worker-0"], f"{url}/events")["events"]
         last = [event for event in events if event["member_id"] == "worker-1"][-1]
-        assert last["kind"] == "member_left", last
+        assert "left" in last["reason"], "it was not lost"
         assert passes(pods["worker-0"], "readinessProbe")
