@@ -1,6 +1,7 @@
 """The client while etcd is killed, halted, cut off or compacts, with writes going on."""
 
 import asyncio
+import shutil
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
@@ -12,7 +13,7 @@ from etcd_gate import open_gate
 
 from shoal_client.local.etcd import RunningEtcd, start_members
 from shoal_client.local.process import Supervisor
-from shoal_proto.errors import RetryError, Unavailable
+from shoal_proto.errors import CorruptError, RetryError, Unavailable
 from shoal_server.etcd.api import EventKind, Put, Revision, WatchEvent, absent
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
@@ -248,6 +249,22 @@ async def test_compaction_while_the_watch_is_away(single: Cluster) -> None:
             async with asyncio.timeout(10):
                 batch = await anext(watch)
             assert (batch.revision, batch.reset) == (last, False)
+
+
+async def test_an_etcd_that_lost_its_data(single: Cluster) -> None:
+    """A watch that has told more than etcd remembers stops, rather than wait for ever."""
+    supervisor, (etcd,) = single
+    async with EtcdClient(config(etcd.endpoint)) as client:
+        start = await client.put(PREFIX + "a", b"1")
+        async with aclosing(client.watch(PREFIX, start)) as watch:
+            await anext(watch)
+            etcd.process.kill()
+            await asyncio.to_thread(etcd.process.wait)
+            shutil.rmtree(etcd.member.data_directory)
+            await asyncio.to_thread(start_members, supervisor.spawn, [etcd.member])
+            async with asyncio.timeout(10):
+                with pytest.raises(CorruptError, match="lost history"):
+                    await anext(watch)
 
 
 async def test_a_transaction_of_unknown_outcome_is_not_sent_again(single: Cluster) -> None:
