@@ -1,31 +1,23 @@
 """A member of a job as a training script sees it."""
 
-import os
 import time
 import traceback
 from collections.abc import Iterator
-from functools import partial
 from types import TracebackType
 from typing import Self
 
-import structlog
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.crew import Crew
 from shoal.data import Batch, Collate, Dataset, Loader, Order, dataset_size, describe
-from shoal.health import HealthReporter
+from shoal.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.joining import JoinConfig
-from shoal.leases import Leases
+from shoal.reports import StepReports
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Generation, Strategy
-from shoal_client.samples import SampleRange, Samples
-from shoal_proto.errors import InvalidSpec, JobFinished
-
-log = structlog.get_logger(__name__)
-
-HEALTH_INTERVAL_S = 1.0
+from shoal_proto.errors import InvalidSpec
 
 
 class Session:
@@ -39,26 +31,13 @@ class Session:
         self._config = config
         self._crew = Crew(config.member())
         self._fields: dict[str, str] = {}
-        self._health: HealthReporter | None = None
-        self._leases: Leases | None = None
-        self._in_batches = self._all_trained = False
+        self._reports: StepReports | None = None
+        self._feed: Feed | None = None
         self._step: Step | None = None
-        self._num_attempts = 0
-        self._weight = 1.0
-        self._leased: SampleRange | None = None
-        self._reported_s = 0.0
 
     def __enter__(self) -> Self:
         self._crew.attend()
-        member, membership = self._crew.member, self._crew.membership
-        self._health = HealthReporter(
-            lambda: membership.http_url,
-            self._config.job,
-            member.member_id,
-            member.incarnation,
-            interval_s=HEALTH_INTERVAL_S,
-        )
-        self._health.update(step=0, device=member.info.device)
+        self._reports = StepReports(self._crew)
         return self
 
     def __exit__(
@@ -69,24 +48,24 @@ class Session:
     ) -> None:
         if error is not None:
             self.leave(reason=f"{type(error).__name__}: {error}")
-        elif self._in_batches and not self._all_trained:
+        elif self._feed is not None and not self._feed.all_trained:
             self.leave(reason="left before the last batch")
         else:
             self.leave(reason="all batches were trained on", completed=True)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""
-        health, self._health = self._health, None
-        if health is not None:
-            if not completed:
-                health.update(last_error=reason)
-            health.close()
-        leases, self._leases = self._leases, None
+        reports, self._reports = self._reports, None
+        if reports is not None and not completed:
+            reports.failed(reason)
         try:
-            if leases is not None:
-                leases.close()
+            if self._feed is not None:
+                self._feed.close()
         finally:
+            # Before the last report, which may wait for its answer: others wait for this member.
             self._crew.leave(completed=completed, reason=reason)
+            if reports is not None:
+                reports.close()
 
     # --- what the training script calls ---
 
@@ -128,9 +107,8 @@ class Session:
             shuffle=shuffle,
         )
         strategy = self._crew.strategy
-        if self._in_batches:
+        if self._feed is not None:
             raise InvalidSpec("a session goes over its batches once", expected="one batches()")
-        self._in_batches = True
         self._fields |= {
             "global_batch": str(global_batch_size),
             "dataset": describe(dataset),
@@ -138,8 +116,9 @@ class Session:
             "epochs": str(epochs),
             "shuffle": str(shuffle).lower(),
         }
-        loader = Loader(dataset, order, collate)
-        return self._together(loader, order) if strategy.synchronous else self._alone(loader, order)
+        kind = TogetherFeed if strategy.synchronous else LeasedFeed
+        self._feed = kind(self._crew, self._fields, Loader(dataset, order, collate), order)
+        return iter(self._feed)
 
     def step(self) -> "Step":
         """One optimizer step: zeroes gradients at its start, applies and commits them at its end.
@@ -156,7 +135,8 @@ class Session:
         if self._step is None:
             raise InvalidSpec("backward outside of a step", expected="with session.step(): ...")
         self._step.loss = loss.detach()
-        self._crew.strategy.backward(loss, self._weight)
+        batch = self._feed.batch if self._feed is not None else None
+        self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
 
     # --- where it stands ---
 
@@ -199,105 +179,25 @@ class Session:
             )
         return self._crew.generation
 
-    # --- batches ---
-
-    def _together(self, loader: Loader, order: Order) -> Iterator[Batch]:
-        crew = self._crew
-        while True:
-            try:
-                generation = crew.stand(self._fields)
-                while crew.strategy.step < order.num_steps:
-                    batch = loader.synchronous(
-                        crew.strategy.step, generation.rank, generation.world_size
-                    )
-                    yield from self._offered(batch)
-                    generation = crew.stand(self._fields)
-                if self._finish():
-                    break
-            except JobFinished:
-                # The others saw the last step committed and left while this one recovered.
-                if crew.strategy.step < order.num_steps:
-                    raise
-                break
-        self._all_trained = True
-
-    def _finish(self) -> bool:
-        try:
-            self._crew.strategy.finish()
-        except Exception as error:
-            if not self._crew.is_break(error):
-                raise
-            self._crew.fall(error)
-            return False
-        return True
-
-    def _alone(self, loader: Loader, order: Order) -> Iterator[Batch]:
-        crew = self._crew
-        crew.stand(self._fields)
-        samples = Samples(
-            crew.membership.coordinators,
-            lambda: crew.membership.token,
-            dataset_size=order.num_samples,
-            num_epochs=order.num_epochs,
-        )
-        self._leases = leases = Leases(samples, order.global_batch_size)
-        try:
-            for span in leases:
-                crew.stand(self._fields)
-                self._leased = span
-                yield from self._offered(
-                    loader.leased(span.epoch, span.start, span.stop, crew.strategy.step)
-                )
-        except JobFinished as finished:
-            # Others saw the last sample completed before this member asked for more.
-            log.info("job_finished_by_others", job=self.job, reason=str(finished))
-        else:
-            # What the others did last comes too: from here on the model is the job's result.
-            crew.strategy.finish()
-        crew.strategy.flush()
-        self._all_trained = True
-
-    def _offered(self, batch: Batch) -> Iterator[Batch]:
-        self._weight = batch.weight
-        attempts = self._num_attempts
-        yield batch
-        if self._num_attempts == attempts:
-            raise InvalidSpec(
-                f"the batch of step {batch.step} was not trained on",
-                expected="with session.step(): ... for each batch",
-            )
-
     # --- steps ---
 
     def _begin(self, step: "Step") -> None:
-        self._num_attempts += 1
-        if not self._in_batches:
+        if self._feed is None:
             self._crew.stand(self._fields)
+        else:
+            self._feed.attempted()
         self._crew.strategy.begin_step()
         self._step = step
 
     def _commit(self, step: "Step") -> None:
-        leased, self._leased = self._leased, None
-        leases = self._leases
-        acknowledged = partial(leases.done, leased) if leases and leased else _nothing
-        self._crew.strategy.end_step(acknowledged)
-        self._crew.membership.progress(self._crew.strategy.step)
-        self._report(step)
-
-    def _report(self, step: "Step") -> None:
-        now_s = time.monotonic()
-        if self._health is None or now_s - self._reported_s < HEALTH_INTERVAL_S:
-            return
-        duration_s = time.perf_counter() - step.started_s
-        metrics = self._crew.strategy.metrics()
-        self._reported_s = now_s
-        self._health.update(
-            step=self._crew.strategy.step,
-            loss=float(step.loss) if step.loss is not None and step.loss.numel() == 1 else None,
-            step_time_s=duration_s,
-            memory_bytes=_resident_bytes(),
-            staleness_steps=metrics.get("staleness"),
-        )
+        feed, strategy = self._feed, self._crew.strategy
+        strategy.end_step(feed.acknowledged() if feed is not None else _nothing)
+        self._crew.membership.progress(strategy.step)
+        if self._reports is not None:
+            batch = feed.batch if feed is not None else None
+            num_samples = len(batch.indices) if batch is not None else 0
+            seconds = time.perf_counter() - step.started_s
+            self._reports.step_done(strategy, step.loss, seconds, num_samples)
 
 
 class Step:
@@ -351,12 +251,7 @@ class Step:
 
 
 def _nothing() -> None:
-    """Nobody waits for the acknowledgement of a step that all members took together."""
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - once a second
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    """A step outside of `batches` has no samples to account for."""
 
 
 __all__ = ["Session", "Step"]
