@@ -1,0 +1,84 @@
+"""A cluster on this machine: all parts up inside the block, none after it, failures told."""
+
+import queue
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shoal_client.exits import check_reachable
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import Process
+from shoal_proto.errors import InvalidSpec, Unavailable
+
+# Seconds on an idle machine; the bound is for one that is busy with other tests.
+pytestmark = pytest.mark.timeout(240)
+DEADLINE_S = 60.0
+
+
+def test_all_parts_serve_and_end(tmp_path: Path) -> None:
+    """Inside the block the coordinator answers on both ports and a part's death is told at once;
+    after it no part is left."""
+    ended: queue.SimpleQueue[Process] = queue.SimpleQueue()
+    config = LocalClusterConfig(directory=tmp_path / "cluster", num_parameter_servers=1)
+    with LocalCluster(config, on_exit=ended.put) as cluster:
+        check_reachable([cluster.coordinator], DEADLINE_S)
+        assert httpx.get(f"{cluster.http_url}/healthz", timeout=DEADLINE_S).status_code == 200
+        processes = cluster.processes
+        assert set(processes) == {"etcd", "coordinator", "ps-0"}
+        processes["ps-0"].send_signal(signal.SIGKILL)
+        assert ended.get(timeout=DEADLINE_S).name == "ps-0"
+    codes = {name: process.exit_code for name, process in processes.items()}
+    assert codes["ps-0"] == -signal.SIGKILL
+    assert codes["coordinator"] == 0
+    assert codes["etcd"] is not None
+
+
+def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
+    """A taken port: the error names the part and shows its log, and the rest is stopped."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, listen=address)
+        cluster = LocalCluster(config)
+        with pytest.raises(Unavailable, match="coordinator of the local cluster") as raised:
+            cluster.__enter__()
+    assert address in raised.value.fix
+    assert cluster.processes == {}
+
+
+def test_bad_number_of_servers(tmp_path: Path) -> None:
+    """Fewer than none is refused when the settings are made."""
+    with pytest.raises(InvalidSpec, match="-1"):
+        LocalClusterConfig(directory=tmp_path, num_parameter_servers=-1)
+
+
+ORPHANS = """
+import subprocess, sys
+from shoal_client.local.leftovers import adopt_orphans, descendants, sweep
+adopt_orphans()
+code = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True)"
+subprocess.run([sys.executable, "-c", code], check=True)
+assert [each for each in descendants().values() if each == "sleep 600"], descendants()
+left = sweep(0.1)
+assert list(left.values()) == ["sleep 600"], left
+assert sweep(10.0) == {}
+print("swept")
+"""
+
+
+def test_an_orphan_does_not_get_out_of_sight() -> None:
+    """A grandchild in a session of its own, whose parent has ended, is found and killed."""
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHANS],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout == "swept\n", done.stderr
