@@ -86,7 +86,10 @@ class World:
             name=name, incarnation=new_incarnation(self._next_start()), proposal=proposal
         )
         if name in self.members:
-            self.gone.append(self.members[name])
+            old = self.members[name]
+            old.alive = False
+            self.gone.append(old)
+            self.later(lambda: self._handle(events.Disconnected(**self._who(old))))
         self.members[name] = member
         spec, info = self.job.spec, MemberInfo(host="h")
         self.send(member, events.Attended(**self._who(member), spec=spec, info=info))
@@ -109,6 +112,12 @@ class World:
             for other in self.members.values():
                 if other.generation == member.generation:
                     self._report_broken(other)
+
+    def complete(self, name: str) -> None:
+        """The process has done all its work and ends."""
+        member = self.members.pop(name)
+        self.gone.append(member)
+        self.send(member, events.Left(**self._who(member), completed=True, reason="done"))
 
     def _report_broken(self, member: SimMember) -> None:
         generation = Generation(member.generation)

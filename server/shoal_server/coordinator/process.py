@@ -95,8 +95,6 @@ class Turns:
         following = asyncio.create_task(self._follow(), name="follow-leader")
         try:
             while True:
-                view = self._coordinator.view
-                view.why_not_ready = "another coordinator leads, or etcd is away"
                 await self._lead(await self._election.campaign())
         finally:
             await _ended(following)
@@ -120,5 +118,8 @@ class Turns:
     async def _follow(self) -> None:
         async for leader in self._election.leaders():
             self._coordinator.registry.leader = leader.address if leader else ""
+            self._coordinator.view.why_not_ready = (
+                f"the coordinator at {leader.address} leads" if leader else "nobody leads yet"
+            )
             if leader is not None:
                 self.leader_known.set()

@@ -16,7 +16,7 @@ class CoordinatorView:
         self._registry = registry
         self._samples = samples
         self._shards = shards
-        self.why_not_ready = "it has not campaigned yet"
+        self.why_not_ready = "nobody leads yet: etcd has not answered"
 
     def readiness(self) -> Readiness:
         leads, leader = self._registry.leads, self._registry.leader

@@ -279,7 +279,7 @@ class Job:
 
     def _left(self, member: Member, event: Left, now_s: float) -> None:
         if event.completed and not self.completing:
-            self._complete(f"{member.member_id} completed its work", now_s)
+            self._complete(member, now_s)
         self._remove(member, f"left: {event.reason}", now_s, completed=event.completed)
 
     def _remove(
@@ -297,8 +297,9 @@ class Job:
         if all(m.proposal is None for m in self.members.values()):
             self.first_proposal_s = None
         if self.completing:
-            if trained and not completed and self.running is not None:
-                self._tell_broken(self.running, (member.member_id,), reason, now_s)
+            roster = self.running or self.attempt
+            if (trained or attempted) and not completed and roster is not None:
+                self._tell_broken(roster, (member.member_id,), reason, now_s)
             if not self.members:
                 self._finish(now_s)
             return
@@ -463,7 +464,8 @@ class Job:
         if roster is None:
             return
         member.ready = True
-        if not all(self.members[m].ready for m in roster.member_ids):
+        # Of a job that completes, members may have left before the last was ready.
+        if not all(m.ready for m in self._members_of(roster)):
             member.waits(f"the others' first collective in {roster.generation}", now_s)
             return
         self.running, self.attempt, self.stop_at = roster, None, None
@@ -576,7 +578,8 @@ class Job:
         self.previous = self.running or self.previous
         back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self.failures - 1), MAX_BACK_OFF_S)
         # One loss is news, not a failure to agree: the survivors need not wait to try again.
-        self.deadline_s = now_s + (back_off_s if self.failures > 1 else 0.0)
+        again_s = now_s + (back_off_s if self.failures > 1 else 0.0)
+        self.deadline_s = None if self.completing else again_s
 
     def _deadline_passed(self, now_s: float) -> None:
         self.deadline_s = None
@@ -623,18 +626,22 @@ class Job:
 
     # --- the end ---
 
-    def _complete(self, reason: str, now_s: float) -> None:
+    def _complete(self, leaver: Member, now_s: float) -> None:
         """Nobody else needs to join. Who trains finishes; an attempt to change is called off."""
         self.completing = True
+        reason = f"{leaver.member_id} completed its work"
         self._log("job_completing", reason)
-        if self.attempt is not None and self.running is not None:
+        if self.attempt is not None and (self.running or self.phase is Phase.PREPARE):
             self.stop_at = None  # who has steps left goes on with them
             self._abort(reason, now_s)
-            self._to(Trigger.INTACT, reason, now_s)
+            if self.running is not None:
+                self._to(Trigger.INTACT, reason, now_s)
         self.deadline_s, self.reason = None, reason
-        if self.attempt is None:
-            for member in [m for m in self.members.values() if not m.is_in(self.running)]:
-                self._refuse(member, refusals.finished(self.spec.job, reason), now_s)
+        # Who trained before finishes by itself, in a generation or (asynchronous) between two.
+        trained = self.running or self.previous
+        newcomers = [m for m in self.members.values() if not m.is_in(trained)]
+        for member in [m for m in newcomers if m is not leaver]:
+            self._refuse(member, refusals.finished(self.spec.job, reason), now_s)
 
     def _finish(self, now_s: float) -> None:
         self._to(Trigger.COMPLETED, self.reason, now_s)

@@ -303,6 +303,22 @@ def test_a_completed_job_takes_nobody_in() -> None:
     assert w.job.phase is Phase.FINISHED
 
 
+def test_completion_may_come_from_a_member_that_does_not_train() -> None:
+    """Such as one of an asynchronous job that forms its next generation."""
+    w = world(desired=3)
+    alone = w.join("a")
+    w.run(0.1)
+    assert w.job.phase is Phase.COLLECT
+    w.send(
+        alone,
+        events.Left(
+            member_id="a", incarnation=alone.incarnation, completed=True, reason="all done"
+        ),
+    )
+    w.run(0.2)
+    assert w.job.phase is Phase.FINISHED
+
+
 def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
     """Members that hold for a boundary go on; the joiner hears why it is not taken."""
     w = running("a", "b")

@@ -11,6 +11,9 @@ from shoal_server.core.roster import JobSpec, Verdict
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
 
 
+FAULTS = ["kill"] * 4 + ["join"] * 4 + ["odd", "rejoin", "train", "pause"] * 2 + ["complete"]
+
+
 class Invariants:
     """What no schedule of faults may break."""
 
@@ -43,7 +46,9 @@ class Invariants:
             assert ranks == list(range(len(ranks)))
             assert len(set(roster.member_ids)) == len(ranks)
             assert len(ranks) <= job.spec.max_members
-            assert all(e.member_id in job.members for e in roster.entries), "a lost member is in it"
+            # Of a job that completes, members leave one by one.
+            present = job.completing or all(e.member_id in job.members for e in roster.entries)
+            assert present, "a lost member is in it"
         if job.running is not None:
             written = self.world.written[job.running.generation]
             assert written[-1].verdict is Verdict.COMMITTED
@@ -67,7 +72,7 @@ class Invariants:
 def _disturb(world: World, fresh: int) -> None:
     """One random fault or arrival."""
     names = sorted(world.members)
-    match world.random.choice(["kill", "kill", "join", "join", "odd", "rejoin", "train", "pause"]):
+    match world.random.choice(FAULTS):
         case "kill" if names:
             world.kill(world.random.choice(names), seen_by_launcher=world.random.random() < 0.5)
         case "join":
@@ -80,6 +85,8 @@ def _disturb(world: World, fresh: int) -> None:
             world.train(max([m.begun for m in world.members.values()], default=0) + 1)
         case "pause" if names:
             world.members[world.random.choice(names)].paused = True
+        case "complete" if names:
+            world.complete(world.random.choice(names))
         case _:
             pass
 
@@ -104,6 +111,12 @@ def test_any_schedule_ends_in_one_running_generation_of_all_who_live(seed: int) 
     world.run(world.now_s + limits.join_s + limits.collective_s + limits.bring_up_s)
     story = "\n".join(world.log[-30:])
     living = sorted(world.members)
+    if world.job.completing:
+        for name in living:
+            world.complete(name)
+        world.run(world.now_s + limits.join_s)
+        assert world.job.phase is Phase.FINISHED, f"seed {seed}: {world.job.reason}\n{story}"
+        return
     if not living:
         assert world.job.running is None, story
         return
