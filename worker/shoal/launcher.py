@@ -244,7 +244,9 @@ class Launcher:
 def describe(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        # Real-time signals have no names.
+        known = -code in set(signal.Signals)
+        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
     return "completed" if code == 0 else f"failed with exit code {code}"
 
 
