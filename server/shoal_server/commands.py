@@ -51,6 +51,12 @@ def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
         help="longest wait of a member for a generation, in seconds (default %(default)s);"
         " the other limits follow from it",
     )
+    option(
+        "--leader-lease-s",
+        type=float,
+        default=5.0,
+        help="a killed leader is succeeded after so long (default %(default)s, at least 2)",
+    )
     parser.set_defaults(handler=coordinator)
 
 
@@ -129,6 +135,7 @@ def coordinator(options: argparse.Namespace) -> int:
             http=options.http,
             advertise=options.advertise,
             limits=Limits(heartbeat_s=options.heartbeat_s, join_s=options.join_s),
+            leader_lease_s=options.leader_lease_s,
             ready_file=options.ready_file,
         )
     except ValueError as error:

@@ -22,8 +22,6 @@ from shoal_server.status.serve import StatusServer
 log = structlog.get_logger(__name__)
 
 STOP_WITHIN_S = 2.0
-LEADER_LEASE_S = 2.0
-"""The least that etcd grants with its default timings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +34,9 @@ class CoordinatorConfig:
     advertise: str = ""
     """HOST or HOST:PORT that workers and other coordinators reach this one at."""
     limits: Limits = field(default_factory=Limits)
+    leader_lease_s: float = 5.0
+    """A leader that vanished is succeeded after so long, and one that stood still for most of it
+    steps down. etcd grants at least 2 s with its default timings."""
     ready_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -60,7 +61,7 @@ async def serve(config: CoordinatorConfig) -> None:
         await server.start()
         stack.push_async_callback(server.stop, STOP_WITHIN_S)
         candidate = Candidate(address=address, http_url=coordinator.http_url)
-        election = Election(store, candidate, ttl_s=LEADER_LEASE_S)
+        election = Election(store, candidate, ttl_s=config.leader_lease_s)
         turns = Turns(coordinator, election)
         campaign = asyncio.create_task(turns.take_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")

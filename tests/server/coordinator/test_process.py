@@ -33,7 +33,8 @@ class Replica:
         arguments = [
             *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", etcd),
             *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
-            *("--heartbeat-s", "0.2", "--ready-file", str(self.ready_path)),
+            *("--heartbeat-s", "0.2", "--leader-lease-s", "2"),
+            *("--ready-file", str(self.ready_path)),
         ]
         command = Command(name=name, arguments=arguments, log_path=self.log_path)
         self.process: Process = supervisor.spawn(command)
