@@ -66,12 +66,17 @@ class JobSpec(_message.Message):
     MIN_MEMBERS_FIELD_NUMBER: _builtins.int
     MAX_MEMBERS_FIELD_NUMBER: _builtins.int
     DESIRED_MEMBERS_FIELD_NUMBER: _builtins.int
+    LAST_CALL_S_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     min_members: _builtins.int
     max_members: _builtins.int
     """At most so many train; who is surplus stands by."""
     desired_members: _builtins.int
     """A first generation forms at once when so many are there."""
+    last_call_s: _builtins.float
+    """With fewer than desired, but enough, a first generation forms so long after the first of them
+    was ready. 0: as the coordinator's limits say.
+    """
     def __init__(
         self,
         *,
@@ -79,10 +84,11 @@ class JobSpec(_message.Message):
         min_members: _builtins.int = ...,
         max_members: _builtins.int = ...,
         desired_members: _builtins.int = ...,
+        last_call_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_members", b"desired_members", "job", b"job", "max_members", b"max_members", "min_members", b"min_members"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["desired_members", b"desired_members", "job", b"job", "last_call_s", b"last_call_s", "max_members", b"max_members", "min_members", b"min_members"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

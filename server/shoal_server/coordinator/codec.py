@@ -45,6 +45,7 @@ def spec_from_pb(spec: pb.JobSpec) -> JobSpec:
         min_members=spec.min_members,
         max_members=spec.max_members,
         desired_members=spec.desired_members,
+        last_call_s=spec.last_call_s,
     )
 
 

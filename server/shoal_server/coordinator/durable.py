@@ -113,6 +113,7 @@ def state_put(job: Job, *, finished: bool) -> Put:
             "min_members": spec.min_members,
             "max_members": spec.max_members,
             "desired_members": spec.desired_members,
+            "last_call_s": spec.last_call_s,
         },
         "last_generation": job.last_generation,
         "finished": finished,

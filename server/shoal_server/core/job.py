@@ -386,7 +386,11 @@ class Job:
         if len(chosen) >= self.spec.desired_members or self._survivors(chosen):
             # Survivors that still have to settle are worth waiting for; others are not.
             return all(m.settled for m in self.members.values())
-        return self._passed(self.first_proposal_s, self.limits.last_call_s, now_s)
+        return self._passed(self.first_proposal_s, self._last_call_s, now_s)
+
+    @property
+    def _last_call_s(self) -> float:
+        return self.spec.last_call_s or self.limits.last_call_s
 
     def _survivors(self, chosen: list[Member]) -> bool:
         """Whether somebody is there who trained before: then nobody waits for a last call."""
@@ -671,7 +675,7 @@ class Job:
         waiting = [m for m in self.members.values() if m.proposal is not None]
         formable = len(waiting) >= self.spec.min_members and all(m.settled for m in waiting)
         if formable and self.first_proposal_s is not None and not self._survivors(waiting):
-            yield self.first_proposal_s + self.limits.last_call_s
+            yield self.first_proposal_s + self._last_call_s
         for member in waiting:
             yield self._overdue_s(member)
 

@@ -77,4 +77,5 @@ def timeout(reason: str) -> Refusal:
 
 
 def _bounds(spec: JobSpec) -> str:
-    return f"min={spec.min_members} max={spec.max_members} desired={spec.desired_members}"
+    bounds = f"min={spec.min_members} max={spec.max_members} desired={spec.desired_members}"
+    return f"{bounds} last_call_s={spec.last_call_s:g}" if spec.last_call_s else bounds

@@ -32,6 +32,8 @@ class JobSpec:
     min_members: int = 1
     max_members: int = 1024
     desired_members: int = 1
+    last_call_s: float = 0.0
+    """A first generation with fewer than desired waits so long. 0: as the limits say."""
 
     def problem(self) -> str:
         """What is wrong with the bounds, or an empty text."""
@@ -47,6 +49,8 @@ class JobSpec:
                 f"desired_members is {self.desired_members};"
                 f" expected {self.min_members} to {self.max_members}"
             )
+        if not self.last_call_s >= 0:
+            return f"last_call_s is {self.last_call_s}; expected 0 or more seconds"
         return ""
 
 
