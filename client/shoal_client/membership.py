@@ -84,6 +84,7 @@ class Membership:
         self._change: _Change | None = None
         self._broken: dict[int, str] = {}
         self._waiting_for = "the coordinator to admit this member"
+        self._stands_by = False
 
     # --- joining ---
 
@@ -195,6 +196,22 @@ class Membership:
                 lambda: generation in self._broken or self._failure is not None, timeout_s
             )
 
+    def successor(self) -> pb.GenerationRecord | None:
+        """The planned successor of the current generation, once its members agreed where to stop.
+
+        For who has no steps and so calls `begin_step` only to go over to it. Free to call.
+        """
+        change = self._change
+        return change.record if change is not None and change.stop_at is not None else None
+
+    def wait_over(self, generation: int, timeout_s: float) -> bool:
+        """Wait until a generation is broken or has a successor, or the membership ended."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: generation in self._broken or bool(self.successor() or self._failure),
+                timeout_s,
+            )
+
     def report_broken(self, error: str) -> None:
         """Tell the coordinator that a collective of the current generation failed here."""
         self._call(_report_broken, pb.ReportBrokenRequest(token=self.token, error=error[:1000]))
@@ -213,15 +230,21 @@ class Membership:
 
     # --- leaving ---
 
-    def leave(self, *, completed: bool, reason: str) -> None:
-        """End the membership. An unreachable coordinator is logged: it finds out by itself."""
+    def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
+        """End the membership; return whether the coordinator took note.
+
+        One that cannot be reached within `timeout_s` is logged: it finds out by itself.
+        """
+        told = False
         if self._admitted and self._failure is None:
             request = pb.LeaveRequest(token=self.token, completed=completed, reason=reason[:1000])
             try:
-                self._coordinators.call(_leave, request, timeout_s=LEAVE_TIMEOUT_S)
+                self._coordinators.call(_leave, request, timeout_s=timeout_s)
+                told = True
             except ShoalError as error:
                 log.warning("leave_failed", member=self._member.member_id, reason=str(error))
         self.close()
+        return told
 
     def close(self) -> None:
         """Stop the threads and the connection without a word to the coordinator."""
@@ -249,6 +272,16 @@ class Membership:
     def waiting_for(self) -> str:
         """The coordinator's latest reason why this member is not training."""
         return self._waiting_for
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether the job has its maximum of members, of whom this is not one."""
+        return self._stands_by
+
+    @property
+    def failure(self) -> ShoalError | None:
+        """What ended the membership, if something did."""
+        return self._failure
 
     # --- the background threads ---
 
@@ -340,6 +373,7 @@ class Membership:
         """Act on one notice."""
         kind = notice.WhichOneof("kind")
         self._waiting_for = notice.reason or self._waiting_for
+        self._stands_by = kind == "standby" or (self._stands_by and kind == "admitted")
         if kind == "admitted":
             self._take_admitted(notice.admitted)
         elif kind == "prepare":
