@@ -37,6 +37,7 @@ from shoal_server.core.events import (
     Write,
 )
 from shoal_server.core.job import Job
+from shoal_server.core.member import Member
 from shoal_server.core.phases import Phase
 from shoal_server.core.roster import Record
 from shoal_server.etcd import keys
@@ -210,6 +211,13 @@ class JobActor:
             )
         return codec.record_to_pb(record)
 
+    async def hold_members(self) -> None:
+        """Put the members' keys under leases of this coordinator: its predecessor's run out.
+
+        Parameter servers refuse a member whose key is gone.
+        """
+        await self._apply([await self._member_put(each) for each in self.job.members.values()])
+
     def end_streams(self) -> None:
         """Let go of every member, who then looks for the coordinator that leads."""
         for stream in self._streams.values():
@@ -321,13 +329,12 @@ class JobActor:
         member = self.job.members.get(effect.member_id)
         if member is None:
             return []
-        job = self.job.spec.job
+        return [durable.state_put(self.job, finished=False), await self._member_put(member)]
+
+    async def _member_put(self, member: Member) -> Put:
         lease = await self._around.leases.of(member.info.host)
         value = codec.member_to_json(member.incarnation, member.info)
-        return [
-            durable.state_put(self.job, finished=False),
-            Put(keys.member(job, effect.member_id), value, lease),
-        ]
+        return Put(keys.member(self.job.spec.job, member.member_id), value, lease)
 
     def _expelled(self, effect: Expel) -> None:
         stream = self._streams.get(effect.member_id)

@@ -23,9 +23,11 @@ class HostLeases:
         self._granting = asyncio.Lock()
 
     async def of(self, host: str) -> LeaseId:
-        """The lease for members on `host`."""
+        """The lease for members on `host`, with its whole time before it."""
         async with self._granting:
-            if host not in self._leases:
+            lease = self._leases.get(host)
+            # The lease of a host that was silent runs out soon, or did already.
+            if lease is None or await self._store.keep_alive(lease) <= 0:
                 self._leases[host] = await self._store.grant(self._ttl_s)
             self._heard.add(host)
             return self._leases[host]

@@ -53,7 +53,9 @@ class Registry:
                 saved=saved,
                 now_s=self._around.clock(),
             )
-            self._add(JobActor(job, self._around, records))
+            actor = JobActor(job, self._around, records)
+            await actor.hold_members()
+            self._add(actor)
         self._leads = True
         log.info("leading", jobs=len(self._actors))
 
