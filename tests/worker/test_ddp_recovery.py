@@ -85,6 +85,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
         run = run_of(cluster, fault.replace(" ", "-"))
         crew = [*start(ranks, run, "ab"), *start(ranks, replace(run, fault=fault), "c")]
         finished = [rank.expect("finished") for rank in crew[:2]]
+        assert [rank.join() for rank in crew[:2]] == [0, 0]
         assert crew[2].join() == -signal.SIGKILL
         crew[2].drain()
         assert [each["step"] for each in finished] == [NUM_STEPS] * 2
@@ -101,6 +102,7 @@ def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: Local
             *start(ranks, replace(run, fault="stop in backward"), "c"),
         ]
         finished = [rank.expect("finished") for rank in crew[:2]]
+        assert [rank.join() for rank in crew[:2]] == [0, 0]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
         crew[2].send_signal(signal.SIGCONT)
         assert crew[2].expect("raised")["error"] in ("Fenced", "JobFinished")
@@ -146,6 +148,7 @@ def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
             assert "step 7" in raised["text"]
             assert "weight" in raised["text"] or "bias" in raised["text"]
         finished = [rank.expect("finished") for rank in crew[:2]]
+        assert [rank.join() for rank in crew[:2]] == [0, 0]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
 
 

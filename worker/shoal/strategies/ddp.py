@@ -235,20 +235,41 @@ class DDP(Strategy):
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         if self._exchange is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
-        if not self._weighted or not self._exchange.called:
+        if not self._weighted:
             raise InvalidSpec(
-                f"step {self._step} averaged no gradients",
-                seen="no session.backward(loss) of a loss that the distributed model computed",
-                expected="session.backward(loss) once or more in each step",
-                fix="Call the model that session.distribute returned, and session.backward(loss)"
-                " instead of loss.backward().",
+                f"step {self._step} has no session.backward(loss)",
+                seen="no backward pass, or a plain loss.backward()",
+                expected="session.backward(loss) once or more, which weighs this member's share",
             )
+        if not self._exchange.complete:
+            raise self._not_averaged()
         self._exchange.check(self._step)
         self._optimizer.step()
         self._step += 1
         self._in_step, self._buffers = False, []
         acknowledged()
         self._backend.tidy()
+
+    def _not_averaged(self) -> InvalidSpec:
+        """Why some gradients are this member's alone: the step would let the members drift."""
+        names = [
+            self._state.name_of(parameter)
+            for parameter in self._model.parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if names:
+            return InvalidSpec(
+                f"parameters without a gradient in step {self._step}",
+                seen=", ".join(names[:5]),
+                expected="every parameter to take part in the loss",
+                fix="If the model leaves some out on purpose: "
+                "session.distribute(..., strategy=shoal.DDP(find_unused_parameters=True)).",
+            )
+        return InvalidSpec(
+            f"the gradients of step {self._step} were not averaged",
+            seen="a loss that the distributed model did not compute",
+            expected="the model that session.distribute returned to be called in the step",
+        )
 
     def finish(self) -> None:
         if self._process_group is None:

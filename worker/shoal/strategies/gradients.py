@@ -18,6 +18,7 @@ class GradientExchange:
         self._name_of = name_of
         self._averaged: list[Tensor] = []
         self._fault = ""
+        self._complete = False
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
@@ -26,20 +27,23 @@ class GradientExchange:
             self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
         gradients.div_(self._group.size())
         self._averaged.append(gradients)
+        # DDP sends its buckets in order, the last one only behind all others.
+        self._complete = self._complete or bucket.is_last()
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
         reduced: torch.futures.Future[Tensor] = work.get_future().then(_first)
         return reduced
 
     @property
-    def called(self) -> bool:
-        """Whether any gradient was averaged since `begin`."""
-        return bool(self._averaged)
+    def complete(self) -> bool:
+        """Whether all gradients were averaged since `begin`."""
+        return self._complete
 
     def begin(self) -> None:
         """Forget the last step."""
         self._averaged.clear()
         self._fault = ""
+        self._complete = False
 
     def check(self, step: int) -> None:
         """Raise unless the averages are finite; the same members raise the same on all ranks.
