@@ -7,8 +7,9 @@ from google.protobuf.json_format import ParseError
 
 from shoal_proto.errors import NotLeader, RetryError, Unavailable
 from shoal_server.coordinator import codec
-from shoal_server.core.job import Job, Saved
+from shoal_server.core.job import Job
 from shoal_server.core.member import Member
+from shoal_server.core.restore import Saved
 from shoal_server.core.roster import Generation, JobSpec, Record, Verdict
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (

@@ -12,6 +12,7 @@ from shoal_server.coordinator import codec
 from shoal_server.coordinator.job_actor import JobActor, Surroundings
 from shoal_server.core.job import Job
 from shoal_server.core.limits import Limits
+from shoal_server.core.restore import restored
 from shoal_server.core.roster import JobSpec
 
 log = structlog.get_logger(__name__)
@@ -46,11 +47,11 @@ class Registry:
             if loaded is None:
                 continue
             spec, saved, records = loaded
-            job = Job.restored(
-                spec=spec,
+            job = restored(
+                spec,
+                saved,
                 limits=self.limits,
                 digest_of=codec.digest_of,
-                saved=saved,
                 now_s=self._around.clock(),
             )
             actor = JobActor(job, self._around, records)

@@ -79,18 +79,6 @@ MAX_BACK_OFF_S = 5.0
 MAX_EXPELLED = 10_000
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What the store holds of a job."""
-
-    last_generation: Generation
-    record: Record | None
-    """The newest committed record."""
-    members: tuple[Member, ...]
-    finished: bool
-    reason: str
-
-
 @dataclass(kw_only=True)
 class Job:
     """State of one job. Its fields are read by the edge and changed only in here."""
@@ -121,43 +109,6 @@ class Job:
     expelled: dict[str, None] = field(default_factory=dict)
     """Incarnations that were members and are not to come back, the oldest first."""
     _effects: list[Effect] = field(default_factory=list)
-
-    @classmethod
-    def restored(
-        cls,
-        *,
-        spec: JobSpec,
-        limits: Limits,
-        digest_of: Callable[[Roster], str],
-        saved: Saved,
-        now_s: float,
-    ) -> "Job":
-        """The job as a new leader finds it in the store.
-
-        Whether the newest generation already ran is not recorded: its members say so again when
-        they attend. They get the time of a lease for that before they count as disconnected.
-        """
-        job = cls(spec=spec, limits=limits, digest_of=digest_of, phase_since_s=now_s)
-        job.last_generation, job.reason = saved.last_generation, "a new leader took over"
-        if saved.finished:
-            job.phase, job.completing, job.reason = Phase.FINISHED, True, saved.reason
-            return job
-        for member in saved.members:
-            member.disconnected_s = now_s + limits.lease_s
-            job.members[member.member_id] = member
-        if saved.record is None:
-            return job
-        roster = saved.record.roster
-        job.record, job.previous = saved.record, roster
-        present = job._members_of(roster)
-        for member in present:
-            member.settled = not roster.synchronous
-        if len(present) == len(roster.entries):
-            job.phase, job.attempt = Phase.COMMITTED, roster
-            job.deadline_s = now_s + limits.collective_s + limits.bring_up_s
-        elif roster.synchronous and present:
-            job.broken_since_s = now_s
-        return job
 
     # --- what the edge calls ---
 
@@ -334,7 +285,7 @@ class Job:
         roster = self.running or self.previous
         if roster is None or member.is_in(roster):
             return ()
-        trainers = [m.as_candidate() for m in self._members_of(roster) if m.proposal]
+        trainers = [m.as_candidate() for m in self.members_of(roster) if m.proposal]
         newcomer = replace(member, proposal=proposal).as_candidate()
         return find_conflicts([*trainers, newcomer])
 
@@ -440,7 +391,7 @@ class Job:
         self._do(Write(record=record))
         to_boundary_s = self.limits.collective_s if _has_boundary(roster) else 0.0
         self.deadline_s = now_s + to_boundary_s + self.limits.bring_up_s
-        for member in self._members_of(roster):
+        for member in self.members_of(roster):
             member.settled = not roster.synchronous
             member.waits(f"the first collective of generation {roster.generation}", now_s)
             self._tell(member, OutcomeNotice(reason=reason, record=record))
@@ -455,7 +406,7 @@ class Job:
         if self.stop_at is not None:
             self._tell(member, self._stop_notice(roster, self.stop_at))
             return
-        old_members = self._members_of(self.running)
+        old_members = self.members_of(self.running)
         offers = [m.offer for m in old_members if m.offer is not None]
         if len(offers) == len(old_members):
             self.stop_at = max(offers)
@@ -469,7 +420,7 @@ class Job:
             return
         member.ready = True
         # Of a job that completes, members may have left before the last was ready.
-        if not all(m.ready for m in self._members_of(roster)):
+        if not all(m.ready for m in self.members_of(roster)):
             member.waits(f"the others' first collective in {roster.generation}", now_s)
             return
         self.running, self.attempt, self.stop_at = roster, None, None
@@ -477,7 +428,7 @@ class Job:
         self.failures = 0
         reason = f"generation {roster.generation} runs with {len(roster.entries)} members"
         self._to(Trigger.READY, reason, now_s)
-        for trainer in self._members_of(roster):
+        for trainer in self.members_of(roster):
             trainer.waits("nothing: it trains", now_s)
             self._tell(trainer, RunningNotice(reason=reason, generation=roster.generation))
 
@@ -502,7 +453,7 @@ class Job:
         self._log("collective_failed", self.reason, member)
         if self.suspect_since_s is None:
             self.suspect_since_s = now_s
-        for other in self._members_of(running):
+        for other in self.members_of(running):
             if other.disconnected_s is not None:
                 self._remove(other, "its stream broke, and so did a collective", now_s)
 
@@ -524,7 +475,7 @@ class Job:
             return
         self.broken_since_s = now_s
         generation = roster.generation
-        for member in self._members_of(roster):
+        for member in self.members_of(roster):
             member.settled = False
             member.waits(f"its trainer to stop after the break ({reason})", now_s)
             self._tell(
@@ -548,7 +499,7 @@ class Job:
         """Nobody in conflict trains; members of a generation that still runs are not to blame."""
         roster = self.attempt
         assert roster is not None
-        at_fault = [m for m in self._members_of(roster) if not m.is_in(self.running)]
+        at_fault = [m for m in self.members_of(roster) if not m.is_in(self.running)]
         reason = "members differ in " + "; ".join(str(c) for c in conflicts)
         self._abort(reason, now_s, conflicts)
         for member in at_fault:
@@ -569,7 +520,7 @@ class Job:
         record = self._record(roster, Verdict.ABORTED, reason, now_s)
         record = replace(record, conflicts=conflicts)
         self._do(Write(record=record))
-        for member in self._members_of(roster):
+        for member in self.members_of(roster):
             self._tell(member, OutcomeNotice(reason=reason, record=record))
         if brought_up and old_is_over:
             old, self.running = self.running, None
@@ -577,7 +528,7 @@ class Job:
                 self._tell_broken(old, (), reason, now_s)
             self._tell_broken(roster, (), reason, now_s)
         elif brought_up:
-            for member in self._members_of(roster):
+            for member in self.members_of(roster):
                 member.settled = not member.is_in(self.running)
         self.previous = self.running or self.previous
         back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self.failures - 1), MAX_BACK_OFF_S)
@@ -591,10 +542,10 @@ class Job:
             intact = self.running is not None
             self._to(Trigger.INTACT if intact else Trigger.BACKED_OFF, self.reason, now_s)
         elif self.phase is Phase.PREPARE and self.attempt is not None:
-            late = [m for m in self._members_of(self.attempt) if not m.accepted]
+            late = [m for m in self.members_of(self.attempt) if not m.accepted]
             self._expel_late(late, "accept or reject the roster", now_s)
         elif self.phase is Phase.COMMITTED and self.attempt is not None:
-            late = [m for m in self._members_of(self.attempt) if not m.ready]
+            late = [m for m in self.members_of(self.attempt) if not m.ready]
             if _has_boundary(self.attempt) and self.stop_at is None:
                 late = [m for m in late if m.is_in(self.running) and m.offer is None]
             self._expel_late(late, "bring the generation up", now_s)
@@ -683,7 +634,8 @@ class Job:
     def _passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
         return since_s is not None and now_s >= since_s + limit_s
 
-    def _members_of(self, roster: Roster) -> list[Member]:
+    def members_of(self, roster: Roster) -> list[Member]:
+        """Those of the roster that are still here, by rank."""
         present = (self.members.get(e.member_id) for e in roster.entries)
         return [m for m in present if m is not None and m.is_in(roster)]
 
