@@ -1,0 +1,30 @@
+"""`torchrun --rdzv-backend=shoal`: the coordinator is the rendezvous; see docs/torchrun.md."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+
+    Creator = Callable[[RendezvousParameters], RendezvousHandler]
+
+
+def backend() -> "Creator":
+    """What torchrun asks its plug-ins for: the function that makes a handler."""
+    return create_handler
+
+
+def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
+    """A handler that is a member of the job already.
+
+    Raises InvalidSpec for options that cannot be, RendezvousConnectionError if no coordinator
+    answers, RendezvousClosedError if the job is finished.
+    """
+    # Here and not above: torchrun loads every plug-in at every start, whatever the backend, and
+    # of an error in that it only logs a warning.
+    from shoal.torchrun.handler import ShoalRendezvousHandler  # noqa: PLC0415
+
+    return ShoalRendezvousHandler.joined(parameters)
+
+
+__all__ = ["backend", "create_handler"]

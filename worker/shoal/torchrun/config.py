@@ -1,0 +1,118 @@
+"""What torchrun's options mean for a node that joins a Shoal job."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+from shoal.joining import JoinConfig
+from shoal_client.membership import ATTEND_TIMEOUT_S
+from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+BACKEND = "shoal"
+DEFAULT_PORT = 7700
+
+_HONOURED = ("join_timeout", "last_call_timeout", "close_timeout", "connect_timeout")
+_LIVENESS = "the coordinator's --heartbeat-s decides how soon a silent node is lost"
+_HOST = "no node hosts the rendezvous: the coordinator does"
+_WITHOUT_EFFECT: Mapping[str, str] = {
+    "heartbeat_timeout": _LIVENESS,
+    "keep_alive_interval": _LIVENESS,
+    "keep_alive_max_attempt": _LIVENESS,
+    "is_host": _HOST,
+    "store_type": _HOST,
+    "use_libuv": _HOST,
+    "read_timeout": "connect_timeout takes its place",
+}
+_SET_BY_TORCHRUN = "timeout"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeConfig:
+    """One torchrun agent as a member. Made by `read`."""
+
+    join: JoinConfig
+    join_timeout_s: float = 600.0
+    """The longest that one rendezvous may take; a node that stands by waits for any time."""
+    last_call_timeout_s: float = 0.0
+    """With enough nodes but fewer than the maximum, a first generation waits so long for more.
+    0: as long as the coordinator says."""
+    close_timeout_s: float = 30.0
+    """How long to try to tell the coordinator that this node leaves."""
+    connect_timeout_s: float = ATTEND_TIMEOUT_S
+    """Without an answer of any coordinator within this time, the node does not start."""
+
+    @classmethod
+    def read(cls, parameters: RendezvousParameters) -> "NodeConfig":
+        """torchrun's options, checked. Raises InvalidSpec, which names the option at fault."""
+        join = JoinConfig(
+            job=_run_id(parameters.run_id),
+            coordinators=_endpoints(parameters.endpoint),
+            min_members=parameters.min_nodes,
+            max_members=parameters.max_nodes,
+            desired_members=parameters.max_nodes,
+            address=parameters.local_addr or "",
+        )
+        return cls(join=join, **_seconds(parameters.config))
+
+
+def _run_id(run_id: str) -> str:
+    # "none" is what torchrun takes for an --rdzv-id that was not given.
+    if run_id in ("", "none"):
+        raise InvalidSpec(
+            "the job has no name",
+            seen=f"--rdzv-id={run_id}",
+            expected="a name of its own for every job",
+            fix="Pass --rdzv-id=NAME, the same to every node. A finished job's name is spent.",
+        )
+    return run_id
+
+
+def _endpoints(text: str) -> tuple[str, ...]:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise InvalidSpec(
+            "no coordinator was named",
+            seen=f"--rdzv-endpoint={text}",
+            expected="HOST:PORT of one or more coordinators",
+            fix="Pass --rdzv-endpoint=HOST:PORT[,HOST:PORT]; `shoal up` starts a cluster here.",
+        )
+    return tuple(part if _has_port(part) else f"{part}:{DEFAULT_PORT}" for part in parts)
+
+
+def _has_port(address: str) -> bool:
+    return ":" in address.rpartition("]")[2]
+
+
+def _seconds(given: Mapping[str, object]) -> dict[str, float]:
+    """The options of --rdzv-conf that count, by the name of their field."""
+    known = {*_HONOURED, *_WITHOUT_EFFECT, _SET_BY_TORCHRUN}
+    unknown = sorted(set(given) - known)
+    if unknown:
+        raise InvalidSpec(
+            f"--rdzv-conf has options that {BACKEND} does not know",
+            seen=", ".join(unknown),
+            expected=f"some of {', '.join(_HONOURED)}",
+        )
+    for name in sorted(set(given) & set(_WITHOUT_EFFECT)):
+        log.warning("option_without_effect", option=name, reason=_WITHOUT_EFFECT[name])
+    return {f"{name}_s": _positive(name, given[name]) for name in _HONOURED if name in given}
+
+
+def _positive(name: str, value: object) -> float:
+    try:
+        seconds = float(str(value))
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise InvalidSpec(
+            f"--rdzv-conf {name} is no time", seen=repr(value), expected="seconds above 0"
+        )
+    return seconds
+
+
+__all__ = ["BACKEND", "NodeConfig"]
