@@ -1,11 +1,14 @@
 """The compose file trains the demo's job for real, and goes on when a worker is killed."""
 
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from deploy.stack import Stack, brought_up, run
+
+from shoal_server.coordinator.assembly import HOST_LEASE_S
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
@@ -23,16 +26,17 @@ def stack() -> Iterator[Stack]:
 class Training:
     """One job of three workers on the stack, watched over HTTP."""
 
-    def __init__(self, stack: Stack, strategy: str) -> None:
+    def __init__(self, stack: Stack, strategy: str, name: str, epochs: int = EPOCHS) -> None:
         self.stack = stack
-        self.name = f"digits-{strategy}"
+        self.name = name
         self._settings = {
-            "SHOAL_JOB": self.name,
+            "SHOAL_JOB": name,
             "SHOAL_STRATEGY": strategy,
-            "SHOAL_EPOCHS": str(EPOCHS),
+            "SHOAL_EPOCHS": str(epochs),
         }
 
     def start(self) -> None:
+        """Start three workers, in place of those of the job before."""
         self.stack.compose("up", "--detach", "--no-build", "worker", settings=self._settings)
 
     def job(self) -> dict[str, Any]:
@@ -67,7 +71,7 @@ def roster(generation: dict[str, Any]) -> dict[str, str]:
 @pytest.mark.parametrize("strategy", ["async-sgd", "ddp"])
 def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> None:
     """A container is killed: the others agree and go on, it comes back, the job is finished."""
-    training = Training(stack, strategy)
+    training = Training(stack, strategy, f"digits-{strategy}")
     training.start()
     job = stack.wait_for("training with three workers", training.under_way, 180)
     number, step = job["summary"]["generation"], job["summary"]["step"]
@@ -95,6 +99,32 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
     stack.wait_for("going on", lambda: training.job()["summary"]["step"] > step or None, 60)
 
     check_outcome(stack, stack.wait_for("finished", training.finished, 600))
+
+
+def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
+    """The coordinator is killed and comes back: the same generation trains on, the same processes.
+
+    It is watched for longer than the dead coordinator's leases last: their end must change nothing.
+    """
+    training = Training(stack, "async-sgd", "digits-headless", epochs=100_000)
+    training.start()
+    job = stack.wait_for("training with three workers", training.under_way, 180)
+    [coordinator] = [container["Id"] for container in stack.containers("coordinator").values()]
+    run("docker", "kill", "--signal", "KILL", coordinator)
+    killed_s = time.monotonic()
+    run("docker", "start", coordinator)
+
+    def outlived() -> dict[str, Any] | None:
+        now = training.job()
+        assert now["summary"]["generation"] == job["summary"]["generation"], now["summary"]
+        trains = now["summary"]["num_training"] == 3
+        return now if trains and time.monotonic() - killed_s > HOST_LEASE_S + 15 else None
+
+    now = stack.wait_for("training after the leases' end", outlived, 120)
+    assert now["summary"]["step"] > job["summary"]["step"]
+    workers = stack.containers("worker").values()
+    assert [container["RestartCount"] for container in workers] == [0, 0, 0]
+    stack.compose("stop", "worker", timeout_s=120)
 
 
 def check_outcome(stack: Stack, job: dict[str, Any]) -> None:

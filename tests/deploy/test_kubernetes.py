@@ -21,11 +21,11 @@ from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
-VARIANTS = ["base", "overlays/dev"]
+VARIANTS = ["", "base", "overlays/dev"]
 ROLES = {"coordinator", "ps"}
 
 
-@pytest.fixture(params=VARIANTS)
+@pytest.fixture(params=VARIANTS, ids=lambda folder: folder or "top")
 def variant(request: pytest.FixtureRequest) -> Path:
     return KUBERNETES / str(request.param)
 
