@@ -57,7 +57,13 @@ class LateStore(AbortableFileStore):
 
 
 def _group(
-    path: str, rank: int, world_size: int, generation: int = 1, store: Any = None
+    path: str,
+    rank: int,
+    world_size: int,
+    generation: int = 1,
+    *,
+    store: Any = None,
+    collective_s: float = 60,
 ) -> GlooGroup:
     seat = Seat(
         generation=generation,
@@ -65,7 +71,7 @@ def _group(
         world_size=world_size,
         address="127.0.0.1",
         bring_up_s=60,
-        collective_s=60,
+        collective_s=collective_s,
     )
     return GlooBackend().group(
         seat, store or AbortableFileStore(f"{path}.{generation}", world_size)
@@ -105,6 +111,23 @@ def _bystander() -> tuple[socket.socket, socket.socket, socket.socket]:
     caller = socket.create_connection(listener.getsockname())
     accepted, _ = listener.accept()
     return listener, caller, accepted
+
+
+def outwaited_collective(report: Report, path: str, rank: int) -> None:
+    """Rank 1 of two stops; nobody cuts, so rank 0 runs into the limit of a collective."""
+    group = _group(path, rank, 2, collective_s=1)
+    group.open()
+    dist.all_reduce(torch.ones(1))
+    if rank == 1:
+        report("going")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for _ in range(2):  # the first is told of the time, the second of what became of the group
+        try:
+            dist.all_reduce(torch.ones(1 << 20))
+        except RuntimeError as error:
+            report("failed", recognised=GlooBackend().is_failure(error), text=str(error))
+    group.cut("test")
+    group.retire()
 
 
 def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -> None:

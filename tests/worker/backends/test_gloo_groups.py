@@ -8,6 +8,8 @@ import pytest
 import rank_bodies
 from ranks import Ranks
 
+from shoal.backends.gloo import GlooBackend
+
 
 @pytest.mark.parametrize("how", ["stop", "kill"])
 def test_a_collective_that_waits_for_a_lost_peer_raises_as_soon_as_it_is_cut(
@@ -49,3 +51,17 @@ def test_fifty_generations_in_one_process_neither_freeze_it_nor_leak(tmp_path: P
             assert done["descriptors"] < 10  # one group has as many
             assert done["longest_pause_s"] < 10
             assert rank.join() == 0
+
+
+def test_a_collective_that_runs_out_of_time_is_told_from_an_error_of_the_user(
+    tmp_path: Path,
+) -> None:
+    """Gloo's errors have no class of their own; a plain RuntimeError is the user's."""
+    assert not GlooBackend().is_failure(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.outwaited_collective, path, rank) for rank in range(2)]
+        for _ in range(2):
+            failed = crew[0].expect("failed")
+            assert failed["recognised"], failed["text"]
+        assert crew[0].join() == 0
