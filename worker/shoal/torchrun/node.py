@@ -175,11 +175,22 @@ class Node:
             left_s = max(give_up_s - time.monotonic(), 0.0)
             try:
                 return membership.await_generation(above=self._number, timeout_s=left_s)
-            except DeadlineExceeded:
-                if membership.failure is not None or not membership.stands_by:
+            except DeadlineExceeded as error:
+                if membership.failure is not None:
                     raise
+                if not membership.stands_by:
+                    raise self._too_late(error) from error
                 # A spare node waits until it is needed.
                 give_up_s = time.monotonic() + self._config.join_timeout_s
+
+    def _too_late(self, error: DeadlineExceeded) -> DeadlineExceeded:
+        join = self._config.join
+        return DeadlineExceeded(
+            f"no rendezvous of job {self.job} within {self._config.join_timeout_s:g} s",
+            seen=error.seen,
+            expected=f"{join.min_members} to {join.max_members} nodes to come",
+            fix="See `shoal status` for who is there; --rdzv-conf join_timeout waits longer.",
+        )
 
     def _bring_up(self, record: GenerationRecord) -> Entry:
         """Meet all nodes of an agreed generation, and learn where its workers' store is."""
