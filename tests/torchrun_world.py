@@ -1,0 +1,95 @@
+"""torchrun's nodes as processes, and what the workers under them have written."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shoal_client.local.process import Command, Process, Supervisor
+
+SCRIPT = Path(__file__).with_name("torchrun_script.py")
+
+Step = dict[str, Any]
+
+
+@dataclass(kw_only=True)
+class Nodes:
+    """Runs `torchrun` on the script. In a `with` block: its end leaves no agent and no worker."""
+
+    endpoint: str
+    job: str
+    directory: Path
+    supervisor: Supervisor = field(default_factory=Supervisor)
+
+    def __enter__(self) -> "Nodes":
+        self.supervisor.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.supervisor.close()
+        # torchrun puts workers into sessions of their own, so they outlive an agent that is killed.
+        for pid in {step["pid"] for step in self.steps()}:
+            _kill_worker(pid)
+
+    def start(self, name: str, *, nodes: str, workers: int = 2, restarts: int = 0) -> Process:
+        arguments = [
+            *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=shoal"),
+            *(f"--rdzv-endpoint={self.endpoint}", f"--rdzv-id={self.job}", f"--nnodes={nodes}"),
+            *(f"--nproc-per-node={workers}", f"--max-restarts={restarts}"),
+            *("--rdzv-conf=last_call_timeout=60", str(SCRIPT), str(self.directory)),
+        ]
+        log_path = self.directory / f"{name}.log"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = Command(
+            name=name, arguments=arguments, log_path=log_path, environment=environment
+        )
+        return self.supervisor.spawn(command)
+
+    def kill(self, agent: Process) -> None:
+        """SIGKILL a node: the agent and all its workers."""
+        agent.send_signal(signal.SIGKILL)
+        for pid in {step["pid"] for step in self.steps() if step["agent"] == agent.pid}:
+            _kill_worker(pid)
+
+    def steps(self) -> list[Step]:
+        """All steps of all ranks so far."""
+        lines = [
+            line
+            for path in self.directory.glob("steps-*")
+            for line in path.read_text().splitlines(keepends=True)
+        ]
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def await_step(self, wanted: Callable[[Step], bool], within_s: float) -> Step:
+        """The first step of the kind; the logs explain a failure."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            found = [step for step in self.steps() if wanted(step)]
+            if found:
+                return min(found, key=lambda step: float(step["at_s"]))
+            assert time.monotonic() < deadline_s, self.logs()
+            time.sleep(0.05)  # files of other processes can only be read again
+
+    def stop(self) -> None:
+        """Let the workers end after their next step."""
+        (self.directory / "stop").touch()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.directory.glob("*.log")))
+
+
+def _kill_worker(pid: int) -> None:
+    try:
+        is_ours = str(SCRIPT).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        if is_ours:
+            os.kill(pid, signal.SIGKILL)
+    except (FileNotFoundError, ProcessLookupError):
+        return
+
+
+__all__ = ["Nodes", "Step"]

@@ -1,0 +1,70 @@
+"""Real `torchrun` with a script that knows nothing of Shoal."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torchrun_world import Nodes
+
+from shoal_client.local.cluster import LocalCluster
+
+START_S = 90.0
+END_S = 60.0
+
+
+@pytest.fixture
+def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+    job = f"nodes-{request.node.name}"
+    with Nodes(endpoint=cluster.coordinator, job=job, directory=tmp_path) as running:
+        yield running
+
+
+@pytest.mark.timeout(300)
+def test_a_lost_node_and_one_that_comes(nodes: Nodes) -> None:
+    """Two nodes of two workers train. One is killed, agent and workers: the other goes on alone.
+    Another comes: they train together again. They end together, and the job's name is spent."""
+    first = nodes.start("first", nodes="1:2", restarts=3)
+    second = nodes.start("second", nodes="1:2", restarts=3)
+    before = nodes.await_step(lambda step: step["world"] == 4, START_S)
+
+    nodes.kill(second)
+    alone = nodes.await_step(lambda step: step["world"] == 2, START_S)
+    assert alone["agent"] == first.pid
+    assert alone["port"] != before["port"]
+
+    third = nodes.start("third", nodes="1:2", restarts=3)
+    nodes.await_step(
+        lambda step: step["world"] == 4 and step["agent"] == third.pid,
+        START_S,
+    )
+    nodes.stop()
+    assert [node.wait(END_S) for node in (first, third)] == [0, 0], nodes.logs()
+    assert second.exit_code == -9
+
+    late = nodes.start("late", nodes="1:2")
+    assert late.wait(START_S) == 1
+    assert "Choose another job name" in (nodes.directory / "late.log").read_text()
+
+
+@pytest.mark.timeout(300)
+def test_failed_workers_are_restarted(nodes: Nodes) -> None:
+    """torchrun restarts the workers of both nodes. They meet at once, in a store of their own: none
+    reads an address of the workers before."""
+    (nodes.directory / "fail-1-0").touch()
+    (nodes.directory / "fail-0-1").touch()
+    agents = [nodes.start(name, nodes="2", workers=1, restarts=3) for name in ("first", "second")]
+    again = nodes.await_step(lambda step: step["restarts"] >= 2, START_S)
+    assert again["world"] == 2
+    nodes.stop()
+    assert [agent.wait(END_S) for agent in agents] == [0, 0], nodes.logs()
+    assert len({step["port"] for step in nodes.steps()}) >= 3
+
+
+@pytest.mark.timeout(300)
+def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
+    """Without restarts left, torchrun exits with 1 as ever; the job is not taken for completed."""
+    (nodes.directory / "fail-0-0").touch()
+    assert nodes.start("first", nodes="1", workers=1).wait(START_S) == 1
+    nodes.stop()
+    again = nodes.start("again", nodes="1", workers=1)
+    assert again.wait(START_S) == 0, nodes.logs()
