@@ -68,3 +68,18 @@ def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
     nodes.stop()
     again = nodes.start("again", nodes="1", workers=1)
     assert again.wait(START_S) == 0, nodes.logs()
+
+
+@pytest.mark.timeout(300)
+def test_an_agent_that_gets_a_signal_leaves(nodes: Nodes) -> None:
+    """torchrun shuts no rendezvous down then; the others hear of it all the same, at once and with
+    the reason, and go on."""
+    first, second = (
+        nodes.start(name, nodes="1:2", workers=1, restarts=3) for name in ("first", "second")
+    )
+    nodes.await_step(lambda step: step["world"] == 2, START_S)
+    assert second.stop(END_S) != 0
+    nodes.await_step(lambda step: step["world"] == 1 and step["agent"] == first.pid, START_S)
+    assert "left: its agent ended" in (nodes.directory / "first.log").read_text()
+    nodes.stop()
+    assert first.wait(END_S) == 0, nodes.logs()
