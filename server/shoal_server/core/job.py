@@ -453,9 +453,14 @@ class Job:
         self._log("collective_failed", self.reason, member)
         if self.suspect_since_s is None:
             self.suspect_since_s = now_s
+        member.reported_broken = running.generation
         for other in self.members_of(running):
             if other.disconnected_s is not None:
                 self._remove(other, "its stream broke, and so did a collective", now_s)
+        trainers = self.members_of(running)
+        if all(m.reported_broken == running.generation for m in trainers):
+            # Every one of them is here and says so: there is nobody's loss to wait for.
+            self._break((), f"{self.reason}; all members answer", now_s)
 
     def _break(self, lost: tuple[str, ...], reason: str, now_s: float) -> None:
         """End the running generation now. Its survivors settle, then the next one forms."""

@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from shoal_server.core.roster import Candidate, MemberInfo, Proposal, Roster, Step
+from shoal_server.core.roster import (
+    NO_GENERATION,
+    Candidate,
+    Generation,
+    MemberInfo,
+    Proposal,
+    Roster,
+    Step,
+)
 
 
 @dataclass(kw_only=True)
@@ -19,6 +27,8 @@ class Member:
     ready: bool = False
     offer: Step | None = None
     """In a planned change: the first step it has not begun and will not begin before StopAt."""
+    reported_broken: Generation = NO_GENERATION
+    """The newest generation in which a collective failed under it."""
     disconnected_s: float | None = None
     waiting_for: str = "its own model: it has not proposed yet"
     waiting_since_s: float = 0.0

@@ -394,6 +394,26 @@ def test_a_failed_collective_without_a_loss_reforms_with_all() -> None:
     assert w.roster() == ["a", "b", "c"]
 
 
+def test_when_all_report_a_failed_collective_nobody_waits() -> None:
+    """Each of them is there to say so, hence none is lost."""
+    w = running("a", "b")
+    w.train(4)
+    for name in ("a", "b"):
+        member = w.members[name]
+        w.send(
+            member,
+            events.Broke(
+                member_id=name,
+                incarnation=member.incarnation,
+                generation=Generation(1),
+                error="reset",
+            ),
+        )
+    w.run(1.001)
+    assert w.is_running()
+    assert w.job.last_generation == 2
+
+
 def test_the_table_refuses_what_it_does_not_list() -> None:
     """Every pair that is not in the table raises."""
     for phase in Phase:
