@@ -31,8 +31,8 @@ class Plan:
 
 
 PLANS = (
-    Plan(strategy="async-sgd", epochs=100, global_batch=96, synchronous=False),
-    Plan(strategy="ddp", epochs=100, global_batch=96, synchronous=True),
+    Plan(strategy="async-sgd", epochs=80, global_batch=96, synchronous=False),
+    Plan(strategy="ddp", epochs=80, global_batch=96, synchronous=True),
 )
 
 
