@@ -224,6 +224,7 @@ class Run:
     """What happens to this member: "kill in forward", "nan", "raise" ..."""
     at_step: int = 7
     batch_size: int = BATCH_SIZE
+    epochs: int = EPOCHS
     hold_at: int = -1
     """Waits before this step until the test opens `gate`."""
     gate: str = ""
@@ -267,7 +268,7 @@ def train(report: Report, run: Run) -> None:
     )
     with session:
         replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
-        for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
+        for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=run.epochs):
             if batch.step == run.hold_at:
                 report("holds")
                 Path(run.gate).read_bytes()

@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import queue
 import signal
+import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -23,33 +25,44 @@ class Rank:
     """One process that runs `body(report, *arguments)`; `report(kind, **data)` tells the test."""
 
     def __init__(self, body: Callable[..., None], *arguments: Any) -> None:
-        self._events, child = _context.Pipe(duplex=False)
+        self._pipe, child = _context.Pipe(duplex=False)
+        self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
         self.process = _context.Process(target=_run, args=(child, body, arguments))
         self.process.start()
         child.close()
+        # Reads at once what is reported: a full pipe would stop the process in its report.
+        threading.Thread(target=self._read, daemon=True).start()
         self.seen: list[tuple[str, dict[str, Any]]] = []
 
     def expect(self, kind: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """The data of the next report of this kind; others are kept in `seen`."""
         while True:
-            if not self._events.poll(timeout_s):
-                raise AssertionError(f"no {kind!r} within {timeout_s} s; saw {self.kinds()}")
             try:
-                got, data = self._events.recv()
-            except EOFError:
-                raise AssertionError(f"ended without {kind!r}; saw {self.seen}") from None
-            self.seen.append((got, data))
+                report = self._events.get(timeout=timeout_s)
+            except queue.Empty:
+                raise AssertionError(f"no {kind!r} in {timeout_s} s; saw {self.kinds()}") from None
+            if report is None:
+                self._events.put(None)
+                raise AssertionError(f"ended without {kind!r}; saw {self.kinds()}")
+            self.seen.append(report)
+            got, data = report
             if got == kind:
                 return data
-            if got == "raised" and kind != "raised":
+            if got == "raised":
                 raise AssertionError(f"raised instead of {kind!r}: {data['trace']}")
 
     def drain(self) -> None:
         """Take all that a process which has ended still reported."""
+        while (report := self._events.get(timeout=30)) is not None:
+            self.seen.append(report)
+        self._events.put(None)
+
+    def _read(self) -> None:
         while True:
             try:
-                self.seen.append(self._events.recv())
-            except EOFError:
+                self._events.put(self._pipe.recv())
+            except (EOFError, OSError):
+                self._events.put(None)
                 return
 
     def kinds(self) -> list[str]:

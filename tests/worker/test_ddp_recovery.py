@@ -4,6 +4,8 @@ Whatever happens, the final weights are those of one process and each sample cou
 """
 
 import os
+import random
+import secrets
 import signal
 from collections import Counter
 from dataclasses import replace
@@ -33,10 +35,10 @@ def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
     return [ranks.start(rank_bodies.train, replace(run, member_id=name)) for name in names]
 
 
-def one_process(batch_size: int, source: str) -> list[torch.Tensor]:
+def one_process(batch_size: int, source: str, epochs: int = EPOCHS) -> list[torch.Tensor]:
     """The weights after the same training by one process, that starts as `source` did."""
     model, optimizer = rank_bodies.model_and_optimizer(seed=ord(source))
-    order = Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
+    order = Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=epochs)
     loader = Loader(rank_bodies.data(), order)
     for step in range(order.num_steps):
         batch = loader.synchronous(step, 0, 1)
@@ -46,10 +48,12 @@ def one_process(batch_size: int, source: str) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-def check_equal_to_one_process(finished: list[dict[str, object]], batch_size: int) -> None:
+def check_equal_to_one_process(
+    finished: list[dict[str, object]], batch_size: int, epochs: int = EPOCHS
+) -> None:
     weights = [[torch.tensor(w) for w in each["weights"]] for each in finished]  # type: ignore[attr-defined]
     # Whose initial weights the first generation took is the coordinator's choice.
-    candidates = [one_process(batch_size, name) for name in "abcd"]
+    candidates = [one_process(batch_size, name, epochs) for name in "abcd"]
     for own in weights:
         distances = [
             max(float((a - b).abs().max()) for a, b in zip(own, other, strict=True))
@@ -58,18 +62,18 @@ def check_equal_to_one_process(finished: list[dict[str, object]], batch_size: in
         assert min(distances) < TOLERANCE
 
 
-def check_each_sample_once(ranks: list[Rank], survivor: Rank, num_steps: int) -> None:
+def check_each_sample_once(ranks: list[Rank], num_steps: int, epochs: int = EPOCHS) -> None:
     """Counts in each step the samples of all members of the generation that committed it."""
     counts: Counter[tuple[int, int]] = Counter()
-    committed = {
-        data["step"]: data["generation"] for kind, data in survivor.seen if kind == "committed"
-    }
-    tried = [data for rank in ranks for kind, data in rank.seen if kind == "tried"]
-    for data in tried:
-        if committed.get(data["step"]) == data["generation"]:
+    committed: dict[int, int] = {}
+    for kind, data in (report for rank in ranks for report in rank.seen):
+        if kind == "committed":
+            assert committed.setdefault(data["step"], data["generation"]) == data["generation"]
+    for kind, data in (report for rank in ranks for report in rank.seen):
+        if kind == "tried" and committed.get(data["step"]) == data["generation"]:
             counts.update((data["epoch"], index) for index in data["indices"])
     assert len(committed) == num_steps
-    assert len(counts) == NUM_SAMPLES * EPOCHS
+    assert len(counts) == NUM_SAMPLES * epochs
     assert set(counts.values()) == {1}
 
 
@@ -90,7 +94,7 @@ def test_survivors_of_a_kill_go_on_in_their_processes_and_end_as_one_process_wou
         crew[2].drain()
         assert [each["step"] for each in finished] == [NUM_STEPS] * 2
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
-        check_each_sample_once(crew, crew[0], NUM_STEPS)
+        check_each_sample_once(crew, NUM_STEPS)
 
 
 def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: LocalCluster) -> None:
@@ -127,7 +131,7 @@ def test_a_joiner_gets_the_state_and_takes_its_share(cluster: LocalCluster, tmp_
             gate.write_bytes(b"")
         finished = [rank.expect("finished") for rank in crew]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
-        check_each_sample_once(crew, crew[0], NUM_STEPS)
+        check_each_sample_once(crew, NUM_STEPS)
         sizes = {data["world_size"] for kind, data in crew[0].seen if kind == "tried"}
         assert sizes == {2, 3}
 
@@ -158,7 +162,7 @@ def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalClust
         crew = start(ranks, run_of(cluster, "tiny-batches", batch_size=2), "abc")
         finished = [rank.expect("finished") for rank in crew]
         check_equal_to_one_process(finished, 2)
-        check_each_sample_once(crew, crew[0], 24 * EPOCHS)
+        check_each_sample_once(crew, 24 * EPOCHS)
 
 
 def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
@@ -183,4 +187,37 @@ def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
         assert joiner.join() == -signal.SIGKILL
         finished = [rank.expect("finished") for rank in crew]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
-        check_each_sample_once(crew, crew[0], NUM_STEPS)
+        check_each_sample_once(crew, NUM_STEPS)
+
+
+@pytest.mark.parametrize("seed", [secrets.randbelow(1000)])
+def test_kills_at_random_moments_and_members_that_take_their_places(
+    cluster: LocalCluster, seed: int
+) -> None:
+    """Three times; the seed is in the test's name."""
+    rng = random.Random(seed)
+    epochs = 250
+    with Ranks() as ranks:
+        run = run_of(cluster, "random-kills", epochs=epochs)
+        crew = start(ranks, run, "abc")
+        survivor, first, second = rng.sample(crew, 3)
+        for successor in "def":
+            for _ in range(rng.randrange(1, 120)):
+                survivor.expect("committed")
+            # The third is the second's successor, which may have got anywhere by now.
+            victim = first if successor == "d" else second if successor == "e" else crew[4]
+            victim.send_signal(signal.SIGKILL)
+            crew += start(ranks, run, successor)
+        alive = [survivor, crew[3], crew[5]]
+        for rank in crew:
+            rank.join()
+            rank.drain()
+        finished = [data for rank in alive for kind, data in rank.seen if kind == "finished"]
+        # A successor may come too late to take part in anything.
+        late = [data["error"] for rank in alive for kind, data in rank.seen if kind == "raised"]
+        assert finished
+        assert set(late) <= {"JobFinished", "Fenced"}
+        assert len(finished) + len(late) == len(alive)
+        assert [each["step"] for each in finished] == [5 * epochs] * len(finished)
+        check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE, epochs)
+        check_each_sample_once(crew, 5 * epochs, epochs)

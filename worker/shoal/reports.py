@@ -50,10 +50,6 @@ class StepReports:
             staleness_steps=strategy.metrics().get("staleness"),
         )
 
-    def failed(self, error: str) -> None:
-        """The member leaves with this error. Does not wait."""
-        self._health.update(last_error=error)
-
     def close(self) -> None:
         """Send what is unsent, within a bound."""
         self._health.close()

@@ -56,15 +56,15 @@ class Session:
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""
         reports, self._reports = self._reports, None
-        if reports is not None and not completed:
-            reports.failed(reason)
         try:
             if self._feed is not None:
                 self._feed.close()
+            if reports is not None and completed:
+                reports.close()
         finally:
-            # Before the last report, which may wait for its answer: others wait for this member.
             self._crew.leave(completed=completed, reason=reason)
-            if reports is not None:
+            # After a failure the others wait for this member to leave, so a report comes second.
+            if reports is not None and not completed:
                 reports.close()
 
     # --- what the training script calls ---
