@@ -6,6 +6,7 @@ and a reader never sees half of one. Nothing here waits for a network or an even
 
 import math
 import threading
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
+# A gradient is only ever read: torch need not warn that its bytes cannot be written.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
+
 SEND_PIECE_BYTES = 1024 * 1024
 STALENESS_BUCKETS = 64
 
