@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import grpc
@@ -16,6 +16,7 @@ log = structlog.get_logger(__name__)
 
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
+CLOSE_WITHIN_S = 1.0
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -119,5 +120,30 @@ class Coordinators:
         self._closed.set()
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        close_channels(channels)
+
+
+class Closable(Protocol):
+    """A gRPC channel, as far as its end goes."""
+
+    def close(self) -> None: ...
+
+
+def close_channels(channels: Iterable[Closable]) -> None:
+    """Close the channels: calls under way fail. Returns within CLOSE_WITHIN_S, closed or not.
+
+    gRPC's `close` waits for every call to end. A call that KeyboardInterrupt struck between its
+    registration and the start of the thread that serves it never ends, and a worker that is told
+    to stop must not wait for it.
+    """
+    closing = [
+        threading.Thread(target=channel.close, name="shoal-close", daemon=True)
+        for channel in channels
+    ]
+    for thread in closing:
+        thread.start()
+    give_up_s = time.monotonic() + CLOSE_WITHIN_S
+    for thread in closing:
+        thread.join(max(0.0, give_up_s - time.monotonic()))
+    if stuck := sum(thread.is_alive() for thread in closing):
+        log.info("channels_left_open", num_channels=stuck)

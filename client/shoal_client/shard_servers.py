@@ -8,7 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import grpc
 import structlog
 
-from shoal_client.channel import CHANNEL_OPTIONS, FIRST_BACK_OFF_S, MAX_BACK_OFF_S
+from shoal_client.channel import (
+    CHANNEL_OPTIONS,
+    FIRST_BACK_OFF_S,
+    MAX_BACK_OFF_S,
+    close_channels,
+)
 from shoal_proto.errors import (
     RetryError,
     ShardNotReady,
@@ -116,8 +121,7 @@ class ShardServers:
         self._closed.set()
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            channel.close()
+        close_channels(channels)
         self._pool.shutdown(wait=False)
 
 
