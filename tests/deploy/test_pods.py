@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from deploy.kustomization import find, render
-from deploy.pods import ask, passes, started, wait_until_ready
+from deploy.pods import ask, log, passes, started, wait_until_ready
 from deploy.stack import Stack, run
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
@@ -52,7 +52,8 @@ def test_every_role_becomes_ready_and_a_worker_drains(image: str) -> None:
 
         began_s = time.monotonic()
         run("docker", "stop", "--time", "60", pods["worker-1"].docker_name)
-        assert time.monotonic() - began_s < worker["terminationGracePeriodSeconds"] / 2
+        took_s = time.monotonic() - began_s
+        assert took_s < worker["terminationGracePeriodSeconds"] / 2, log(pods["worker-1"])
         events = ask(pods["worker-0"], f"{url}/events")["events"]
         last = [event for event in events if event["member_id"] == "worker-1"][-1]
         assert "left" in last["reason"], "it was not lost"
