@@ -322,6 +322,7 @@ class Membership:
         back_off_s = FIRST_BACK_OFF_S
         while not self._closing.is_set() and self._failure is None:
             address = self._coordinators.current
+            error: ShoalError | None
             try:
                 stub = MembershipStub(self._coordinators.channel())
                 stream = stub.Attend(self._attend_request())
@@ -330,9 +331,12 @@ class Membership:
                 for notice in stream:
                     back_off_s = FIRST_BACK_OFF_S
                     self._take(notice)
-                error: ShoalError | None = None
+                error = None
             except grpc.RpcError as rpc_error:
                 error = from_rpc_error(rpc_error, address)
+            except ShoalError as answer_error:
+                # An answer to a notice did not get through, or came too late to count.
+                error = answer_error
             if self._closing.is_set() or self._failure is not None:
                 return
             if error is not None and not isinstance(error, RetryError):
