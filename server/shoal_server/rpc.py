@@ -1,6 +1,7 @@
 """How every gRPC service of Shoal answers: one interceptor, one way to bind, one way to stop."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -52,20 +53,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         parse: Parser = handler.request_deserializer
         # grpcio's handlers are named tuples, though its types do not say so.
         replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
-        if handler.unary_unary:
-            inner = handler.unary_unary
-            return replace(request_deserializer=None, unary_unary=_unary(method, parse, inner))
-        if handler.unary_stream:
-            inner = handler.unary_stream
-            return replace(request_deserializer=None, unary_stream=_outflow(method, parse, inner))
-        if handler.stream_unary:
-            inner = handler.stream_unary
-            return replace(request_deserializer=None, stream_unary=_inflow(method, parse, inner))
-        inner = handler.stream_stream
-        return replace(request_deserializer=None, stream_stream=_both(method, parse, inner))
+        # One request is parsed before the handler is called, a stream of them as it comes.
+        decode: Callable[[Any], Any]
+        if handler.unary_unary or handler.unary_stream:
+            decode = partial(_parse, parse, method)
+        else:
+            decode = partial(_parsed, parse, method)
+        kind = next(k for k in _KINDS if getattr(handler, k))
+        answering = _many if kind.endswith("_stream") else _once
+        call = answering(method, decode, getattr(handler, kind))
+        return replace(request_deserializer=None, **{kind: call})
 
 
-def _parse(parse: Parser, data: bytes, method: str) -> Message:
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+def _parse(parse: Parser, method: str, data: bytes) -> Message:
     try:
         return parse(data)
     except DecodeError as error:
@@ -79,9 +82,9 @@ def _parse(parse: Parser, data: bytes, method: str) -> Message:
         ) from error
 
 
-async def _parsed(parse: Parser, data: AsyncIterator[bytes], method: str) -> AsyncIterator[Message]:
+async def _parsed(parse: Parser, method: str, data: AsyncIterator[bytes]) -> AsyncIterator[Message]:
     async for item in data:
-        yield _parse(parse, item, method)
+        yield _parse(parse, method, item)
 
 
 async def _abort(context: Context, method: str, error: Exception) -> None:
@@ -95,10 +98,12 @@ async def _abort(context: Context, method: str, error: Exception) -> None:
     await context.abort(code, text, metadata)
 
 
-def _unary(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(data: bytes, context: Context) -> Any:
+def _once(
+    method: str, decode: Callable[[Any], Any], inner: Callable[..., Any]
+) -> Callable[..., Any]:
+    async def call(data: Any, context: Context) -> Any:
         try:
-            return await inner(_parse(parse, data, method), context)
+            return await inner(decode(data), context)
         except (grpc.aio.AbortError, grpc.aio.UsageError):
             raise
         except Exception as error:  # noqa: BLE001 - the outermost frame of a call
@@ -107,35 +112,12 @@ def _unary(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..
     return call
 
 
-def _inflow(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(data: AsyncIterator[bytes], context: Context) -> Any:
+def _many(
+    method: str, decode: Callable[[Any], Any], inner: Callable[..., Any]
+) -> Callable[..., Any]:
+    async def call(data: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            return await inner(_parsed(parse, data, method), context)
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
-            raise
-        except Exception as error:  # noqa: BLE001 - the outermost frame of a call
-            await _abort(context, method, error)
-
-    return call
-
-
-def _outflow(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(data: bytes, context: Context) -> AsyncIterator[Any]:
-        try:
-            async for reply in inner(_parse(parse, data, method), context):
-                yield reply
-        except (grpc.aio.AbortError, grpc.aio.UsageError):
-            raise
-        except Exception as error:  # noqa: BLE001 - the outermost frame of a call
-            await _abort(context, method, error)
-
-    return call
-
-
-def _both(method: str, parse: Parser, inner: Callable[..., Any]) -> Callable[..., Any]:
-    async def call(data: AsyncIterator[bytes], context: Context) -> AsyncIterator[Any]:
-        try:
-            async for reply in inner(_parsed(parse, data, method), context):
+            async for reply in inner(decode(data), context):
                 yield reply
         except (grpc.aio.AbortError, grpc.aio.UsageError):
             raise
