@@ -142,7 +142,6 @@ class RefusalKind:
     FINISHED = "JobFinished"
     TIMEOUT = "DeadlineExceeded"
     SPEC = "InvalidSpec"
-    UNKNOWN_MEMBER = "UnknownMember"
 
 
 @dataclass(frozen=True, kw_only=True)
