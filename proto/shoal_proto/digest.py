@@ -12,7 +12,7 @@ def roster_digest(roster: Roster) -> str:
     Protobuf's own encoding is no basis for it: the order of a map's entries is not fixed.
     """
     entries = [
-        [e.member_id, e.incarnation, e.rank, e.host, e.address, int(e.state), e.step]
+        [e.member_id, e.incarnation, e.rank, e.host, e.address, int(e.state), e.step, e.probe_port]
         for e in roster.entries
     ]
     canonical = {

@@ -124,6 +124,14 @@ class ProposalConflict(RefusedError):
     """
 
 
+class PeersUnreachable(RefusedError):
+    """This member and others cannot reach each other over the network; `details` names them."""
+
+
+class MemberDrained(RefusedError):
+    """This member was asked to leave and has handed over: there is nothing left for it to do."""
+
+
 class UnknownJob(RefusedError):
     """No job of that name."""
 

@@ -104,6 +104,8 @@ class MemberInfo(_message.Message):
     DEVICE_FIELD_NUMBER: _builtins.int
     TORCH_VERSION_FIELD_NUMBER: _builtins.int
     SHOAL_VERSION_FIELD_NUMBER: _builtins.int
+    NUM_DEVICES_FIELD_NUMBER: _builtins.int
+    PROBE_PORT_FIELD_NUMBER: _builtins.int
     host: _builtins.str
     pid: _builtins.int
     address: _builtins.str
@@ -111,6 +113,12 @@ class MemberInfo(_message.Message):
     device: _builtins.str
     torch_version: _builtins.str
     shoal_version: _builtins.str
+    num_devices: _builtins.int
+    """Devices of that kind that the member sees on its host; 0: not stated."""
+    probe_port: _builtins.int
+    """TCP port at which peers find out, before a generation starts, whether they reach this member.
+    0: it has none.
+    """
     def __init__(
         self,
         *,
@@ -120,10 +128,12 @@ class MemberInfo(_message.Message):
         device: _builtins.str = ...,
         torch_version: _builtins.str = ...,
         shoal_version: _builtins.str = ...,
+        num_devices: _builtins.int = ...,
+        probe_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "pid", b"pid", "shoal_version", b"shoal_version", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "device", b"device", "host", b"host", "num_devices", b"num_devices", "pid", b"pid", "probe_port", b"probe_port", "shoal_version", b"shoal_version", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -175,6 +185,10 @@ class Limits(_message.Message):
     COLLECTIVE_S_FIELD_NUMBER: _builtins.int
     WATCHDOG_S_FIELD_NUMBER: _builtins.int
     JOIN_S_FIELD_NUMBER: _builtins.int
+    HALT_S_FIELD_NUMBER: _builtins.int
+    PROBE_S_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    SILENCE_S_FIELD_NUMBER: _builtins.int
     heartbeat_s: _builtins.float
     reconnect_s: _builtins.float
     lease_s: _builtins.float
@@ -184,6 +198,10 @@ class Limits(_message.Message):
     collective_s: _builtins.float
     watchdog_s: _builtins.float
     join_s: _builtins.float
+    halt_s: _builtins.float
+    probe_s: _builtins.float
+    drain_s: _builtins.float
+    silence_s: _builtins.float
     def __init__(
         self,
         *,
@@ -196,10 +214,14 @@ class Limits(_message.Message):
         collective_s: _builtins.float = ...,
         watchdog_s: _builtins.float = ...,
         join_s: _builtins.float = ...,
+        halt_s: _builtins.float = ...,
+        probe_s: _builtins.float = ...,
+        drain_s: _builtins.float = ...,
+        silence_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bring_up_s", b"bring_up_s", "collective_s", b"collective_s", "heartbeat_s", b"heartbeat_s", "join_s", b"join_s", "last_call_s", b"last_call_s", "lease_s", b"lease_s", "prepare_s", b"prepare_s", "reconnect_s", b"reconnect_s", "watchdog_s", b"watchdog_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bring_up_s", b"bring_up_s", "collective_s", b"collective_s", "drain_s", b"drain_s", "halt_s", b"halt_s", "heartbeat_s", b"heartbeat_s", "join_s", b"join_s", "last_call_s", b"last_call_s", "lease_s", b"lease_s", "prepare_s", b"prepare_s", "probe_s", b"probe_s", "reconnect_s", b"reconnect_s", "silence_s", b"silence_s", "watchdog_s", b"watchdog_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -272,6 +294,7 @@ class RosterEntry(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    PROBE_PORT_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     incarnation: _builtins.str
     rank: _builtins.int
@@ -280,6 +303,8 @@ class RosterEntry(_message.Message):
     state: Global___StateAction.ValueType
     step: _builtins.int
     """Optimizer steps behind the member's state when the roster was frozen."""
+    probe_port: _builtins.int
+    """See MemberInfo."""
     def __init__(
         self,
         *,
@@ -290,10 +315,11 @@ class RosterEntry(_message.Message):
         address: _builtins.str = ...,
         state: Global___StateAction.ValueType = ...,
         step: _builtins.int = ...,
+        probe_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "incarnation", b"incarnation", "member_id", b"member_id", "rank", b"rank", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "incarnation", b"incarnation", "member_id", b"member_id", "probe_port", b"probe_port", "rank", b"rank", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -644,12 +670,20 @@ Global___Standby: _TypeAlias = Standby  # noqa: Y015
 class Drain(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    NOW_FIELD_NUMBER: _builtins.int
+    now: _builtins.bool
+    """False: train on; a generation without this member is being agreed, and the agreed boundary is
+    where it stops. True: nothing needs this member any more, or nobody can take over; it leaves
+    at its next step boundary.
+    """
     def __init__(
         self,
+        *,
+        now: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["now", b"now"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -710,6 +744,7 @@ class AnswerRequest(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     REJECTIONS_FIELD_NUMBER: _builtins.int
+    UNREACHABLE_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation number of the Prepare that is answered."""
     digest: _builtins.str
@@ -718,6 +753,10 @@ class AnswerRequest(_message.Message):
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]: ...
+    @_builtins.property
+    def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unreachable]:
+        """The peers in the roster that this member could not reach. Weighed with what the others say."""
+
     def __init__(
         self,
         *,
@@ -725,14 +764,38 @@ class AnswerRequest(_message.Message):
         generation: _builtins.int = ...,
         digest: _builtins.str = ...,
         rejections: _abc.Iterable[Global___Rejection] | None = ...,
+        unreachable: _abc.Iterable[Global___Unreachable] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "rejections", b"rejections", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "rejections", b"rejections", "token", b"token", "unreachable", b"unreachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AnswerRequest: _TypeAlias = AnswerRequest  # noqa: Y015
+
+@_typing.final
+class Unreachable(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    member_id: _builtins.str
+    error: _builtins.str
+    """What came of the attempt."""
+    def __init__(
+        self,
+        *,
+        member_id: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "member_id", b"member_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Unreachable: _TypeAlias = Unreachable  # noqa: Y015
 
 @_typing.final
 class Rejection(_message.Message):
@@ -977,6 +1040,66 @@ class ReportExitRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportExitRequest: _TypeAlias = ReportExitRequest  # noqa: Y015
+
+@_typing.final
+class ReportHaltRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    HALTED_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    member_id: _builtins.str
+    pid: _builtins.int
+    host: _builtins.str
+    halted: _builtins.bool
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        host: _builtins.str = ...,
+        halted: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["halted", b"halted", "host", b"host", "job", b"job", "member_id", b"member_id", "pid", b"pid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportHaltRequest: _TypeAlias = ReportHaltRequest  # noqa: Y015
+
+@_typing.final
+class DrainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    MEMBER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    member_id: _builtins.str
+    incarnation: _builtins.str
+    """Empty: whichever process is that member now. Else another one is left alone."""
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        member_id: _builtins.str = ...,
+        incarnation: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "member_id", b"member_id", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):

@@ -85,6 +85,16 @@ class MembershipStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.ReportExitRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
                 _registered_method=True)
+        self.ReportHalt = channel.unary_unary(
+                '/shoal.v1.Membership/ReportHalt',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.ReportHaltRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/shoal.v1.Membership/Drain',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.DrainRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/shoal.v1.Membership/Leave',
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
@@ -171,6 +181,21 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportHalt(self, request, context):
+        """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Asks that a member finish its step, hand over and leave. From an operator, or from the member
+        itself, which was told to end. The others go on without a break.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -230,6 +255,16 @@ def add_MembershipServicer_to_server(servicer, server):
             'ReportExit': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportExit,
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.ReportExitRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.SerializeToString,
+            ),
+            'ReportHalt': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportHalt,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.ReportHaltRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.DrainRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
@@ -491,6 +526,60 @@ class Membership(object):
             target,
             '/shoal.v1.Membership/ReportExit',
             shoal__proto_dot_v1_dot_membership__pb2.ReportExitRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportHalt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/ReportHalt',
+            shoal__proto_dot_v1_dot_membership__pb2.ReportHaltRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/Drain',
+            shoal__proto_dot_v1_dot_membership__pb2.DrainRequest.SerializeToString,
             shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -60,6 +60,12 @@ class MembershipStub:
     """A collective failed under this member. A hint, weighed with what else is known."""
     ReportExit: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportExitRequest, _membership_pb2.Ack]
     """From the launcher, which saw the process exit."""
+    ReportHalt: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportHaltRequest, _membership_pb2.Ack]
+    """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT)."""
+    Drain: _grpc.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]
+    """Asks that a member finish its step, hand over and leave. From an operator, or from the member
+    itself, which was told to end. The others go on without a break.
+    """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
@@ -96,6 +102,12 @@ class MembershipAsyncStub(MembershipStub):
     """A collective failed under this member. A hint, weighed with what else is known."""
     ReportExit: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportExitRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """From the launcher, which saw the process exit."""
+    ReportHalt: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportHaltRequest, _membership_pb2.Ack]  # type: ignore[assignment]
+    """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT)."""
+    Drain: _aio.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]  # type: ignore[assignment]
+    """Asks that a member finish its step, hand over and leave. From an operator, or from the member
+    itself, which was told to end. The others go on without a break.
+    """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
@@ -183,6 +195,24 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
         """From the launcher, which saw the process exit."""
+
+    @_abc_1.abstractmethod
+    def ReportHalt(
+        self,
+        request: _membership_pb2.ReportHaltRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
+        """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT)."""
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _membership_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
+        """Asks that a member finish its step, hand over and leave. From an operator, or from the member
+        itself, which was told to end. The others go on without a break.
+        """
 
     @_abc_1.abstractmethod
     def Leave(

@@ -57,6 +57,8 @@ def info_from_pb(info: pb.MemberInfo) -> MemberInfo:
         device=info.device,
         torch_version=info.torch_version,
         shoal_version=info.shoal_version,
+        num_devices=info.num_devices,
+        probe_port=info.probe_port,
     )
 
 
@@ -80,6 +82,10 @@ def limits_to_pb(limits: Limits) -> pb.Limits:
         collective_s=limits.collective_s,
         watchdog_s=limits.watchdog_s,
         join_s=limits.join_s,
+        halt_s=limits.halt_s,
+        probe_s=limits.probe_s,
+        drain_s=limits.drain_s,
+        silence_s=limits.silence_s,
     )
 
 
@@ -93,6 +99,7 @@ def roster_to_pb(roster: Roster) -> pb.Roster:
             address=e.address,
             state=_STATE_TO_PB[e.state],
             step=e.step,
+            probe_port=e.probe_port,
         )
         for e in roster.entries
     ]
@@ -117,6 +124,7 @@ def roster_from_pb(roster: pb.Roster) -> Roster:
             address=e.address,
             state=_STATE_FROM_PB[e.state],
             step=Step(e.step),
+            probe_port=e.probe_port,
         )
         for e in roster.entries
     )
@@ -188,6 +196,8 @@ def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
         "device": info.device,
         "torch_version": info.torch_version,
         "shoal_version": info.shoal_version,
+        "num_devices": info.num_devices,
+        "probe_port": info.probe_port,
     }
     return json.dumps(value).encode()
 
@@ -202,6 +212,8 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
         device=str(value["device"]),
         torch_version=str(value["torch_version"]),
         shoal_version=str(value["shoal_version"]),
+        num_devices=int(value.get("num_devices", 0)),
+        probe_port=int(value.get("probe_port", 0)),
     )
     return str(value["incarnation"]), info
 
@@ -242,6 +254,8 @@ def notice_to_pb(notice: events.Notice, generation: int) -> pb.Notice:
             message.running.CopyFrom(pb.Running(generation=notice.generation))
         case events.StandbyNotice():
             message.standby.CopyFrom(pb.Standby(position=notice.position))
+        case events.DrainNotice():
+            message.drain.CopyFrom(pb.Drain(now=notice.now))
         case events.RefusedNotice():
             message.refused.CopyFrom(to_detail(refusal_to_error(notice.refusal, generation)))
         case _:

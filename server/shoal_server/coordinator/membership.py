@@ -5,7 +5,13 @@ from collections.abc import AsyncIterator, Callable
 import structlog
 
 from shoal_proto import PROTOCOL_VERSION
-from shoal_proto.errors import Fenced, InvalidSpec, ProtocolMismatch, ShoalError
+from shoal_proto.errors import (
+    Fenced,
+    InvalidSpec,
+    ProtocolMismatch,
+    ShoalError,
+    UnknownMember,
+)
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -14,6 +20,7 @@ from shoal_server.coordinator import codec
 from shoal_server.coordinator.job_actor import JobActor
 from shoal_server.coordinator.registry import Registry
 from shoal_server.core import events
+from shoal_server.core.member import Member
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.core.roster import Generation, Step
 from shoal_server.rpc import Context
@@ -21,6 +28,7 @@ from shoal_server.rpc import Context
 log = structlog.get_logger(__name__)
 
 MAX_WAIT_S = 60.0
+MAX_ERROR = 500
 
 
 class Membership(MembershipServicer):
@@ -77,6 +85,7 @@ class Membership(MembershipServicer):
             generation=Generation(request.generation),
             digest=request.digest,
             rejections=rejections,
+            unreachable=tuple((u.member_id, u.error[:MAX_ERROR]) for u in request.unreachable),
         )
         return await self._submit(request.token, event)
 
@@ -119,16 +128,33 @@ class Membership(MembershipServicer):
         A member that is gone already is what the report asks for.
         """
         actor = self._registry.find(request.job)
-        member = actor.job.members.get(request.member_id)
-        if member is None:
-            return _ack(actor)
-        if (member.info.pid, member.info.host) == (request.pid, request.host):
+        member = _process(actor, request)
+        if member is not None:
             reason = _exit_reason(request.exit_code)
-            await actor.submit(
-                events.Lost(
-                    member_id=member.member_id, incarnation=member.incarnation, reason=reason
-                )
+            await actor.submit(events.Lost(**_who(member), reason=reason))
+        return _ack(actor)
+
+    async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
+        """Only the process that the launcher names is halted, not one that replaced it."""
+        actor = self._registry.find(request.job)
+        member = _process(actor, request)
+        if member is not None:
+            event = events.Halted if request.halted else events.Continued
+            await actor.submit(event(**_who(member)))
+        return _ack(actor)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
+        actor = self._registry.find(request.job)
+        member = actor.job.members.get(request.member_id)
+        if member is None or request.incarnation not in ("", member.incarnation):
+            known = sorted(actor.job.members)
+            raise UnknownMember(
+                f"job {request.job} has no member {request.member_id!r} that could be drained",
+                seen=f"incarnation {request.incarnation}" if member else request.member_id,
+                expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
             )
+        reason = request.reason[:MAX_ERROR] or "asked to"
+        await actor.submit(events.DrainAsked(**_who(member), reason=reason))
         return _ack(actor)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
@@ -179,6 +205,20 @@ def _check_attendance(request: pb.AttendRequest) -> None:
 
 def _identity(token: Token) -> dict[str, str]:
     return {"member_id": token.member_id, "incarnation": token.incarnation}
+
+
+def _process(
+    actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
+) -> Member | None:
+    """The member that the launcher speaks of, if that process is it still."""
+    member = actor.job.members.get(request.member_id)
+    if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
+        return None
+    return member
+
+
+def _who(member: Member) -> dict[str, str]:
+    return {"member_id": member.member_id, "incarnation": member.incarnation}
 
 
 def _ack(actor: JobActor) -> pb.Ack:

@@ -46,6 +46,8 @@ class Answered(Event):
     generation: Generation
     digest: str
     rejections: tuple[Rejection, ...] = ()
+    unreachable: tuple[tuple[str, str], ...] = ()
+    """The peers it could not reach: member_id and what came of the attempt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +82,23 @@ class Broke(Event):
 @dataclass(frozen=True, kw_only=True)
 class Disconnected(Event):
     """The member's stream broke; it may come back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halted(Event):
+    """A signal halted the process; it may go on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continued(Event):
+    """A halted process goes on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DrainAsked(Event):
+    """The member is to finish its step, hand over and leave."""
+
+    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +153,13 @@ class StandbyNotice(Notice):
     position: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class DrainNotice(Notice):
+    """The member is to leave: at the boundary that will be agreed, or at its next one (`now`)."""
+
+    now: bool
+
+
 class RefusalKind:
     """Names of classes in shoal_proto.errors, which the core does not import."""
 
@@ -142,6 +168,7 @@ class RefusalKind:
     FINISHED = "JobFinished"
     TIMEOUT = "DeadlineExceeded"
     SPEC = "InvalidSpec"
+    UNREACHABLE = "PeersUnreachable"
 
 
 @dataclass(frozen=True, kw_only=True)

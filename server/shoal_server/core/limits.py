@@ -38,7 +38,8 @@ class Limits:
         forming = self.last_call_s + self.prepare_s + self.bring_up_s
         return (
             (("3 x heartbeat_s", 3 * self.heartbeat_s), ("lease_s", self.lease_s)),
-            (("lease_s", self.lease_s), ("collective_s", self.collective_s)),
+            (("lease_s", self.lease_s), ("silence_s", self.silence_s)),
+            (("silence_s", self.silence_s), ("collective_s", self.collective_s)),
             (("collective_s", self.collective_s), ("watchdog_s", self.watchdog_s)),
             (("watchdog_s", self.watchdog_s), ("join_s", self.join_s)),
             (("last_call_s + prepare_s + bring_up_s", forming), ("join_s", self.join_s)),
@@ -50,9 +51,19 @@ class Limits:
         return 2 * self.heartbeat_s
 
     @property
+    def halt_s(self) -> float:
+        """How long a signal may halt a process (SIGSTOP) before its member is lost."""
+        return self.heartbeat_s / 4
+
+    @property
     def lease_s(self) -> float:
-        """Without a heartbeat for so long, a member is lost."""
+        """Without a heartbeat for so long, a member is lost, if its heartbeats came evenly."""
         return 4 * self.heartbeat_s
+
+    @property
+    def silence_s(self) -> float:
+        """Without a heartbeat for so long, a member is lost, however unevenly they came before."""
+        return (self.lease_s + self.collective_s) / 2
 
     @property
     def gather_s(self) -> float:
@@ -68,6 +79,16 @@ class Limits:
     def prepare_s(self) -> float:
         """Time to accept or reject a roster."""
         return self.join_s / 12
+
+    @property
+    def probe_s(self) -> float:
+        """Time for a member to reach each of its peers, of the time to accept or reject."""
+        return self.prepare_s / 4
+
+    @property
+    def drain_s(self) -> float:
+        """How long a member that is to leave waits for the others to agree on going on without."""
+        return self.join_s / 4
 
     @property
     def bring_up_s(self) -> float:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import NewType
 
 Generation = NewType("Generation", int)
@@ -62,6 +63,10 @@ class MemberInfo:
     device: str = ""
     torch_version: str = ""
     shoal_version: str = ""
+    num_devices: int = 0
+    """Devices of that kind on its host; 0: not stated."""
+    probe_port: int = 0
+    """Where peers find out whether they reach it; 0: nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,7 @@ class RosterEntry:
     address: str = ""
     state: StateAction = StateAction.INITIAL
     step: Step = Step(0)
+    probe_port: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,11 +105,12 @@ class Roster:
     def member_ids(self) -> tuple[str, ...]:
         return tuple(entry.member_id for entry in self.entries)
 
+    @cached_property
+    def _incarnations(self) -> dict[str, str]:
+        return {entry.member_id: entry.incarnation for entry in self.entries}
+
     def holds(self, member_id: str, incarnation: str) -> bool:
-        return any(
-            entry.member_id == member_id and entry.incarnation == incarnation
-            for entry in self.entries
-        )
+        return self._incarnations.get(member_id) == incarnation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +205,7 @@ def draw_up(
             rank=ranks[c.member_id],
             host=c.info.host,
             address=c.info.address,
+            probe_port=c.info.probe_port,
             state=_state_action(c, source, planned=planned),
             step=c.proposal.step,
         )
