@@ -44,6 +44,8 @@ class SimMember:
     broken: set[int] = field(default_factory=set)
     begun: int = -1
     next_generation: int = 0
+    drained: bool = False
+    """Was let go: nothing is left for it to do."""
     records: dict[int, list[Record]] = field(default_factory=dict)
 
 
@@ -71,6 +73,8 @@ class World:
         self._starts = 0
         self._last_to: dict[str, float] = {}
         self.check: Callable[[], None] = lambda: None
+        self.cut: set[tuple[str, str]] = set()
+        """Pairs (from, to) of members of which the first cannot reach the second."""
 
     def _next_start(self) -> int:
         self._starts += 1
@@ -78,7 +82,13 @@ class World:
 
     # --- faults and arrivals ---
 
-    def join(self, name: str, fields: dict[str, str] | None = None, step: int = 0) -> SimMember:
+    def join(
+        self,
+        name: str,
+        fields: dict[str, str] | None = None,
+        step: int = 0,
+        info: MemberInfo | None = None,
+    ) -> SimMember:
         proposal = Proposal(
             fields=dict(fields or FIELDS), step=Step(step), has_state=step > 0, synchronous=True
         )
@@ -91,8 +101,8 @@ class World:
             self.gone.append(old)
             self.later(lambda: self._handle(events.Disconnected(**self._who(old))))
         self.members[name] = member
-        spec, info = self.job.spec, MemberInfo(host="h")
-        self.send(member, events.Attended(**self._who(member), spec=spec, info=info))
+        info = info or MemberInfo(host="h")
+        self.send(member, events.Attended(**self._who(member), spec=self.job.spec, info=info))
         self.send(member, events.Proposed(**self._who(member), proposal=proposal))
         return member
 
@@ -112,6 +122,23 @@ class World:
             for other in self.members.values():
                 if other.generation == member.generation:
                     self._report_broken(other)
+
+    def drain(self, name: str) -> None:
+        """An operator asks that the member leave."""
+        event = events.DrainAsked(**self._who(self.members[name]), reason="spot notice")
+        self.later(lambda: self._handle(event))
+
+    def halt(self, name: str) -> None:
+        """SIGSTOP, seen by the launcher; the process takes nothing in until `go_on`."""
+        member = self.members[name]
+        member.paused = True
+        self.send(member, events.Halted(**self._who(member)))
+
+    def go_on(self, name: str) -> None:
+        """SIGCONT, seen by the launcher."""
+        member = self.members[name]
+        member.paused = False
+        self.send(member, events.Continued(**self._who(member)))
 
     def complete(self, name: str) -> None:
         """The process has done all its work and ends."""
@@ -209,27 +236,40 @@ class World:
         match notice:
             case events.PrepareNotice():
                 generation = notice.roster.generation
-                answer = events.Answered(**who, generation=generation, digest=notice.digest)
+                names = notice.roster.member_ids
+                failed = tuple((n, "refused") for n in names if (member.name, n) in self.cut)
+                answer = events.Answered(
+                    **who, generation=generation, digest=notice.digest, unreachable=failed
+                )
                 self.send(member, answer)
             case events.OutcomeNotice():
                 self._take_outcome(member, notice.record)
             case events.StopAtNotice():
-                if member.next_generation == notice.generation:
+                leaves = notice.generation not in member.records
+                if member.next_generation == notice.generation and not leaves:
                     member.proposal = Proposal(
                         fields=member.proposal.fields, step=notice.step, has_state=True
                     )
                     self._bring_up(member, notice.generation)
             case events.BreakNotice():
                 self._take_break(member, notice.generation)
+            case events.DrainNotice() if notice.now:
+                self._leave_drained(member)
             case events.RefusedNotice():
                 member.refused = notice.refusal
                 self._drop(member)
             case _:
                 pass
 
+    def _leave_drained(self, member: SimMember) -> None:
+        member.drained = True
+        self.send(member, events.Left(**self._who(member), completed=False, reason="drained"))
+        self._drop(member)
+
     def _take_outcome(self, member: SimMember, record: Record) -> None:
         generation = record.roster.generation
-        member.records.setdefault(generation, []).append(record)
+        if record.roster.holds(member.name, member.incarnation):
+            member.records.setdefault(generation, []).append(record)
         if record.verdict is Verdict.COMMITTED:
             if (
                 record.roster.planned

@@ -82,6 +82,7 @@ class DurableJobs:
                 max([value["last_generation"], *(r.roster.generation for r in records)])
             ),
             record=committed[-1] if committed else None,
+            before=committed[-2] if len(committed) > 1 else None,
             members=tuple(await self._members(job, now_s)),
             finished=value["finished"],
             reason=value["reason"],

@@ -91,7 +91,10 @@ class Membership(MembershipServicer):
 
     async def Settle(self, request: pb.SettleRequest, context: Context) -> pb.Ack:
         event = events.Settled(
-            **_identity(request.token), step=Step(request.step), has_state=request.has_state
+            **_identity(request.token),
+            step=Step(request.step),
+            has_state=request.has_state,
+            left=Generation(request.token.generation),
         )
         return await self._submit(request.token, event)
 

@@ -56,6 +56,8 @@ class Settled(Event):
 
     step: Step
     has_state: bool
+    left: Generation = NO_GENERATION
+    """The newest generation it has trained in or brought up; that one is over for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,17 @@ most, and since a member offers while its trainer computes, nobody holds up a co
 A loss breaks the generation at once. Its survivors settle (come to a stand and say at which step)
 and form the next one without waiting for anybody else.
 
+A member that is to leave (drain) is left out by a planned change too, and goes once the others
+train without it.
+
 Members of an asynchronous job never stop: they need neither boundary nor settling.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from shoal_server.core import refusals
+from shoal_server.core.agreement import Agreement
 from shoal_server.core.events import (
     Admit,
     Answered,
@@ -33,18 +37,19 @@ from shoal_server.core.events import (
     BecameReady,
     BreakNotice,
     Broke,
+    Continued,
     Disconnected,
+    DrainAsked,
+    DrainNotice,
     Effect,
     Event,
     Expel,
     Finish,
+    Halted,
     Left,
-    Log,
     Lost,
-    Notice,
     Offered,
     OutcomeNotice,
-    PrepareNotice,
     Proposed,
     Refusal,
     Refused,
@@ -52,23 +57,20 @@ from shoal_server.core.events import (
     RunningNotice,
     Settled,
     StandbyNotice,
-    StopAtNotice,
-    Tell,
     Write,
 )
 from shoal_server.core.incarnations import is_older
-from shoal_server.core.limits import Limits
+from shoal_server.core.job_state import JobState
 from shoal_server.core.member import Member
-from shoal_server.core.phases import Phase, Trigger, after
+from shoal_server.core.phases import Phase, Trigger
+from shoal_server.core.ranges import confined_members, device_problem
+from shoal_server.core.reach import whom_to_exclude
 from shoal_server.core.roster import (
-    NO_GENERATION,
+    Candidate,
     Conflict,
     Generation,
-    JobSpec,
     Proposal,
-    Record,
     Roster,
-    Step,
     Verdict,
     draw_up,
     find_conflicts,
@@ -76,39 +78,12 @@ from shoal_server.core.roster import (
 
 FIRST_BACK_OFF_S = 0.05
 MAX_BACK_OFF_S = 5.0
-MAX_EXPELLED = 10_000
+MAX_NAMES = 10
 
 
 @dataclass(kw_only=True)
-class Job:
-    """State of one job. Its fields are read by the edge and changed only in here."""
-
-    spec: JobSpec
-    limits: Limits
-    digest_of: Callable[[Roster], str]
-    phase: Phase = Phase.COLLECT
-    reason: str = "the job is new"
-    members: dict[str, Member] = field(default_factory=dict)
-    last_generation: Generation = NO_GENERATION
-    running: Roster | None = None
-    """The generation that trains, if one does."""
-    previous: Roster | None = None
-    """The newest roster that was committed: ranks are kept from it."""
-    attempt: Roster | None = None
-    """The roster in PREPARE or COMMITTED."""
-    record: Record | None = None
-    """The newest committed record: of the generation that runs or is brought up."""
-    stop_at: Step | None = None
-    phase_since_s: float = 0.0
-    first_proposal_s: float | None = None
-    deadline_s: float | None = None
-    broken_since_s: float | None = None
-    suspect_since_s: float | None = None
-    failures: int = 0
-    completing: bool = False
-    expelled: dict[str, None] = field(default_factory=dict)
-    """Incarnations that were members and are not to come back, the oldest first."""
-    _effects: list[Effect] = field(default_factory=list)
+class Job(JobState):
+    """One job's state machine. `handle` and `tick` change it; the edge only reads it."""
 
     # --- what the edge calls ---
 
@@ -123,15 +98,15 @@ class Job:
 
     def tick(self, now_s: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
-        for member in list(self.members.values()):
-            since = member.disconnected_s
-            if since is not None and now_s >= since + self.limits.reconnect_s:
-                self._remove(member, "its stream broke and did not come back", now_s)
-        if self._passed(self.suspect_since_s, self.limits.reconnect_s, now_s):
+        for member, reason in self.attendance.overdue(now_s):
+            if self.members.get(member.member_id) is member:
+                self._remove(member, reason, now_s)
+        if _passed(self.suspect_since_s, self.limits.reconnect_s, now_s):
             self._break((), f"{self.reason}; all members still answer", now_s)
-        if self._passed(self.broken_since_s, self.limits.collective_s, now_s):
+        if _passed(self.broken_since_s, self.limits.collective_s, now_s):
             self._drop_unsettled(now_s)
-        self._drop_overdue(now_s)
+        if self.overdue_check_s is not None and now_s >= self.overdue_check_s:
+            self._drop_overdue(now_s)
         self._advance(now_s)
         return self._take_effects()
 
@@ -165,6 +140,10 @@ class Job:
                 self._broke(member, event, now_s)
             case Disconnected():
                 self._disconnected(member, now_s)
+            case Halted() | Continued():
+                self._halted(member, event, now_s)
+            case DrainAsked():
+                self._drain_asked(member, event, now_s)
             case Lost():
                 self._remove(member, event.reason, now_s)
             case Left():
@@ -177,11 +156,14 @@ class Job:
             raise Refused(refusals.finished(self.spec.job, self.reason))
         if problem := event.spec.problem():
             raise Refused(refusals.bad_spec(self.spec.job, problem))
+        if problem := device_problem(event.info):
+            raise Refused(refusals.bad_devices(event.member_id, problem))
         known = self.members.get(event.member_id)
         if known is not None and known.incarnation == event.incarnation:
-            self._reattended(known)
+            self.attendance.show_life(known)
+            self._tell_again(known)
             return
-        if event.incarnation in self.expelled:
+        if event.incarnation in self.attendance.expelled:
             raise Refused(refusals.not_a_member(self.spec.job, event, self.last_generation))
         if known is not None and is_older(event.incarnation, known.incarnation):
             raise Refused(refusals.replaced(event, known.incarnation, self.last_generation))
@@ -197,36 +179,22 @@ class Job:
             attended_s=now_s,
             waiting_since_s=now_s,
         )
-        self.members[event.member_id] = member
+        self.attendance.admit(member)
         self._do(Admit(member_id=member.member_id, incarnation=member.incarnation))
         self._log("member_attended", f"{member.member_id} attends from {event.info.host}", member)
 
-    def _reattended(self, member: Member) -> None:
-        """Its stream came back, here or at a new leader: tell it again what it has to act on."""
-        member.disconnected_s = None
-        if member.is_in(self.attempt) and self.attempt is not None:
-            if self.phase is Phase.PREPARE:
-                self._tell(member, self._prepare_notice(self.attempt))
-            else:
-                assert self.record is not None
-                self._tell(member, OutcomeNotice(reason=self.record.reason, record=self.record))
-            if self.stop_at is not None:
-                self._tell(member, self._stop_notice(self.attempt, self.stop_at))
-        elif member.is_in(self.running) and self.running is not None:
-            generation = self.running.generation
-            self._tell(member, RunningNotice(reason=self.reason, generation=generation))
-        elif not member.settled:
-            # It missed the break of the last generation it was part of.
-            generation = self.last_generation
-            self._tell(
-                member,
-                BreakNotice(reason=self.reason, generation=generation, lost_member_ids=()),
-            )
-
     def _disconnected(self, member: Member, now_s: float) -> None:
-        member.disconnected_s = now_s
+        self.attendance.disconnect(member, now_s)
         if self.suspect_since_s is not None and member.is_in(self.running):
             self._remove(member, "its stream broke, and so did a collective", now_s)
+
+    def _halted(self, member: Member, event: Halted | Continued, now_s: float) -> None:
+        if isinstance(event, Halted):
+            self.attendance.halt(member, now_s)
+            self._log("member_halted", f"a signal halted {member.member_id}", member)
+        else:
+            self.attendance.go_on(member)
+            self._log("member_continued", f"{member.member_id} goes on", member)
 
     def _left(self, member: Member, event: Left, now_s: float) -> None:
         if event.completed and not self.completing:
@@ -239,18 +207,17 @@ class Job:
         """Take a member out, and with it whatever it was needed for."""
         trained, attempted = member.is_in(self.running), member.is_in(self.attempt)
         reason = f"{member.member_id}: {reason}"
-        del self.members[member.member_id]
-        self.expelled[member.incarnation] = None
-        if len(self.expelled) > MAX_EXPELLED:
-            del self.expelled[next(iter(self.expelled))]
+        self.attendance.remove(member)
         self._do(Expel(member_id=member.member_id, incarnation=member.incarnation, reason=reason))
         self._log("member_completed" if completed else "member_removed", reason, member)
-        if all(m.proposal is None for m in self.members.values()):
+        if not self.attendance.candidates:
             self.first_proposal_s = None
         if self.completing:
             roster = self.running or self.attempt
             if (trained or attempted) and not completed and roster is not None:
                 self._tell_broken(roster, (member.member_id,), reason, now_s)
+            if self.agreement is not None:
+                self.agreement.forget(member.member_id)
             if not self.members:
                 self._finish(now_s)
             return
@@ -263,6 +230,46 @@ class Job:
         self._tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
         self._remove(member, f"refused: {refusal.what}", now_s)
 
+    # --- who is to leave ---
+
+    def _drain_asked(self, member: Member, event: DrainAsked, now_s: float) -> None:
+        if member.draining_s is None:
+            self.attendance.drain(member, event.reason, now_s)
+            self._log("drain_asked", f"{member.member_id} is to leave: {event.reason}", member)
+        self._tell(member, DrainNotice(reason=event.reason, now=member.let_go))
+
+    def _let_go(self, now_s: float) -> None:
+        """Tell those to leave now whom no planned change can spare the others."""
+        for member in list(self.attendance.draining.values()):
+            if member.let_go or self._is_worth_waiting(member, now_s):
+                continue
+            member.let_go = True
+            member.waits("nothing: it leaves at its next step boundary", now_s)
+            self._tell(member, DrainNotice(reason=member.drain_reason, now=True))
+
+    def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
+        """Whether a generation without the member may soon follow the one it trains in."""
+        roster = self.attempt if member.is_in(self.attempt) else self.running
+        if roster is None or not roster.synchronous or not member.is_in(roster):
+            return False
+        if self.completing or _passed(member.draining_s, self.limits.drain_s, now_s):
+            return False
+        candidates = self.attendance.candidates
+        if len(candidates) >= self.spec.min_members and any(
+            m.is_in(roster) for m in candidates.values()
+        ):
+            return True
+        # Else its state has to be handed to somebody who is only on the way.
+        return any(m.draining_s is None and not m.is_in(roster) for m in self.members.values())
+
+    def _leavers(self, chosen: list[Member]) -> list[Member]:
+        """Who trains and would not be in a roster of the chosen."""
+        if self.running is None or not self.attendance.draining:
+            return []
+        staying = {m.member_id for m in chosen}
+        draining = self.attendance.draining.values()
+        return [m for m in draining if m.is_in(self.running) and m.member_id not in staying]
+
     # --- COLLECT ---
 
     def _proposed(self, member: Member, proposal: Proposal, now_s: float) -> None:
@@ -272,9 +279,12 @@ class Job:
             raise Refused(refusals.empty_proposal(member.member_id))
         if conflicts := self._conflicts_with_trainers(member, proposal):
             raise Refused(refusals.conflict(self.spec.job, conflicts))
-        again, member.proposal = member.proposal is not None, proposal
+        again = member.proposal is not None
+        self.attendance.propose(member, proposal)
         if self.first_proposal_s is None:
             self.first_proposal_s = now_s
+        if self.overdue_check_s is None:
+            self.overdue_check_s = now_s + self.limits.join_s
         if not again:
             member.waits("other members", now_s)
             self._log("member_proposed", f"{member.member_id} is ready to train", member)
@@ -283,7 +293,7 @@ class Job:
         """A newcomer that differs from those who train, or did before a break, is refused here:
         it must not disturb them."""
         roster = self.running or self.previous
-        if roster is None or member.is_in(roster):
+        if roster is None or member.is_in(roster) or proposal.fields == roster.fields:
             return ()
         trainers = [m.as_candidate() for m in self.members_of(roster) if m.proposal]
         newcomer = replace(member, proposal=proposal).as_candidate()
@@ -291,33 +301,52 @@ class Job:
 
     def _advance(self, now_s: float) -> None:
         """Go on as far as time and the members that are present allow."""
+        if self.attendance.draining:
+            self._let_go(now_s)
         if self.completing:
             return
         if self.deadline_s is not None and now_s >= self.deadline_s:
             self._deadline_passed(now_s)
-        joiners = self._joiners(now_s)
-        if self.phase is Phase.RUNNING and joiners:
-            self._to(Trigger.CHANGE_WANTED, f"{_names(joiners)} joins", now_s)
-        if self.phase is not Phase.COLLECT:
+        if self.running is None:
+            if self.phase is Phase.COLLECT and self._may_form(now_s):
+                self._freeze(self._chosen(now_s), now_s)
+        elif self.phase in (Phase.RUNNING, Phase.COLLECT):
+            self._advance_change(now_s)
+
+    def _advance_change(self, now_s: float) -> None:
+        """A generation runs: who would join it, or leave it?"""
+        wanted, chosen = self._change_wanted(now_s)
+        if not wanted:
+            if self.phase is Phase.COLLECT:
+                self._to(Trigger.CHANGE_DROPPED, "who wanted the change is gone", now_s)
             return
-        if self.running is not None and not joiners:
-            self._to(Trigger.CHANGE_DROPPED, "the joiner is gone", now_s)
-            return
-        chosen = self._chosen(now_s)
-        if self._may_freeze(chosen, now_s):
+        if self.phase is Phase.RUNNING:
+            self._to(Trigger.CHANGE_WANTED, wanted, now_s)
+        # Members that have not proposed yet are on their way: one stop takes them along.
+        coming = len(self.attendance.candidates) + len(self.attendance.draining) < len(self.members)
+        if not coming or _passed(self.phase_since_s, self.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
 
-    def _joiners(self, now_s: float) -> list[Member]:
-        """Who would be taken into the running generation."""
-        if self.running is None or not any(
-            m.proposal is not None and not m.is_in(self.running) for m in self.members.values()
-        ):
-            return []
-        return [m for m in self._chosen(now_s) if not m.is_in(self.running)]
+    def _change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
+        """Why the running generation is to be changed ("": it is not), and to whom."""
+        newcomer = any(not m.is_in(self.running) for m in self.attendance.candidates.values())
+        if not newcomer and not self.attendance.draining:
+            return "", []
+        chosen = self._chosen(now_s)
+        joiners = [m for m in chosen if not m.is_in(self.running)]
+        leavers = self._leavers(chosen)
+        if len(chosen) < self.spec.min_members or not (joiners or leavers):
+            return "", []
+        texts = [f"{_names(joiners)} joins"] if joiners else []
+        texts += [f"{_names(leavers)} leaves"] if leavers else []
+        return ", ".join(texts), chosen
 
     def _chosen(self, now_s: float) -> list[Member]:
         """Who would be in a roster drawn up now: who trained before first, then by arrival."""
-        candidates = [m for m in self.members.values() if m.proposal is not None]
+        candidates = list(self.attendance.candidates.values())
+        if self.running is not None and not any(m.is_in(self.running) for m in candidates):
+            # All who train are to leave: first they hand over to those who came.
+            candidates += [m for m in self.members_of(self.running) if m.proposal is not None]
         ranks = {e.member_id: e.rank for e in self.previous.entries} if self.previous else {}
         candidates.sort(key=lambda m: (ranks.get(m.member_id, len(ranks)), m.attended_s))
         for position, member in enumerate(candidates[self.spec.max_members :], start=1):
@@ -327,47 +356,80 @@ class Job:
                 self._tell(member, StandbyNotice(reason=reason, position=position))
         return candidates[: self.spec.max_members]
 
-    def _may_freeze(self, chosen: list[Member], now_s: float) -> bool:
-        if self.running is not None:
-            # Members that have not proposed yet are on their way: one stop takes them along.
-            coming = any(m.proposal is None for m in self.members.values())
-            return not coming or self._passed(self.phase_since_s, self.limits.gather_s, now_s)
-        if len(chosen) < self.spec.min_members or not all(m.settled for m in chosen):
+    def _may_form(self, now_s: float) -> bool:
+        """Whether a roster can be drawn up, where nothing runs."""
+        num_ready = len(self.attendance.candidates)
+        # Survivors that still have to settle are worth waiting for.
+        if num_ready < self.spec.min_members or not self.attendance.all_settled:
             return False
-        if len(chosen) >= self.spec.desired_members or self._survivors(chosen):
-            # Survivors that still have to settle are worth waiting for; others are not.
-            return all(m.settled for m in self.members.values())
-        return self._passed(self.first_proposal_s, self._last_call_s, now_s)
+        if num_ready + self.num_excluded >= self.spec.desired_members or self._has_survivors:
+            return True
+        return _passed(self.first_proposal_s, self._last_call_s, now_s)
 
     @property
     def _last_call_s(self) -> float:
         return self.spec.last_call_s or self.limits.last_call_s
 
-    def _survivors(self, chosen: list[Member]) -> bool:
+    @property
+    def _has_survivors(self) -> bool:
         """Whether somebody is there who trained before: then nobody waits for a last call."""
-        return any(m.is_in(self.previous) for m in chosen)
+        if self.previous is None:
+            return False
+        return any(m.is_in(self.previous) for m in self.attendance.candidates.values())
 
     def _freeze(self, chosen: list[Member], now_s: float) -> None:
-        generation = Generation(self.last_generation + 1)
         candidates = [m.as_candidate() for m in chosen]
+        if blamed := self._confined(candidates):
+            self._refuse_confined(blamed, candidates, now_s)
+            self._advance(now_s)
+            return
+        generation = Generation(self.last_generation + 1)
         planned = self.running is not None
         roster = draw_up(generation, candidates, previous=self.previous, planned=planned)
-        self.last_generation, self.attempt, self.stop_at = generation, roster, None
+        old = self.running.member_ids if self.running is not None else ()
+        self.last_generation = generation
+        self.agreement = Agreement.on(roster, self.digest_of(roster), stopping=old)
         self._to(Trigger.FROZEN, f"{_names(chosen)} form generation {generation}", now_s)
         if conflicts := find_conflicts(candidates):
             self._abort_conflicting(conflicts, now_s)
             return
         self.deadline_s = now_s + self.limits.prepare_s
+        notice = self._prepare_notice(self.agreement)
         for member in chosen:
-            member.accepted, member.ready, member.offer = False, False, None
             member.waits(f"all members to accept generation {generation}", now_s)
-            self._tell(member, self._prepare_notice(roster))
+            self._tell(member, notice)
+
+    def _confined(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Who cannot train with members on other hosts, for its address or for theirs."""
+        confined = confined_members(candidates)
+        if self.running is None:
+            return confined
+        trainers = self.members_of(self.running)
+        hosts = {m.info.host for m in trainers}
+        names = {m.member_id for m in trainers}
+        if any(c.member_id in names for c in confined):
+            # Who trains stays, on its own host: nobody comes in from another.
+            confined += [c for c in candidates if c.info.host not in hosts]
+        return [c for c in confined if c.member_id not in names]
+
+    def _refuse_confined(
+        self, blamed: list[Candidate], candidates: list[Candidate], now_s: float
+    ) -> None:
+        addresses: dict[str, list[str]] = {}
+        for c in candidates:
+            addresses.setdefault(c.info.address or "(none)", []).append(c.member_id)
+        values = tuple((address, tuple(sorted(who))) for address, who in sorted(addresses.items()))
+        refusal = refusals.confined(self.spec.job, Conflict(field="address", values=values))
+        names = dict.fromkeys(c.member_id for c in blamed)
+        self.num_excluded += len(names)
+        for name in names:
+            self._refuse(self.members[name], refusal, now_s)
 
     # --- PREPARE ---
 
     def _answered(self, member: Member, event: Answered, now_s: float) -> None:
-        roster = self._attempt_of(member, event.generation, Phase.PREPARE)
-        if roster is None:
+        agreement = self.agreement_of(member, event.generation, Phase.PREPARE)
+        if agreement is None:
             return  # Late: the attempt was decided without this answer.
         if event.rejections:
             held = member.member_id
@@ -376,75 +438,103 @@ class Job:
                 for r in event.rejections
             )
             self._abort_conflicting(conflicts, now_s)
-        elif event.digest != self.digest_of(roster):
+        elif event.digest != agreement.digest:
             self._abort(f"{member.member_id} accepted another roster than was sent", now_s)
-        else:
-            member.accepted = True
-            if all(self.members[m].accepted for m in roster.member_ids):
-                self._commit(roster, now_s)
+        elif agreement.accept(member.member_id, dict(event.unreachable)):
+            if agreement.unreachable:
+                self._exclude_unreachable(agreement, now_s)
+            else:
+                self._commit(agreement.roster, now_s)
+
+    def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
+        """Members that cannot reach each other never start: the fewest go, the rest try again."""
+        members = self.members_of(agreement.roster)
+        newest_last = sorted(members, key=lambda m: (not m.is_in(self.previous), m.attended_s))
+        excluded = whom_to_exclude(
+            agreement.unreachable,
+            newest_last=[m.member_id for m in newest_last],
+            kept={m.member_id for m in members if m.is_in(self.running)},
+        )
+        if not excluded:
+            self._commit(agreement.roster, now_s)
+            return
+        self._abort(f"unreachable: {'; '.join(excluded.values())}", now_s)
+        self.num_excluded += len(excluded)
+        for name, seen in excluded.items():
+            self._refuse(self.members[name], refusals.unreachable(self.spec.job, name, seen), now_s)
 
     def _commit(self, roster: Roster, now_s: float) -> None:
         reason = f"all {len(roster.entries)} members accepted generation {roster.generation}"
         self._to(Trigger.ACCEPTED, reason, now_s)
-        record = self._record(roster, Verdict.COMMITTED, reason, now_s)
+        record = self._record(Verdict.COMMITTED, reason, now_s)
         self.previous, self.record = roster, record
         self._do(Write(record=record))
-        to_boundary_s = self.limits.collective_s if _has_boundary(roster) else 0.0
+        to_boundary_s = self.limits.collective_s if self._stops_old else 0.0
         self.deadline_s = now_s + to_boundary_s + self.limits.bring_up_s
-        for member in self.members_of(roster):
-            member.settled = not roster.synchronous
+        self.attendance.settle(self.members_of(roster), settled=not roster.synchronous)
+        notice = OutcomeNotice(reason=reason, record=record)
+        for member in self.concerned(roster):
             member.waits(f"the first collective of generation {roster.generation}", now_s)
-            self._tell(member, OutcomeNotice(reason=reason, record=record))
+            self._tell(member, notice)
 
     # --- COMMITTED ---
 
+    @property
+    def _stops_old(self) -> bool:
+        return self.agreement is not None and self.agreement.has_boundary
+
     def _offered(self, member: Member, event: Offered) -> None:
-        roster = self._attempt_of(member, event.generation, Phase.COMMITTED)
-        if roster is None or self.running is None or not member.is_in(self.running):
+        agreement = self.agreement
+        if agreement is None or self.phase is not Phase.COMMITTED or self.running is None:
             return
-        member.offer = event.next_step
-        if self.stop_at is not None:
-            self._tell(member, self._stop_notice(roster, self.stop_at))
+        if event.generation != agreement.generation or not member.is_in(self.running):
             return
-        old_members = self.members_of(self.running)
-        offers = [m.offer for m in old_members if m.offer is not None]
-        if len(offers) == len(old_members):
-            self.stop_at = max(offers)
-            self._log("boundary_agreed", f"the old generation stops at step {self.stop_at}")
-            for old_member in old_members:
-                self._tell(old_member, self._stop_notice(roster, self.stop_at))
+        if agreement.stop_at is not None:
+            self._tell(member, self._stop_notice(agreement.generation, agreement.stop_at))
+        elif agreement.offer(member.member_id, event.next_step):
+            assert agreement.stop_at is not None
+            stop_at = agreement.stop_at
+            self._log("boundary_agreed", f"the old generation stops at step {stop_at}")
+            for old_member in self.members_of(self.running):
+                self._tell(old_member, self._stop_notice(agreement.generation, stop_at))
 
     def _became_ready(self, member: Member, event: BecameReady, now_s: float) -> None:
-        roster = self._attempt_of(member, event.generation, Phase.COMMITTED)
-        if roster is None:
+        agreement = self.agreement_of(member, event.generation, Phase.COMMITTED)
+        if agreement is None:
             return
-        member.ready = True
-        # Of a job that completes, members may have left before the last was ready.
-        if not all(m.ready for m in self.members_of(roster)):
-            member.waits(f"the others' first collective in {roster.generation}", now_s)
+        if not agreement.ready(member.member_id):
+            member.waits(f"the others' first collective in {agreement.generation}", now_s)
             return
-        self.running, self.attempt, self.stop_at = roster, None, None
+        roster, old = agreement.roster, self.running
+        self.running, self.agreement = roster, None
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
-        self.failures = 0
+        self.overdue_check_s, self.failures, self.num_excluded = None, 0, 0
         reason = f"generation {roster.generation} runs with {len(roster.entries)} members"
         self._to(Trigger.READY, reason, now_s)
+        notice = RunningNotice(reason=reason, generation=roster.generation)
         for trainer in self.members_of(roster):
             trainer.waits("nothing: it trains", now_s)
-            self._tell(trainer, RunningNotice(reason=reason, generation=roster.generation))
-
-    def _attempt_of(self, member: Member, generation: Generation, phase: Phase) -> Roster | None:
-        """The roster under way, if the member speaks of it in the phase where it counts."""
-        roster = self.attempt
-        if roster is None or self.phase is not phase or generation != roster.generation:
-            return None
-        return roster if member.is_in(roster) else None
+            self._tell(trainer, notice)
+            if roster.synchronous and trainer.proposal is not None:
+                # Whatever it proposed with: from here on it holds what all hold.
+                step = agreement.stop_at or roster.step
+                trainer.proposal = replace(trainer.proposal, step=step, has_state=True)
+        for leaver in self.members_of(old) if old is not None and roster.synchronous else []:
+            if leaver.draining_s is not None and not leaver.is_in(roster):
+                self._tell(leaver, DrainNotice(reason=leaver.drain_reason, now=True))
+                self._remove(leaver, f"drained: {leaver.drain_reason}", now_s)
 
     # --- what goes wrong ---
 
     def _broke(self, member: Member, event: Broke, now_s: float) -> None:
         """A collective failed. Who is also disconnected is lost; else word of a loss may follow."""
-        if self._attempt_of(member, event.generation, Phase.COMMITTED) is not None:
+        agreement = self.agreement
+        if self.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
             self._abort(f"{member.member_id} could not bring it up: {event.error}", now_s)
+            return
+        if agreement is not None and self._lost_its_old(agreement, member):
+            # A new leader could not know that the old generation still had to be trained in.
+            self._abort(f"the old generation broke under {member.member_id}", now_s)
             return
         running = self.running
         if running is None or event.generation != running.generation or not running.synchronous:
@@ -462,9 +552,14 @@ class Job:
             # Every one of them is here and says so: there is nobody's loss to wait for.
             self._break((), f"{self.reason}; all members answer", now_s)
 
+    def _lost_its_old(self, agreement: Agreement, member: Member) -> bool:
+        """Whether a member on its way to a planned generation comes from none that runs."""
+        waits = self.phase is Phase.COMMITTED and agreement.has_boundary
+        return waits and self.running is None and member.member_id in agreement.unready
+
     def _break(self, lost: tuple[str, ...], reason: str, now_s: float) -> None:
         """End the running generation now. Its survivors settle, then the next one forms."""
-        if self.attempt is not None:
+        if self.agreement is not None:
             self._abort(reason, now_s)
         running, self.running, self.suspect_since_s = self.running, None, None
         if running is None:
@@ -480,25 +575,36 @@ class Job:
             return
         self.broken_since_s = now_s
         generation = roster.generation
-        for member in self.members_of(roster):
-            member.settled = False
+        members = self.members_of(roster)
+        self.attendance.settle(members, settled=False)
+        notice = BreakNotice(reason=reason, generation=generation, lost_member_ids=lost)
+        for member in members:
             member.waits(f"its trainer to stop after the break ({reason})", now_s)
-            self._tell(
-                member, BreakNotice(reason=reason, generation=generation, lost_member_ids=lost)
-            )
+            self._tell(member, notice)
 
     def _settled(self, member: Member, event: Settled, now_s: float) -> None:
         if self.completing:
             raise Refused(refusals.finished(self.spec.job, self.reason))
+        self._believe_left(member, event.left, now_s)
         if member.is_in(self.running) or member.is_in(self.attempt):
             return
         if member.proposal is not None:
             step, has_state = event.step, event.has_state
             member.proposal = replace(member.proposal, step=step, has_state=has_state)
-        member.settled = True
+        self.attendance.settle((member,), settled=True)
         member.waits("the other members to settle", now_s)
-        if all(m.settled for m in self.members.values()):
+        if self.attendance.all_settled:
             self.broken_since_s = None
+
+    def _believe_left(self, member: Member, left: Generation, now_s: float) -> None:
+        """It was told of a break by a leader whose word is lost: what it left does not run."""
+        reason = f"{member.member_id} has left generation {left}"
+        agreement, running = self.agreement, self.running
+        committed = self.phase is Phase.COMMITTED and agreement is not None
+        if committed and member.is_in(self.attempt) and left >= self.last_generation:
+            self._abort(reason, now_s)
+        if running is not None and member.is_in(running) and left >= running.generation:
+            self._break((), reason, now_s)
 
     def _abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
         """Nobody in conflict trains; members of a generation that still runs are not to blame."""
@@ -516,25 +622,26 @@ class Job:
         Once the boundary is agreed, members may have begun to leave the old generation: then that
         is over too. Before, it goes on as if nothing had been.
         """
-        roster = self.attempt
-        assert roster is not None
+        agreement = self.agreement
+        assert agreement is not None
+        roster, concerned = agreement.roster, self.concerned(agreement.roster)
         brought_up = self.phase is Phase.COMMITTED and roster.synchronous
-        old_is_over = self.running is None or self.stop_at is not None
+        old_is_over = self.running is None or agreement.stop_at is not None
         self._to(Trigger.FAILED, reason, now_s)
-        self.attempt, self.stop_at, self.failures = None, None, self.failures + 1
-        record = self._record(roster, Verdict.ABORTED, reason, now_s)
-        record = replace(record, conflicts=conflicts)
+        record = self._record(Verdict.ABORTED, reason, now_s, conflicts)
+        self.agreement, self.failures = None, self.failures + 1
         self._do(Write(record=record))
-        for member in self.members_of(roster):
-            self._tell(member, OutcomeNotice(reason=reason, record=record))
+        notice = OutcomeNotice(reason=reason, record=record)
+        for member in concerned:
+            self._tell(member, notice)
         if brought_up and old_is_over:
             old, self.running = self.running, None
             if old is not None:
                 self._tell_broken(old, (), reason, now_s)
             self._tell_broken(roster, (), reason, now_s)
         elif brought_up:
-            for member in self.members_of(roster):
-                member.settled = not member.is_in(self.running)
+            newcomers = [m for m in self.members_of(roster) if not m.is_in(self.running)]
+            self.attendance.settle(newcomers, settled=True)
         self.previous = self.running or self.previous
         back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self.failures - 1), MAX_BACK_OFF_S)
         # One loss is news, not a failure to agree: the survivors need not wait to try again.
@@ -543,19 +650,19 @@ class Job:
 
     def _deadline_passed(self, now_s: float) -> None:
         self.deadline_s = None
+        agreement = self.agreement
         if self.phase is Phase.ABORTED:
             intact = self.running is not None
             self._to(Trigger.INTACT if intact else Trigger.BACKED_OFF, self.reason, now_s)
-        elif self.phase is Phase.PREPARE and self.attempt is not None:
-            late = [m for m in self.members_of(self.attempt) if not m.accepted]
-            self._expel_late(late, "accept or reject the roster", now_s)
-        elif self.phase is Phase.COMMITTED and self.attempt is not None:
-            late = [m for m in self.members_of(self.attempt) if not m.ready]
-            if _has_boundary(self.attempt) and self.stop_at is None:
-                late = [m for m in late if m.is_in(self.running) and m.offer is None]
+        elif self.phase is Phase.PREPARE and agreement is not None:
+            self._expel_late(agreement.unanswered, "accept or reject the roster", now_s)
+        elif self.phase is Phase.COMMITTED and agreement is not None:
+            to_stop = self.running is not None and agreement.stop_at is None
+            late = agreement.unoffered if to_stop and agreement.unoffered else agreement.unready
             self._expel_late(late, "bring the generation up", now_s)
 
-    def _expel_late(self, late: list[Member], task: str, now_s: float) -> None:
+    def _expel_late(self, names: set[str], task: str, now_s: float) -> None:
+        late = [self.members[name] for name in sorted(names) if name in self.members]
         reason = f"{_names(late)} did not {task} in time"
         self._abort(reason, now_s)
         for member in late:
@@ -564,22 +671,25 @@ class Job:
     def _drop_unsettled(self, now_s: float) -> None:
         self.broken_since_s = None
         limit = f"{self.limits.collective_s:g} s"
-        for member in [m for m in self.members.values() if not m.settled]:
-            reason = f"{member.member_id} did not come to a stand within {limit} of the break"
-            self._refuse(member, refusals.timeout(reason), now_s)
+        for member in self.attendance.unsettled():
+            if self.members.get(member.member_id) is member:
+                reason = f"{member.member_id} did not come to a stand within {limit} of the break"
+                self._refuse(member, refusals.timeout(reason), now_s)
 
     def _drop_overdue(self, now_s: float) -> None:
         """Nobody waits for a generation for longer than the join limit."""
+        self.overdue_check_s = None
         if self.running is not None or self.phase is not Phase.COLLECT:
             return
-        ready = [m for m in self.members.values() if m.proposal is not None]
-        for member in ready:
-            if now_s >= self._overdue_s(member):
-                reason = (
-                    f"no generation formed within {self.limits.join_s:g} s:"
-                    f" {len(ready)} of at least {self.spec.min_members} members were ready"
-                )
-                self._refuse(member, refusals.timeout(reason), now_s)
+        ready = list(self.attendance.candidates.values())
+        for member in [m for m in ready if now_s >= self._overdue_s(m)]:
+            reason = (
+                f"no generation formed within {self.limits.join_s:g} s:"
+                f" {len(ready)} of at least {self.spec.min_members} members were ready"
+            )
+            self._refuse(member, refusals.timeout(reason), now_s)
+        left = self.attendance.candidates.values()
+        self.overdue_check_s = min((self._overdue_s(m) for m in left), default=None)
 
     def _overdue_s(self, member: Member) -> float:
         return max(member.waiting_since_s, self.phase_since_s) + self.limits.join_s
@@ -591,8 +701,8 @@ class Job:
         self.completing = True
         reason = f"{leaver.member_id} completed its work"
         self._log("job_completing", reason)
-        if self.attempt is not None and (self.running or self.phase is Phase.PREPARE):
-            self.stop_at = None  # who has steps left goes on with them
+        if self.agreement is not None and (self.running or self.phase is Phase.PREPARE):
+            self.agreement.stop_at = None  # who has steps left goes on with them
             self._abort(reason, now_s)
             if self.running is not None:
                 self._to(Trigger.INTACT, reason, now_s)
@@ -605,88 +715,44 @@ class Job:
 
     def _finish(self, now_s: float) -> None:
         self._to(Trigger.COMPLETED, self.reason, now_s)
-        self.running = self.attempt = None
+        self.running = self.agreement = None
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
+        self.overdue_check_s = None
         self._do(Finish(reason=self.reason))
 
-    # --- small parts ---
+    # --- time ---
 
-    def _deadlines(self) -> Iterable[float]:
+    def _deadlines(self) -> Iterator[float]:
+        yield from self.attendance.deadlines()
         if self.deadline_s is not None:
             yield self.deadline_s
         if self.broken_since_s is not None:
             yield self.broken_since_s + self.limits.collective_s
         if self.suspect_since_s is not None:
             yield self.suspect_since_s + self.limits.reconnect_s
-        for member in self.members.values():
-            if member.disconnected_s is not None:
-                yield member.disconnected_s + self.limits.reconnect_s
+        if self.overdue_check_s is not None:
+            yield self.overdue_check_s
+        for member in self.attendance.draining.values():
+            if not member.let_go and member.draining_s is not None:
+                yield member.draining_s + self.limits.drain_s
         if self.phase is Phase.COLLECT and not self.completing:
             yield from self._collect_deadlines()
 
-    def _collect_deadlines(self) -> Iterable[float]:
+    def _collect_deadlines(self) -> Iterator[float]:
         if self.running is not None:
             yield self.phase_since_s + self.limits.gather_s
             return
-        waiting = [m for m in self.members.values() if m.proposal is not None]
-        formable = len(waiting) >= self.spec.min_members and all(m.settled for m in waiting)
-        if formable and self.first_proposal_s is not None and not self._survivors(waiting):
+        formable = len(self.attendance.candidates) >= self.spec.min_members
+        if formable and self.attendance.all_settled and self.first_proposal_s is not None:
             yield self.first_proposal_s + self._last_call_s
-        for member in waiting:
-            yield self._overdue_s(member)
 
-    @staticmethod
-    def _passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
-        return since_s is not None and now_s >= since_s + limit_s
 
-    def members_of(self, roster: Roster) -> list[Member]:
-        """Those of the roster that are still here, by rank."""
-        present = (self.members.get(e.member_id) for e in roster.entries)
-        return [m for m in present if m is not None and m.is_in(roster)]
-
-    def _to(self, trigger: Trigger, reason: str, now_s: float) -> None:
-        self.phase = after(self.phase, trigger)
-        self.phase_since_s, self.reason = now_s, reason
-        self._log(f"phase_{self.phase.value}", reason)
-
-    def _do(self, effect: Effect) -> None:
-        self._effects.append(effect)
-
-    def _take_effects(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return effects
-
-    def _tell(self, member: Member, notice: Notice) -> None:
-        who = {"member_id": member.member_id, "incarnation": member.incarnation}
-        self._do(Tell(**who, notice=notice))
-
-    def _log(self, kind: str, reason: str, member: Member | None = None) -> None:
-        member_id = member.member_id if member else ""
-        generation = self.last_generation
-        self._do(Log(kind=kind, reason=reason, member_id=member_id, generation=generation))
-
-    def _prepare_notice(self, roster: Roster) -> PrepareNotice:
-        return PrepareNotice(reason=self.reason, roster=roster, digest=self.digest_of(roster))
-
-    @staticmethod
-    def _stop_notice(roster: Roster, step: Step) -> StopAtNotice:
-        reason = f"generation {roster.generation} starts at step {step}"
-        return StopAtNotice(reason=reason, generation=roster.generation, step=step)
-
-    def _record(self, roster: Roster, verdict: Verdict, reason: str, now_s: float) -> Record:
-        return Record(
-            job=self.spec.job,
-            roster=roster,
-            verdict=verdict,
-            reason=reason,
-            digest=self.digest_of(roster),
-            decided_s=now_s,
-        )
+def _passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
+    return since_s is not None and now_s >= since_s + limit_s
 
 
 def _names(members: list[Member]) -> str:
-    return ", ".join(sorted(m.member_id for m in members)) or "nobody"
-
-
-def _has_boundary(roster: Roster) -> bool:
-    return roster.planned and roster.synchronous
+    names = sorted(m.member_id for m in members)
+    shown = ", ".join(names[:MAX_NAMES])
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return shown + more or "nobody"

@@ -9,7 +9,6 @@ from shoal_server.core.roster import (
     MemberInfo,
     Proposal,
     Roster,
-    Step,
 )
 
 
@@ -23,13 +22,16 @@ class Member:
     """What it would train; a member without one cannot be in a roster yet."""
     settled: bool = True
     """Stands still and can be part of the next roster. False while a synchronous one trains."""
-    accepted: bool = False
-    ready: bool = False
-    offer: Step | None = None
-    """In a planned change: the first step it has not begun and will not begin before StopAt."""
     reported_broken: Generation = NO_GENERATION
     """The newest generation in which a collective failed under it."""
     disconnected_s: float | None = None
+    halted_s: float | None = None
+    """Since when a signal has halted its process."""
+    draining_s: float | None = None
+    """Since when it is to leave."""
+    drain_reason: str = ""
+    let_go: bool = False
+    """Was told to leave at its next step boundary."""
     waiting_for: str = "its own model: it has not proposed yet"
     waiting_since_s: float = 0.0
 

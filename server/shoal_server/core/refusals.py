@@ -72,6 +72,37 @@ def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
     )
 
 
+def bad_devices(member_id: str, problem: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"{member_id} cannot have these devices",
+        seen=problem,
+        expected="at least 1 device of the kind it states",
+    )
+
+
+def confined(job: str, conflict: Conflict) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.CONFLICT,
+        what=f"job {job} spans several hosts, which cannot reach every member",
+        seen=str(conflict),
+        expected="addresses that the other hosts reach",
+        fix="Give every worker the coordinator's address as other hosts see it, or set"
+        " SHOAL_ADDRESS.",
+        conflicts=(conflict,),
+    )
+
+
+def unreachable(job: str, member_id: str, seen: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.UNREACHABLE,
+        what=f"{member_id} and others of job {job} cannot reach each other",
+        seen=seen,
+        expected="every member to reach every other over TCP",
+        fix="Look at firewalls between the hosts and at SHOAL_ADDRESS, then start it again.",
+    )
+
+
 def timeout(reason: str) -> Refusal:
     return Refusal(kind=RefusalKind.TIMEOUT, what=reason)
 

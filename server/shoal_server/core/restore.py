@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from shoal_server.core.agreement import Agreement
 from shoal_server.core.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
@@ -17,6 +18,8 @@ class Saved:
     last_generation: Generation
     record: Record | None
     """The newest committed record."""
+    before: Record | None
+    """The one committed before it, if it did not break or abort since."""
     members: tuple[Member, ...]
     finished: bool
     reason: str
@@ -41,21 +44,27 @@ def restored(
         job.phase, job.completing, job.reason = Phase.FINISHED, True, saved.reason
         return job
     for member in saved.members:
-        member.disconnected_s = now_s + limits.lease_s
-        job.members[member.member_id] = member
+        job.attendance.admit(member)
+        job.attendance.disconnect(member, now_s + limits.lease_s)
     if saved.record is not None:
-        _continue_generation(job, saved.record, now_s)
+        _continue_generation(job, saved.record, saved.before, now_s)
     return job
 
 
-def _continue_generation(job: Job, record: Record, now_s: float) -> None:
+def _continue_generation(job: Job, record: Record, before: Record | None, now_s: float) -> None:
     roster = record.roster
     job.record, job.previous = record, roster
     present = job.members_of(roster)
-    for member in present:
-        member.settled = not roster.synchronous
+    job.attendance.settle(present, settled=not roster.synchronous)
     if len(present) == len(roster.entries):
-        job.phase, job.attempt = Phase.COMMITTED, roster
+        old = before.roster if before is not None and roster.planned else None
+        if old is not None and len(job.members_of(old)) == len(old.entries):
+            # It may be that the members still train in it, on their way to the boundary.
+            job.running = old
+            job.attendance.settle(job.members_of(old), settled=not old.synchronous)
+        stopping = job.running.member_ids if job.running is not None else ()
+        job.phase = Phase.COMMITTED
+        job.agreement = Agreement.on(roster, record.digest, stopping=stopping)
         job.deadline_s = now_s + job.limits.collective_s + job.limits.bring_up_s
     elif roster.synchronous and present:
         # One of them was lost while nobody led: those who are left hear of it when they attend.

@@ -134,12 +134,18 @@ def _roster_of(job: Job, member: Member) -> Roster | None:
 
 
 def _state(job: Job, member: Member) -> str:
+    if member.halted_s is not None:
+        return "halted"
     if member.disconnected_s is not None:
         return "disconnected"
+    if member.draining_s is not None:
+        return "draining"
     if member.is_in(job.running):
         return "training"
     if member.is_in(job.attempt):
-        brought_up = "ready" if member.ready else "bringing-up"
+        agreement = job.agreement
+        waits = agreement is not None and member.member_id in agreement.unready
+        brought_up = "bringing-up" if waits else "ready"
         return "preparing" if job.phase is Phase.PREPARE else brought_up
     return _state_outside(member)
 

@@ -1,0 +1,165 @@
+"""What a job's membership keeps, and how it speaks: the part of `Job` that decides nothing."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal_server.core.agreement import Agreement
+from shoal_server.core.attendance import Attendance
+from shoal_server.core.events import (
+    BreakNotice,
+    Effect,
+    Log,
+    Notice,
+    OutcomeNotice,
+    PrepareNotice,
+    RunningNotice,
+    StopAtNotice,
+    Tell,
+)
+from shoal_server.core.limits import Limits
+from shoal_server.core.member import Member
+from shoal_server.core.phases import Phase, Trigger, after
+from shoal_server.core.roster import (
+    NO_GENERATION,
+    Conflict,
+    Generation,
+    JobSpec,
+    Record,
+    Roster,
+    Step,
+    Verdict,
+)
+
+
+@dataclass(kw_only=True)
+class JobState:
+    """State of one job. Its fields are read by the edge and changed only in the core."""
+
+    spec: JobSpec
+    limits: Limits
+    digest_of: Callable[[Roster], str]
+    phase: Phase = Phase.COLLECT
+    reason: str = "the job is new"
+    last_generation: Generation = NO_GENERATION
+    running: Roster | None = None
+    """The generation that trains, if one does."""
+    previous: Roster | None = None
+    """The newest roster that was committed: ranks are kept from it."""
+    agreement: Agreement | None = None
+    """On the roster in PREPARE or COMMITTED."""
+    record: Record | None = None
+    """The newest committed record: of the generation that runs or is brought up."""
+    phase_since_s: float = 0.0
+    first_proposal_s: float | None = None
+    deadline_s: float | None = None
+    broken_since_s: float | None = None
+    suspect_since_s: float | None = None
+    overdue_check_s: float | None = None
+    """No member has waited for the join limit before then."""
+    failures: int = 0
+    num_excluded: int = 0
+    """Members that were there but could not be trained with; the job does not wait for as many
+    again."""
+    completing: bool = False
+    attendance: Attendance = field(init=False)
+    _effects: list[Effect] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.attendance = Attendance(limits=self.limits)
+
+    @property
+    def members(self) -> dict[str, Member]:
+        return self.attendance.members
+
+    @property
+    def attempt(self) -> Roster | None:
+        """The roster in PREPARE or COMMITTED."""
+        return self.agreement.roster if self.agreement is not None else None
+
+    def members_of(self, roster: Roster) -> list[Member]:
+        """Those of the roster that are still here, by rank."""
+        return self.attendance.of(roster)
+
+    def agreement_of(
+        self, member: Member, generation: Generation, phase: Phase
+    ) -> Agreement | None:
+        """The attempt under way, if the member is in it and speaks of it where it counts."""
+        agreement = self.agreement
+        if agreement is None or self.phase is not phase or generation != agreement.generation:
+            return None
+        return agreement if member.is_in(agreement.roster) else None
+
+    def concerned(self, roster: Roster) -> list[Member]:
+        """Who has to hear how the attempt ends: its members, and those who leave by it."""
+        members = self.members_of(roster)
+        if self.running is None or not self.running.synchronous:
+            return members
+        return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
+
+    # --- effects ---
+
+    def _do(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _tell(self, member: Member, notice: Notice) -> None:
+        self._do(Tell(member_id=member.member_id, incarnation=member.incarnation, notice=notice))
+
+    def _log(self, kind: str, reason: str, member: Member | None = None) -> None:
+        member_id = member.member_id if member else ""
+        generation = self.last_generation
+        self._do(Log(kind=kind, reason=reason, member_id=member_id, generation=generation))
+
+    def _to(self, trigger: Trigger, reason: str, now_s: float) -> None:
+        self.phase = after(self.phase, trigger)
+        self.phase_since_s, self.reason = now_s, reason
+        if self.phase is Phase.COLLECT:
+            self.overdue_check_s = now_s + self.limits.join_s
+        self._log(f"phase_{self.phase.value}", reason)
+
+    def _tell_again(self, member: Member) -> None:
+        """What a member that was away may have missed and has to act on."""
+        agreement, running = self.agreement, self.running
+        attempted = agreement is not None and member.is_in(agreement.roster)
+        trains = running is not None and member.is_in(running)
+        if agreement is not None and attempted and self.phase is Phase.PREPARE:
+            self._tell(member, self._prepare_notice(agreement))
+        elif agreement is not None and self.phase is Phase.COMMITTED and (attempted or trains):
+            assert self.record is not None
+            self._tell(member, OutcomeNotice(reason=self.record.reason, record=self.record))
+            if agreement.stop_at is not None:
+                self._tell(member, self._stop_notice(agreement.generation, agreement.stop_at))
+        elif running is not None and trains:
+            self._tell(member, RunningNotice(reason=self.reason, generation=running.generation))
+        elif not member.settled:
+            # It missed the break of the last generation it was part of.
+            generation = self.last_generation
+            self._tell(
+                member, BreakNotice(reason=self.reason, generation=generation, lost_member_ids=())
+            )
+
+    def _prepare_notice(self, agreement: Agreement) -> PrepareNotice:
+        return PrepareNotice(reason=self.reason, roster=agreement.roster, digest=agreement.digest)
+
+    @staticmethod
+    def _stop_notice(generation: Generation, step: Step) -> StopAtNotice:
+        reason = f"generation {generation} starts at step {step}"
+        return StopAtNotice(reason=reason, generation=generation, step=step)
+
+    def _record(
+        self, verdict: Verdict, reason: str, now_s: float, conflicts: tuple[Conflict, ...] = ()
+    ) -> Record:
+        agreement = self.agreement
+        assert agreement is not None
+        return Record(
+            job=self.spec.job,
+            roster=agreement.roster,
+            verdict=verdict,
+            reason=reason,
+            digest=agreement.digest,
+            decided_s=now_s,
+            conflicts=conflicts,
+        )
