@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 
+from shoal_client.beat_board import BeatSlot
 from shoal_client.channel import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, Coordinators, Method
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.digest import roster_digest
@@ -38,6 +39,8 @@ class Member:
     member_id: str
     incarnation: str
     info: pb.MemberInfo
+    beat_slot: BeatSlot | None = None
+    """Where this host's launcher looks for whom to beat. Without it the member beats by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +187,8 @@ class Membership:
     def progress(self, step: int) -> None:
         """Steps committed so far, for the heartbeats. Free to call."""
         self._step = step
+        if self._member.beat_slot is not None:
+            self._member.beat_slot.progress(step)
 
     def is_broken(self, generation: int) -> bool:
         """Whether the generation is over, by a loss or an aborted bring-up. Free to call."""
@@ -249,6 +254,8 @@ class Membership:
     def close(self) -> None:
         """Stop the threads and the connection without a word to the coordinator."""
         self._closing.set()
+        if self._member.beat_slot is not None:
+            self._member.beat_slot.withdraw()
         with self._changed:
             if self._stream is not None:
                 self._stream.cancel()
@@ -357,8 +364,14 @@ class Membership:
         )
 
     def _beat(self) -> None:
-        """Say every `heartbeat_s` that this member lives; learn from the reply if it is fenced."""
+        """Say every `heartbeat_s` that this member lives; learn from the reply if it is fenced.
+
+        While the launcher's beats for this member are accepted, they are enough.
+        """
+        slot = self._member.beat_slot
         while not self._closing.wait(self.limits.heartbeat_s):
+            if slot is not None and slot.beaten(within_s=1.5 * self.limits.heartbeat_s):
+                continue
             beat = pb.Beat(token=self.token, step=self._step)
             try:
                 reply = self._coordinators.call(
@@ -399,6 +412,8 @@ class Membership:
             again, self._admitted = self._admitted, True
             proposal, ready = self._proposal, self._ready_generation
             self._changed.notify_all()
+        if self._member.beat_slot is not None:
+            self._member.beat_slot.claim(self._token(0), admitted.limits.heartbeat_s)
         # A new leader knows the roster from etcd, not what each member has said since.
         if again and proposal is not None:
             self._call(_propose, pb.ProposeRequest(token=self.token, proposal=proposal))

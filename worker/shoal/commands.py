@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from shoal.launcher import Launcher
 from shoal.run_config import RunConfig, threads_per_worker
-from shoal_client.exits import check_reachable, parse_coordinators
+from shoal_client.host_reports import check_reachable, parse_coordinators
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_proto.errors import InvalidSpec
 
@@ -49,6 +49,14 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
         choices=("signal", "failure"),
         default="signal",
         help="start a worker again that a signal killed (default), or any that failed",
+    )
+    option(
+        "--grace-s",
+        type=float,
+        default=45.0,
+        metavar="SECONDS",
+        help="after SIGTERM or Ctrl-C the workers may finish their step and hand over for so long"
+        " (default %(default)g)",
     )
     parser.add_argument(
         "--ps", type=int, default=2, help="parameter servers of a cluster of its own"
@@ -95,6 +103,7 @@ def read_config(options: argparse.Namespace, coordinators: str) -> RunConfig:
         desired_members=options.desired,
         max_restarts=options.max_restarts,
         restart_on=options.restart_on,
+        grace_s=options.grace_s,
         colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ,
     )
 

@@ -3,17 +3,21 @@
 import os
 import re
 import socket
-import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+import structlog
 import torch
 
 import shoal_proto
+from shoal_client.beat_board import BeatSlot
 from shoal_client.membership import Member
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
+
+log = structlog.get_logger(__name__)
 
 MAX_MEMBERS = 1024
 """The upper bound of a job that states none."""
@@ -41,6 +45,8 @@ class JoinConfig:
     """Name of this member in the job; empty: made up."""
     address: str = ""
     """IP address under which other members reach this one; empty: the one the coordinator sees."""
+    beat_slot: str = ""
+    """Where the launcher looks for whom to beat; empty: this member beats by itself."""
 
     def __post_init__(self) -> None:
         if not self.job:
@@ -76,9 +82,9 @@ class JoinConfig:
 
     def member(self) -> Member:
         """This process as a member, with an incarnation of its own."""
-        incarnation = str(uuid.uuid4())
+        incarnation = new_incarnation()
         host = socket.gethostname()
-        made_up = f"{_as_name(host)}-{os.getpid()}-{incarnation[:8]}"
+        made_up = f"{_as_name(host)}-{os.getpid()}-{incarnation[-8:]}"
         return Member(
             coordinators=self.coordinators,
             spec=JobSpec(
@@ -97,6 +103,7 @@ class JoinConfig:
                 torch_version=torch.__version__,
                 shoal_version=shoal_version(),
             ),
+            beat_slot=_beat_slot(self.beat_slot),
         )
 
 
@@ -130,6 +137,7 @@ def read_config(
         desired_members=number("desired_members", "SHOAL_DESIRED_MEMBERS", 0),
         member_id=text("member_id", "SHOAL_MEMBER_ID"),
         address=text("address", "SHOAL_ADDRESS"),
+        beat_slot=text("beat_slot", "SHOAL_BEATS"),
     )
 
 
@@ -156,6 +164,17 @@ def _own_address(coordinators: tuple[str, ...]) -> str:
             seen=str(error),
             expected="a host name that resolves and a route to it",
         ) from None
+
+
+def _beat_slot(address: str) -> BeatSlot | None:
+    if not address:
+        return None
+    try:
+        return BeatSlot.open(address)
+    except (OSError, InvalidSpec) as error:
+        # A variable that came to another host, or to another user: this member beats by itself.
+        log.info("beat_slot_not_used", address=address, reason=str(error))
+        return None
 
 
 def _as_name(host: str) -> str:

@@ -1,8 +1,9 @@
 """Starts a host's workers of one job, watches them, and starts them again when they are killed.
 
 Each worker has a slot, and the slot a member id: a worker that is started again is a fresh
-incarnation of the same member. Every exit is reported to the coordinator at once, so that the
-others need not wait for a lease to run out. Nothing here polls: the launcher sleeps until a
+incarnation of the same member. Every exit and every halt (SIGSTOP) is reported to the coordinator
+at once, so that the others need not wait for a lease to run out; and the launcher beats for the
+workers that live, so that one which is busy is not taken for lost. The launcher sleeps until a
 worker exits, is halted, or a signal arrives.
 """
 
@@ -19,11 +20,16 @@ from dataclasses import dataclass, field
 from types import FrameType
 
 from shoal.run_config import RunConfig, worker_environment
-from shoal_client.exits import ExitReporter
+from shoal_client.beat_board import BeatBoard
+from shoal_client.host_beats import HostBeats
+from shoal_client.host_reports import HostReporter
 from shoal_client.local.process import Command, Process, Supervisor
-from shoal_proto.v1.membership_pb2 import ReportExitRequest
+from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
-DRAIN_S = 2.0
+OUTPUT_S = 2.0
+"""Time for the last lines of a worker that exited."""
+DRAINED = 128 + signal.SIGTERM
+"""The exit code of a worker that left its job in good order because it was asked to."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -68,6 +74,8 @@ class Launcher:
         ]
         # Signal handlers put into it: a SimpleQueue is safe from there.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._reporter = HostReporter(config.coordinators)
+        self._beats = HostBeats(config.coordinators)
         self._output = threading.Lock()
         self._ended: list[int] = []
         self._deaf = False
@@ -78,16 +86,18 @@ class Launcher:
         """Start the workers and stay until all have ended."""
         with (
             self._signals(),
-            ExitReporter(self._config.coordinators) as reporter,
-            Supervisor(on_exit=self._events.put, on_stop=self._on_stop, grace_s=0.5) as supervisor,
+            BeatBoard(len(self.slots)) as board,
+            self._reporter,
+            self._beats,
+            Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
         ):
             for slot in self.slots:
-                self._start(supervisor, slot)
+                self._start(slot, supervisor, board)
             kill_at_s: float | None = None
             while any(slot.process for slot in self.slots):
                 event = self._next_event(kill_at_s)
                 if isinstance(event, Process):
-                    self._on_exit(event, supervisor, reporter)
+                    self._on_exit(event, supervisor, board)
                 elif isinstance(event, _Halted):
                     self._tell_halted(event)
                 else:
@@ -106,34 +116,62 @@ class Launcher:
         except queue.Empty:
             return _Signalled(signal.SIGKILL)
 
-    def _start(self, supervisor: Supervisor, slot: Slot) -> None:
+    def _start(self, slot: Slot, supervisor: Supervisor, board: BeatBoard) -> None:
+        board.slots[slot.index].clear()
+        environment = worker_environment(self._config, slot.member_id)
+        environment["SHOAL_BEATS"] = board.address(slot.index)
         slot.process = supervisor.spawn(
             Command(
                 name=slot.member_id,
                 arguments=(sys.executable, "-u", *self._config.target),
-                environment=worker_environment(self._config, slot.member_id),
+                environment=environment,
                 sink=self._sink(slot),
             )
         )
+        self._beats.started(slot.process.pid, board.slots[slot.index])
 
-    def _on_exit(self, process: Process, supervisor: Supervisor, reporter: ExitReporter) -> None:
-        slot = next(each for each in self.slots if each.process is process)
+    # On the thread that watches the worker, which knows the order of what became of it.
+
+    def _exited(self, process: Process) -> None:
         code = process.exit_code
         assert code is not None
-        reporter.report(
+        self._reporter.report(
             ReportExitRequest(
                 job=self._config.job,
-                member_id=slot.member_id,
+                member_id=process.name,
                 pid=process.pid,
                 host=self._host,
                 exit_code=code,
             )
         )
-        process.drain(DRAIN_S)
+        self._events.put(process)
+
+    def _halted(self, process: Process, halted: bool) -> None:
+        # First of all: no beat may follow that says it lives.
+        self._beats.halted(process.pid, halted)
+        self._reporter.report(
+            ReportHaltRequest(
+                job=self._config.job,
+                member_id=process.name,
+                pid=process.pid,
+                host=self._host,
+                halted=halted,
+            )
+        )
+        self._events.put(_Halted(process, halted))
+
+    # On the launcher's own thread.
+
+    def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
+        slot = next(each for each in self.slots if each.process is process)
+        code = process.exit_code
+        assert code is not None
+        self._beats.ended(process.pid)
+        process.drain(OUTPUT_S)
         slot.process = None
         slot.exit_codes.append(code)
         if self._may_restart(slot):
-            self._start(supervisor, slot)
+            self._start(slot, supervisor, board)
             tries = f"restart {slot.restarts + 1} of {self._config.max_restarts}"
             self._say(f"{slot.member_id} {describe(code)}; started again ({tries})")
             return
@@ -143,7 +181,7 @@ class Launcher:
 
     def _may_restart(self, slot: Slot) -> bool:
         code = slot.exit_codes[-1]
-        if code == 0 or self._interrupted or self._starved or self._completed:
+        if code in (0, DRAINED) or self._interrupted or self._starved or self._completed:
             return False
         if code > 0 and self._config.restart_on == "signal":
             return False
@@ -186,20 +224,22 @@ class Launcher:
         if self._completed:
             # A replacement that came after the end was refused: no failure of the job.
             histories = [slot.exit_codes for slot in self.slots]
-            return next((each[0] for each in histories if each[0] > 0 and each[-1] != 0), 0)
+            failed = [each[0] for each in histories if each[0] > 0 and each[-1] != 0]
+            return next((code for code in failed if code != DRAINED), 0)
         if self._interrupted:
             return 128 + self._interrupted
-        first = self._ended[0]
+        first = next((code for code in self._ended if code != DRAINED), DRAINED)
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
-        done = sum(slot.exit_codes[-1] == 0 for slot in self.slots)
-        lost = [slot.member_id for slot in self.slots if slot.exit_codes[-1] != 0]
+        last = {slot.member_id: slot.exit_codes[-1] for slot in self.slots}
+        done = sum(code == 0 for code in last.values())
+        drained = [member for member, code in last.items() if code == DRAINED]
+        lost = [member for member, code in last.items() if code not in (0, DRAINED)]
         text = f"{done} of {len(self.slots)} workers completed"
+        if drained:
+            text += f", drained: {', '.join(drained)}"
         return f"{text}, not {', '.join(lost)}" if lost else text
-
-    def _on_stop(self, process: Process, halted: bool) -> None:
-        self._events.put(_Halted(process, halted))
 
     def _tell_halted(self, event: _Halted) -> None:
         how = "was halted (SIGSTOP)" if event.halted else "goes on (SIGCONT)"
@@ -247,6 +287,8 @@ def describe(code: int) -> str:
         # Real-time signals have no names.
         known = -code in set(signal.Signals)
         return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    if code == DRAINED:
+        return f"was drained (exit code {code})"
     return "completed" if code == 0 else f"failed with exit code {code}"
 
 

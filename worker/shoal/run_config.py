@@ -33,8 +33,9 @@ class RunConfig:
     by the job, would only come again."""
     alone: bool = False
     """No worker can come from elsewhere: too few left means that the rest is waiting in vain."""
-    grace_s: float = 15.0
-    """Time for the workers to end after a SIGINT or SIGTERM, before they are killed."""
+    grace_s: float = 45.0
+    """Time for the workers to drain after a SIGINT or SIGTERM, before they are killed: a step, and
+    the agreement of the others on going on without them (a quarter of the coordinator's join_s)."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """What the workers' environment is made from."""
     colour: bool = False
@@ -47,6 +48,8 @@ class RunConfig:
             raise InvalidSpec("bad --min", seen=str(self.min_members), expected="at least 1")
         if self.max_restarts < 0:
             raise InvalidSpec("bad --max-restarts", seen=str(self.max_restarts), expected=">= 0")
+        if not self.grace_s > 0:
+            raise InvalidSpec("bad --grace-s", seen=f"{self.grace_s:g}", expected="above 0")
         if self.restart_on not in ("signal", "failure"):
             raise InvalidSpec(
                 "bad --restart-on", seen=self.restart_on, expected="'signal' or 'failure'"

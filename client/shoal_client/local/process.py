@@ -129,9 +129,12 @@ class Process:
             seen = os.waitid(os.P_PID, self.pid, events | os.WNOWAIT)
             assert seen is not None
             if seen.si_code in (os.CLD_STOPPED, os.CLD_CONTINUED):
-                # Consume it, or the next wait would tell of it again.
-                os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
-                on_stop(self, seen.si_code == os.CLD_STOPPED)
+                # Consume it, or the next wait would tell of it again. What is consumed counts: a
+                # SIGCONT may have come in between, and it is told of only once.
+                halts = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
+                taken = os.waitid(os.P_PID, self.pid, halts)
+                if taken is not None:
+                    on_stop(self, taken.si_code == os.CLD_STOPPED)
                 continue
             break
         with self._reaping:

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from shoal_client.exits import check_reachable
+from shoal_client.host_reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import Process
 from shoal_proto.errors import InvalidSpec, Unavailable

@@ -1,4 +1,4 @@
-"""A launcher's line to the coordinators: is anybody there, and this worker has exited."""
+"""A launcher's line to the coordinators: is anybody there; this worker exited, or was halted."""
 
 import queue
 import threading
@@ -18,7 +18,11 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.status import from_rpc_error
-from shoal_proto.v1.membership_pb2 import GetGenerationRequest, ReportExitRequest
+from shoal_proto.v1.membership_pb2 import (
+    GetGenerationRequest,
+    ReportExitRequest,
+    ReportHaltRequest,
+)
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 log = structlog.get_logger(__name__)
@@ -26,6 +30,8 @@ log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
 """A report that nobody has taken after so long is dropped: the member's lease has told by then."""
+MAX_REPORTS = 1000
+"""So many may wait for a coordinator to come back."""
 
 
 def parse_coordinators(text: str) -> tuple[str, ...]:
@@ -73,20 +79,23 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
     )
 
 
-class ExitReporter:
-    """Tells the coordinators of exits, in order, from a thread of its own.
+Report = ReportExitRequest | ReportHaltRequest
 
-    A report goes to one coordinator after the other until one takes it; an exit is never worth
-    stopping the launcher for, so a report that nobody takes is logged and dropped.
+
+class HostReporter:
+    """Tells the coordinators what became of this host's workers, in order, from its own thread.
+
+    A report goes to one coordinator after the other until one takes it; none is worth stopping the
+    launcher for, so a report that nobody takes is logged and dropped.
     """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
         self._coordinators = tuple(coordinators)
-        self._reports: queue.SimpleQueue[ReportExitRequest | None] = queue.SimpleQueue()
+        self._reports: queue.Queue[Report | None] = queue.Queue()
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._send_all, name="shoal-exits", daemon=True)
+        self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
 
-    def __enter__(self) -> "ExitReporter":
+    def __enter__(self) -> "HostReporter":
         self._thread.start()
         return self
 
@@ -100,9 +109,12 @@ class ExitReporter:
         self._reports.put(None)
         self._thread.join(2 * CALL_TIMEOUT_S)
 
-    def report(self, request: ReportExitRequest) -> None:
-        """Send it as soon as the ones before are sent."""
-        self._reports.put(request)
+    def report(self, request: Report) -> None:
+        """Send it as soon as the ones before are sent. Safe from any thread; returns at once."""
+        if self._reports.qsize() < MAX_REPORTS:
+            self._reports.put(request)
+        else:
+            log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
 
     def _send_all(self) -> None:
         channels = [grpc.insecure_channel(address) for address in self._coordinators]
@@ -114,26 +126,39 @@ class ExitReporter:
             for channel in channels:
                 channel.close()
 
-    def _send(self, request: ReportExitRequest, stubs: Sequence[MembershipStub]) -> None:
+    def _send(self, request: Report, stubs: Sequence[MembershipStub]) -> None:
+        told = type(request).__name__
         deadline_s = time.monotonic() + REPORT_LIMIT_S
         failure: ShoalError | None = None
         while time.monotonic() < deadline_s:
             for address, stub in zip(self._coordinators, stubs, strict=True):
                 try:
-                    stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
+                    _call(stub, request)
                     return
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error, address)
                     if isinstance(failure, UnknownJob):
-                        return  # it exited before it had joined: nobody waits for it
+                        return  # it had not joined yet: nobody waits for it
                     if not isinstance(failure, RetryError | RejoinError):
                         log.info(
-                            "exit_report_refused", member=request.member_id, reason=failure.what
+                            "host_report_refused",
+                            report=told,
+                            member=request.member_id,
+                            reason=failure.what,
                         )
                         return
             if self._closing.wait(0.5):
                 break
-        log.warning("exit_report_dropped", member=request.member_id, reason=str(failure))
+        log.warning(
+            "host_report_dropped", report=told, member=request.member_id, reason=str(failure)
+        )
 
 
-__all__ = ["ExitReporter", "check_reachable", "parse_coordinators"]
+def _call(stub: MembershipStub, request: Report) -> None:
+    if isinstance(request, ReportExitRequest):
+        stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
+    else:
+        stub.ReportHalt(request, timeout=CALL_TIMEOUT_S)
+
+
+__all__ = ["HostReporter", "check_reachable", "parse_coordinators"]

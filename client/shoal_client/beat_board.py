@@ -1,0 +1,175 @@
+"""The few words that a launcher and its workers share, so that either may beat for a worker.
+
+A trainer that holds Python's lock for seconds (a compiler, a C extension, CUDA at its start) stops
+every thread of its own, the one that sends heartbeats too. So the launcher, another process, beats
+for all workers of its host in one call. It takes who they are from this board, and not from what
+it told them: a worker may join another job than the launcher named, or join again as a fresh
+incarnation.
+
+    offset  bytes  written by  what
+    0       8      launcher    when a beat for this member was last accepted, in ns of
+                               CLOCK_MONOTONIC, which is one clock for all processes of a host
+    8       8      worker      steps committed
+    16      4      worker      length of the claim; 0: not a member
+    20      4      worker      CRC-32 of the claim
+    24      ..     worker      the claim: its pid, the heartbeat in seconds, the token
+
+The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
+or one that reaches no coordinator, costs it nothing.
+"""
+
+import mmap
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from google.protobuf.message import DecodeError
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.identity_pb2 import Token
+
+SLOT_BYTES = 1024
+"""Names are at most 128 characters each; the token takes less than half of it."""
+_NAME = "shoal-beats"
+_BEATEN, _STEP, _HEAD, _CLAIM = 0, 8, 16, 24
+_WORD = struct.Struct("@Q")
+_HEAD_FORM = struct.Struct("=II")
+_CLAIM_FORM = struct.Struct("=Id")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Who asks for beats: a member, and the process that it is."""
+
+    pid: int
+    heartbeat_s: float
+    token: Token
+    step: int
+
+
+class BeatSlot:
+    """One worker's place on the board. Opened by the worker, or made by the board."""
+
+    def __init__(self, memory: mmap.mmap, index: int) -> None:
+        self._memory = memory
+        self._start = index * SLOT_BYTES
+
+    @classmethod
+    def open(cls, address: str) -> "BeatSlot":
+        """The slot that `BeatBoard.address` told of. Raises InvalidSpec, OSError."""
+        path, _, index = address.rpartition(":")
+        if not path or not index.isdigit():
+            raise InvalidSpec(
+                "bad address of a beat slot", seen=repr(address), expected="PATH:NUMBER"
+            )
+        # The environment may have come to another host or outlived its launcher, where the path
+        # is some other file, which must not be written to.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = Path(f"/proc/self/fd/{descriptor}").readlink().name
+            if not found.startswith(f"memfd:{_NAME}"):
+                raise InvalidSpec("not a board of beats", seen=found, expected=f"memfd:{_NAME}")
+            memory = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        if (int(index) + 1) * SLOT_BYTES > len(memory):
+            raise InvalidSpec(
+                "no such beat slot",
+                seen=index,
+                expected=f"below {len(memory) // SLOT_BYTES}",
+            )
+        return cls(memory, int(index))
+
+    # --- the worker ---
+
+    def claim(self, token: Token, heartbeat_s: float) -> None:
+        """From now on the launcher beats for this process as the member of the token."""
+        self._put(_BEATEN, 0)
+        claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s) + token.SerializeToString()
+        if _CLAIM + len(claim) > SLOT_BYTES:
+            return  # no name that a coordinator admits is so long: this member beats by itself
+        # The launcher may read in between: the checksum tells it.
+        self._memory[self._start + _CLAIM : self._start + _CLAIM + len(claim)] = claim
+        head = _HEAD_FORM.pack(len(claim), zlib.crc32(claim))
+        self._memory[self._start + _HEAD : self._start + _CLAIM] = head
+
+    def withdraw(self) -> None:
+        """No beats any more: the membership is over."""
+        self._memory[self._start + _HEAD : self._start + _CLAIM] = _HEAD_FORM.pack(0, 0)
+
+    def progress(self, step: int) -> None:
+        """Steps committed so far, for the next beat."""
+        self._put(_STEP, step)
+
+    def beaten(self, within_s: float) -> bool:
+        """Whether the launcher's beats were accepted so lately that others are not needed."""
+        return time.monotonic_ns() - self._get(_BEATEN) < within_s * 1e9
+
+    # --- the launcher ---
+
+    def claimed(self, pid: int) -> Claim | None:
+        """What process `pid` claimed; None if it did not, or is about to."""
+        start = self._start
+        length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _CLAIM])
+        claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, SLOT_BYTES)]
+        if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
+            return None
+        claimant, heartbeat_s = _CLAIM_FORM.unpack_from(claim)
+        if claimant != pid:
+            return None  # a child of the worker's, whose life the launcher does not see
+        try:
+            token = Token.FromString(claim[_CLAIM_FORM.size :])
+        except DecodeError:
+            return None
+        return Claim(pid=pid, heartbeat_s=heartbeat_s, token=token, step=self._get(_STEP))
+
+    def accepted(self, claim: Claim) -> None:
+        """A coordinator took the beat for what is claimed here still."""
+        now = self.claimed(claim.pid)
+        if now is not None and now.token.incarnation == claim.token.incarnation:
+            self._put(_BEATEN, time.monotonic_ns())
+
+    def clear(self) -> None:
+        """For the next process of the slot."""
+        self._memory[self._start : self._start + SLOT_BYTES] = bytes(SLOT_BYTES)
+
+    def _put(self, offset: int, value: int) -> None:
+        _WORD.pack_into(self._memory, self._start + offset, value)
+
+    def _get(self, offset: int) -> int:
+        value: int = _WORD.unpack_from(self._memory, self._start + offset)[0]
+        return value
+
+
+class BeatBoard:
+    """The slots of one launcher's workers, in memory that goes with the launcher."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, num_slots * SLOT_BYTES)
+        self._memory = mmap.mmap(self._descriptor, 0)
+        self.slots = [BeatSlot(self._memory, index) for index in range(num_slots)]
+
+    def __enter__(self) -> "BeatBoard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._memory.close()
+        os.close(self._descriptor)
+
+    def address(self, index: int) -> str:
+        """Where a process of the same user opens the slot, while the launcher lives."""
+        # Not an inherited descriptor: a worker that is a child of the script finds this one too.
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
+
+
+__all__ = ["BeatBoard", "BeatSlot", "Claim"]
