@@ -85,6 +85,10 @@ class Membership:
         self._begun = -1
         self._step = 0
         self._change: _Change | None = None
+        self._crossed_at: int | None = None
+        """Where the old generation stopped, if this one was planned."""
+        self._stood_at: pb.SettleRequest | None = None
+        """What was said of the stand after the last break, while no generation has followed."""
         self._broken: dict[int, str] = {}
         self._waiting_for = "the coordinator to admit this member"
         self._stands_by = False
@@ -137,6 +141,7 @@ class Membership:
                 number = record.roster.generation if record else 0
                 if record is not None and number > above and number not in self._broken:
                     self._generation = number
+                    self._crossed_at = self._stood_at = None
                     return record
                 if self._failure is not None:
                     raise self._failure
@@ -151,6 +156,10 @@ class Membership:
         """Say that the first collective of the generation passed."""
         with self._changed:
             self._ready_generation = record.roster.generation
+            if self._proposal is not None and record.roster.synchronous:
+                # A leader that comes later is to know that this member holds what all hold.
+                self._proposal.has_state = True
+                self._proposal.step = max(self._proposal.step, self._step)
         self._call(_ready, pb.ReadyRequest(token=self._token(record.roster.generation)))
 
     # --- training ---
@@ -173,6 +182,7 @@ class Membership:
                 if change.stop_at is not None and step >= change.stop_at:
                     self._change, self._record = None, change.record
                     self._generation = change.record.roster.generation
+                    self._crossed_at = change.stop_at
                     return change.record
                 if change.stop_at is not None or step < change.offer:
                     break
@@ -230,7 +240,8 @@ class Membership:
             self._change, self._step, self._begun = None, step, step - 1
             if self._proposal is not None:
                 self._proposal.step, self._proposal.has_state = step, has_state
-        request = pb.SettleRequest(token=self.token, step=step, has_state=has_state)
+            request = pb.SettleRequest(token=self.token, step=step, has_state=has_state)
+            self._stood_at = request
         self._call(_settle, request)
 
     # --- leaving ---
@@ -410,14 +421,16 @@ class Membership:
         with self._changed:
             self.limits, self.http_url = admitted.limits, admitted.http_url
             again, self._admitted = self._admitted, True
-            proposal, ready = self._proposal, self._ready_generation
+            proposal, ready, stood_at = self._proposal, self._ready_generation, self._stood_at
             self._changed.notify_all()
         if self._member.beat_slot is not None:
             self._member.beat_slot.claim(self._token(0), admitted.limits.heartbeat_s)
         # A new leader knows the roster from etcd, not what each member has said since.
         if again and proposal is not None:
             self._call(_propose, pb.ProposeRequest(token=self.token, proposal=proposal))
-        if again and ready and ready == self._generation:
+        if again and stood_at is not None:
+            self._call(_settle, stood_at)
+        elif again and ready and ready == self._generation:
             self._call(_ready, pb.ReadyRequest(token=self._token(ready)))
 
     def _answer(self, prepare: pb.Prepare) -> None:
@@ -437,10 +450,11 @@ class Membership:
                 self._changed.notify_all()
             self.ready(record)
             return
+        if number <= self._generation:
+            self._offer_again(number)  # told again after a reconnection
+            return
         with self._changed:
             trains = self._generation > 0 and self._generation not in self._broken
-            if number <= self._generation:
-                return  # told again after a reconnection
             if not trains or not record.roster.planned:
                 self._record = record
                 self._changed.notify_all()
@@ -450,6 +464,12 @@ class Membership:
             offer = self._change.offer
         token = self._token(self._generation)
         self._call(_offer, pb.OfferRequest(token=token, generation=number, next_step=offer))
+
+    def _offer_again(self, number: int) -> None:
+        """A new leader collects the offers anew: say where the old generation did stop."""
+        if number == self._generation and self._crossed_at is not None:
+            token, step = self._token(number), self._crossed_at
+            self._call(_offer, pb.OfferRequest(token=token, generation=number, next_step=step))
 
     def _take_aborted(self, record: pb.GenerationRecord) -> None:
         number = record.roster.generation
@@ -473,6 +493,8 @@ class Membership:
             if generation in self._broken:
                 return
             self._broken[generation] = reason
+            # With a successor every generation before it is over too.
+            self._broken.setdefault(min(generation, self._generation), reason)
             self._changed.notify_all()
         log.info("generation_broken", generation=generation, reason=reason)
         self._on_break(generation, reason)
