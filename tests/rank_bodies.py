@@ -220,13 +220,14 @@ class Run:
     member_id: str
     min_members: int = 1
     desired_members: int = 1
+    max_members: int = 8
     fault: str = ""
     """What happens to this member: "kill in forward", "nan", "raise" ..."""
     at_step: int = 7
     batch_size: int = BATCH_SIZE
     epochs: int = EPOCHS
     hold_at: int = -1
-    """Waits before this step until the test opens `gate`."""
+    """Waits once before this step until the test opens `gate`."""
     gate: str = ""
     """A named pipe of this member's."""
     strategy: str = "ddp"
@@ -263,13 +264,15 @@ def train(report: Report, run: Run) -> None:
         coordinator=run.coordinator,
         member_id=run.member_id,
         min_members=run.min_members,
-        max_members=8,
+        max_members=run.max_members,
         desired_members=run.desired_members,
     )
+    held = False
     with session:
         replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
         for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=run.epochs):
-            if batch.step == run.hold_at:
+            if batch.step == run.hold_at and not held:
+                held = True
                 report("holds")
                 Path(run.gate).read_bytes()
             at_fault = run.fault if batch.step == run.at_step else ""

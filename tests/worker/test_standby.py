@@ -1,0 +1,66 @@
+"""A warm standby: a real process that waits, joined and with its model built, for a lost rank."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import rank_bodies
+from rank_bodies import NUM_STEPS, Run
+from ranks import Ranks
+
+from shoal_client.local.cluster import LocalCluster
+
+DEADLINE_S = 60.0
+
+
+def await_standby(http_url: str, job: str, member_id: str) -> None:
+    """Return once the page shows the member standing by."""
+    params = {"job": job}
+    with (
+        httpx.Client(timeout=DEADLINE_S, trust_env=False) as client,
+        client.stream("GET", f"{http_url}/api/v1/stream", params=params) as response,
+    ):
+        for line in response.iter_lines():
+            if not line.startswith("data:"):
+                continue
+            if f'"{member_id}"' in line and "standing by" in json.dumps(json.loads(line[5:])):
+                return
+    raise AssertionError(f"{member_id} never stood by")
+
+
+def test_a_standby_takes_over_the_lost_rank(cluster: LocalCluster, tmp_path: Path) -> None:
+    """It trains in the very next generation, in the rank that was lost, with the state of the
+    survivor; its process was there all along."""
+    gates = {name: tmp_path / name for name in "ab"}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    run = Run(
+        coordinator=cluster.coordinator,
+        job="standby",
+        member_id="",
+        desired_members=2,
+        max_members=2,
+        hold_at=6,
+    )
+    with Ranks() as ranks:
+        a, b = (
+            ranks.start(rank_bodies.train, replace(run, member_id=name, gate=str(gates[name])))
+            for name in "ab"
+        )
+        lost_rank = b.expect("tried")["rank"]
+        for rank in (a, b):
+            rank.expect("holds")
+        c = ranks.start(rank_bodies.train, replace(run, member_id="c", hold_at=-1))
+        await_standby(cluster.http_url, run.job, "c")
+        b.send_signal(signal.SIGKILL)
+        gates["a"].write_bytes(b"")
+        first = c.expect("tried")
+        assert first["world_size"] == 2
+        assert first["rank"] == lost_rank
+        assert first["step"] == 6
+        assert first["generation"] == 2
+        for rank in (a, c):
+            assert rank.expect("finished")["step"] == NUM_STEPS
