@@ -101,6 +101,22 @@ def test_a_halted_child_is_told_of(
     assert process.stop(DEADLINE_S) == -signal.SIGTERM
 
 
+def test_no_child_is_thought_halted_for_good(
+    supervisor: Supervisor, stops: queue.SimpleQueue[tuple[Process, bool]]
+) -> None:
+    """However soon the SIGCONT follows the SIGSTOP, the last word is that the child goes on."""
+    process = supervisor.spawn(python(FOREVER, sink=lambda line: None))
+    stat = Path(f"/proc/{process.pid}/stat")
+    for _ in range(300):
+        process.send_signal(signal.SIGSTOP)
+        deadline_s = time.monotonic() + DEADLINE_S
+        while ") T " not in stat.read_text():
+            assert time.monotonic() < deadline_s
+        process.send_signal(signal.SIGCONT)
+        while stops.get(timeout=DEADLINE_S) != (process, False):
+            pass
+
+
 def test_stop_is_graceful_then_not(supervisor: Supervisor) -> None:
     """SIGTERM gives a child its chance; one that ignores it is killed after the grace time."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -1,6 +1,6 @@
 """`shoal run` as a user meets it: a process, its workers, its signals, its exit code.
 
-The coordinator is a gRPC server that takes exit reports and knows no jobs.
+The coordinator is a gRPC server that takes reports and knows no jobs.
 """
 
 import os
@@ -24,6 +24,7 @@ from shoal_proto.v1.membership_pb2 import (
     GenerationRecord,
     GetGenerationRequest,
     ReportExitRequest,
+    ReportHaltRequest,
 )
 from shoal_proto.v1.membership_pb2_grpc import (
     MembershipServicer,
@@ -36,9 +37,17 @@ DEADLINE_S = 30.0
 class ExitBook(MembershipServicer):
     def __init__(self) -> None:
         self.reports: queue.SimpleQueue[ReportExitRequest] = queue.SimpleQueue()
+        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Of exits and halts, in the order in which they came."""
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
         self.reports.put(request)
+        self.told.put(f"{request.pid} {request.exit_code}")
+        return Ack()
+
+    def ReportHalt(self, request: ReportHaltRequest, context: grpc.ServicerContext) -> Ack:
+        assert request.host == socket.gethostname()
+        self.told.put(f"{request.pid} {'halted' if request.halted else 'goes on'}")
         return Ack()
 
     def GetGeneration(
@@ -230,6 +239,71 @@ def test_signals_are_passed_on(shoal_run: Run, number: signal.Signals) -> None:
     assert not any(is_alive(pid) for pid in pids)
 
 
+def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
+    """SIGSTOP, SIGCONT, SIGSTOP, SIGKILL: the coordinator hears of each, as they came."""
+    process = shoal_run(WAIT, "-n", "1", "--max-restarts", "0")
+    pid = int(read_until(process, " pid ")[-1].rpartition(" ")[2])
+    steps = (
+        (signal.SIGSTOP, "halted"),
+        (signal.SIGCONT, "goes on"),
+        (signal.SIGSTOP, "halted"),
+        (signal.SIGKILL, "-9"),
+    )
+    for number, told in steps:
+        os.kill(pid, number)
+        assert book.told.get(timeout=DEADLINE_S) == f"{pid} {told}"
+    code, output = finish(process)
+    assert code == 128 + signal.SIGKILL, output
+
+
+@pytest.mark.parametrize("restart_on", ["signal", "failure"])
+def test_a_drained_worker_is_no_failure(shoal_run: Run, restart_on: str) -> None:
+    """Exit code 143 of one worker: not started again, and the job that others complete counts."""
+    script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else 0)"
+    code, output = finish(shoal_run(script, "-n", "2", "--restart-on", restart_on))
+    assert code == 0, output
+    assert "-0 was drained (exit code 143)" in output
+    assert "started again" not in output
+    assert "1 of 2 workers completed, drained: " in output
+
+
+@pytest.mark.parametrize(("other", "expected"), [(143, 143), (5, 5)])
+def test_a_run_of_drained_workers(shoal_run: Run, other: int, expected: int) -> None:
+    """With all of them drained the run's code is 143; with one that failed it is that one's."""
+    script = "import os, sys; sys.exit(143 if os.environ['SHOAL_MEMBER_ID'].endswith('-0') else "
+    code, output = finish(shoal_run(f"{script}{other})", "-n", "2"))
+    assert code == expected, output
+
+
+def test_workers_may_drain(shoal_run: Run) -> None:
+    """After a SIGTERM a worker ends in its own time and is not killed for it."""
+    script = """
+import signal, sys
+def drain(number, frame):
+    print("hands over", flush=True)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, drain)
+"""
+    process = shoal_run(script + WAIT, "-n", "2")
+    read_until(process, " pid ", count=2)
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    assert output.count("hands over") == 2
+    assert output.count("was drained") == 2
+
+
+def test_the_grace_time_is_bounded(shoal_run: Run) -> None:
+    """A worker that does not end after SIGTERM is killed once --grace-s is over."""
+    deaf = "import signal; signal.signal(15, lambda *_: print('deaf', flush=True)); "
+    process = shoal_run(deaf + WAIT + "\nwhile True: signal.pause()", "-n", "1", "--grace-s", "0.2")
+    read_until(process, " pid ")
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    assert "was killed by SIGKILL" in output
+
+
 def test_a_second_interrupt_kills(shoal_run: Run) -> None:
     """Workers that ignore Ctrl-C are killed by the second one."""
     deaf = "import signal; signal.signal(2, lambda *_: print('deaf', flush=True)); "
@@ -264,6 +338,7 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
         (("-n", "1", "--min", "2"), "--desired is out of bounds"),
         (("-n", "1", "--coordinator", "nowhere"), "bad coordinator address; saw 'nowhere'"),
         (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
+        (("-n", "1", "--grace-s", "0"), "bad --grace-s; saw 0; expected above 0"),
     ],
 )
 def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> None:

@@ -1,0 +1,180 @@
+"""What a launcher says for its workers, as a coordinator takes it: they live, they are halted."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from coordinator_world import Served, served
+
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.views import MemberView
+
+LIMITS = Limits(heartbeat_s=0.4, join_s=14.0)
+HOLD_S = 5
+"""Longer than any silence is borne."""
+DEADLINE_S = 60.0
+
+WORKER = f"""
+import ctypes, os, signal, time
+from shoal.joining import read_config
+from shoal_client.membership import Membership
+
+member = read_config({{}}, os.environ).member()
+membership = Membership(member)
+membership.attend()
+membership.progress(7)
+while member.beat_slot and not member.beat_slot.beaten(within_s={DEADLINE_S}):
+    time.sleep(0.01)  # until the launcher has taken over
+print("pid", os.getpid(), flush=True)
+if os.environ.get("HOLD"):
+    print("holds", flush=True)
+    ctypes.PyDLL(None).sleep({HOLD_S})  # does not let go of Python's lock, as time.sleep would
+    print("held", flush=True)
+while membership.failure is None:
+    time.sleep(0.01)
+print("over:", type(membership.failure).__name__, flush=True)
+"""
+
+
+class Started:
+    """A process and its output; `line` waits for what it says."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.said: list[str] = []
+
+    async def line(self, wanted: str) -> str:
+        """The next line with these words."""
+        assert self.process.stdout is not None
+        async with asyncio.timeout(DEADLINE_S):
+            while raw := await self.process.stdout.readline():
+                self.said.append(raw.decode())
+                if wanted in self.said[-1]:
+                    return self.said[-1].strip()
+        raise AssertionError(f"{wanted!r} did not come in {self.said}")
+
+    async def pid(self) -> int:
+        """The worker's pid, once it is a member."""
+        return int((await self.line("pid ")).rpartition(" ")[2])
+
+
+class World:
+    def __init__(self, coordinator: Served, directory: Path) -> None:
+        self._coordinator = coordinator
+        self._script = directory / "worker.py"
+        self._script.write_text(WORKER)
+        self.started: list[Started] = []
+
+    async def start(self, *command: str, hold: bool = False) -> Started:
+        """The worker's script, after `command`."""
+        environment = {
+            **os.environ,
+            "SHOAL_COORDINATOR": self._coordinator.address,
+            "SHOAL_JOB": "j",
+            "SHOAL_MEMBER_ID": "alone",
+            "SHOAL_MAX_MEMBERS": "1",
+            "HOLD": "1" if hold else "",
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *command,
+            str(self._script),
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        self.started.append(Started(process))
+        return self.started[-1]
+
+    async def run(self, *, hold: bool = False) -> Started:
+        return await self.start(
+            "-m", "shoal_client", "run", "--job", "j", "--max-restarts", "0", hold=hold
+        )
+
+    def member(self, pid: int) -> MemberView | None:
+        """What the status page shows of the process."""
+        jobs = self._coordinator.coordinator.view.jobs()
+        found = [each for job in jobs for each in job.members if each.pid == pid]
+        return found[0] if found else None
+
+    def reasons(self) -> str:
+        """Why which member was lost."""
+        board = self._coordinator.coordinator.board
+        return "; ".join(each.reason for each in board.events("j") if each.kind == "member_removed")
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def world_in(directory: Path) -> AsyncIterator[World]:
+    async with served(MemoryStore(), LIMITS) as coordinator:
+        world = World(coordinator, directory)
+        try:
+            yield world
+        finally:
+            for each in world.started:
+                if each.process.returncode is None:
+                    each.process.send_signal(signal.SIGCONT)
+                    each.process.kill()
+                await each.process.wait()
+
+
+@pytest.mark.timeout(200)
+async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: Path) -> None:
+    """Its launcher beats for it, with its steps; the same worker without a launcher is lost."""
+    async with world_in(tmp_path) as world:
+        launched, alone = await world.run(hold=True), await world.start(hold=True)
+        launched_pid, alone_pid = await launched.pid(), await alone.pid()
+        joined = world.member(launched_pid)
+        await asyncio.gather(launched.line("holds"), alone.line("holds"))
+        await asyncio.gather(launched.line("held"), alone.line("held"))
+        await alone.line("over: Fenced")
+        after = world.member(launched_pid)
+        assert joined is not None and after is not None, world.reasons()
+        assert after.incarnation == joined.incarnation
+        assert after.step == 7
+        assert world.member(alone_pid) is None
+
+
+@pytest.mark.timeout(200)
+async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> None:
+    """SIGSTOP of the launcher: its worker beats by itself for longer than silence is borne."""
+    async with world_in(tmp_path) as world:
+        launched = await world.run()
+        pid = await launched.pid()
+        launched.process.send_signal(signal.SIGSTOP)
+        halted_s = time.time()
+
+        def beats_on() -> bool:
+            seen = world.member(pid)
+            assert seen is not None, world.reasons()
+            return seen.last_seen_unix_s > halted_s + LIMITS.silence_s + LIMITS.lease_s
+
+        await until(beats_on)
+
+
+@pytest.mark.timeout(200)
+async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> None:
+    """SIGSTOP of the worker: lost as halted and not as silent; when it goes on it is fenced."""
+    async with world_in(tmp_path) as world:
+        launched = await world.run()
+        pid = await launched.pid()
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: world.member(pid) is None)
+        assert "SIGSTOP" in world.reasons()
+        os.kill(pid, signal.SIGCONT)
+        await launched.line("over: Fenced")
