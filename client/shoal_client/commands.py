@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 from shoal_client.demo.command import add as add_demo
+from shoal_client.drain import add as add_drain
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import Process
 from shoal_client.status import add as add_status
@@ -22,10 +23,11 @@ HTTP_PORT = 7780
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `shoal up`, `shoal demo`, `shoal status` and `shoal why`."""
+    """Add `shoal up`, `shoal demo`, `shoal status`, `shoal why` and `shoal drain`."""
     add_up(subparsers)
     add_demo(subparsers)
     add_status(subparsers)
+    add_drain(subparsers)
 
 
 def add_up(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

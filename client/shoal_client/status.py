@@ -35,13 +35,18 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
+    add_http(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def add_http(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the address of the HTTP API."""
     parser.add_argument(
         "--http",
         metavar="URL",
         default=os.environ.get("SHOAL_HTTP") or DEFAULT_URL,
         help=f"base URL of the coordinator (default: $SHOAL_HTTP, else {DEFAULT_URL})",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 class StatusClient:
@@ -68,6 +73,10 @@ class StatusClient:
     def shards(self, job: str) -> Json:
         """The job's shards and their servers."""
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/shards")
+
+    def member(self, job: str, member_id: str) -> Json:
+        """One member."""
+        return self._get(f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}")
 
     def why(self, job: str, member_id: str) -> Json:
         """What the member waits for."""
