@@ -1,4 +1,4 @@
-"""`shoal coordinator` and `shoal ps`."""
+"""`shoal coordinator`, `shoal ps` and `shoal config`."""
 
 import argparse
 import asyncio
@@ -22,9 +22,10 @@ Subparsers = argparse._SubParsersAction  # its only public name is what add_subp
 
 
 def add(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
-    """Add `shoal coordinator` and `shoal ps`."""
+    """Add `shoal coordinator`, `shoal ps` and `shoal config`."""
     _add_coordinator(subparsers)
     _add_parameter_server(subparsers)
+    _add_config(subparsers)
 
 
 def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
@@ -38,19 +39,7 @@ def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     _add_serving(parser, listen="0.0.0.0:7700")
     option = parser.add_argument
     option("--http", default="0.0.0.0:7780", metavar="HOST:PORT", help="default %(default)s")
-    option(
-        "--heartbeat-s",
-        type=float,
-        default=0.5,
-        help="seconds between heartbeats (default %(default)s); detection times follow from it",
-    )
-    option(
-        "--join-s",
-        type=float,
-        default=120.0,
-        help="longest wait of a member for a generation, in seconds (default %(default)s);"
-        " the other limits follow from it",
-    )
+    _add_limits(parser)
     option(
         "--leader-lease-s",
         type=float,
@@ -70,6 +59,36 @@ def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> 
     _add_serving(parser, listen="0.0.0.0:7710")
     parser.add_argument("--id", help="name of this server (default: host and port)")
     parser.set_defaults(handler=parameter_server)
+
+
+def _add_config(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
+    parser = subparsers.add_parser(
+        "config",
+        help="every time limit that follows from two numbers",
+        description="Prints the time limits that a coordinator with these two numbers works by,"
+        " what each is for, and the order in which they must be. Starts nothing.",
+        allow_abbrev=False,
+    )
+    _add_limits(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(handler=config)
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option(
+        "--heartbeat-s",
+        type=float,
+        default=0.5,
+        help="seconds between heartbeats (default %(default)s); detection times follow from it",
+    )
+    option(
+        "--join-s",
+        type=float,
+        default=120.0,
+        help="longest wait of a member for a generation, in seconds (default %(default)s);"
+        " the other limits follow from it",
+    )
 
 
 def _add_serving(parser: argparse.ArgumentParser, listen: str) -> None:
@@ -141,6 +160,19 @@ def coordinator(options: argparse.Namespace) -> int:
     except ValueError as error:
         return _bad_arguments("coordinator", error)
     return _run("coordinator", serve(config))
+
+
+def config(options: argparse.Namespace) -> int:
+    """Print the time limits; 2 for numbers that a coordinator would not start with."""
+    from shoal_server.config_command import show  # noqa: PLC0415
+    from shoal_server.core.limits import Limits  # noqa: PLC0415
+
+    try:
+        limits = Limits(heartbeat_s=options.heartbeat_s, join_s=options.join_s)
+    except ValueError as error:
+        return _bad_arguments("config", error)
+    show(limits, as_json=options.json)
+    return 0
 
 
 def parameter_server(options: argparse.Namespace) -> int:

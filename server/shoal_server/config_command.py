@@ -1,0 +1,71 @@
+"""`shoal config`: what two numbers lead to."""
+
+import json
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from shoal_server.core.limits import Limits
+
+_CHOSEN = {
+    "heartbeat_s": "How often a member says that it lives. You choose it: --heartbeat-s.",
+    "join_s": "The longest wait for a generation before a member is told why there is none. You"
+    " choose it: --join-s.",
+}
+
+
+def show(limits: Limits, *, as_json: bool) -> None:
+    """Print every limit with its meaning, and the order in which they must be."""
+    if as_json:
+        print(json.dumps(_as_dict(limits), indent=2))
+        return
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
+    table.add_column("limit", no_wrap=True)
+    table.add_column("seconds", justify="right", no_wrap=True)
+    table.add_column("meaning", overflow="fold", ratio=1)
+    for name, meaning in meanings():
+        table.add_row(name, f"{getattr(limits, name):g}", meaning)
+    console.print(table)
+    console.print("\nEach below the next, else a coordinator does not start:", style="dim")
+    for chain in _chains(limits):
+        console.print("  " + " < ".join(f"{name} ({seconds:g})" for name, seconds in chain))
+
+
+def meanings() -> Iterator[tuple[str, str]]:
+    """Each limit's name and what it is, in a line."""
+    yield from _CHOSEN.items()
+    for name, attribute in vars(Limits).items():
+        if isinstance(attribute, property):
+            yield name, (attribute.__doc__ or "").partition("\n")[0]
+
+
+def _as_dict(limits: Limits) -> dict[str, object]:
+    return {
+        "limits": {
+            name: {"seconds": getattr(limits, name), "meaning": meaning}
+            for name, meaning in meanings()
+        },
+        "hierarchy": [
+            {
+                "smaller": {"name": smaller[0], "seconds": smaller[1]},
+                "larger": {"name": larger[0], "seconds": larger[1]},
+            }
+            for smaller, larger in limits.hierarchy()
+        ],
+    }
+
+
+def _chains(limits: Limits) -> list[list[tuple[str, float]]]:
+    """The pairs of the hierarchy, those put into one line where one ends as the next begins."""
+    chains: list[list[tuple[str, float]]] = []
+    for smaller, larger in limits.hierarchy():
+        if chains and chains[-1][-1] == smaller:
+            chains[-1].append(larger)
+        else:
+            chains.append([smaller, larger])
+    return chains
+
+
+__all__ = ["meanings", "show"]
