@@ -1,0 +1,241 @@
+"""Members of one job, by the thousand, in one process: bench/membership.py starts it.
+
+Each member attends by a stream of its own and makes its own calls; the members of a host share a
+connection, as workers of one launcher could. Every member computes the digest of the roster that
+it was shown and keeps the committed record that it was sent.
+
+Commands come as lines on stdin, answers leave as lines of JSON on stdout.
+"""
+
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from shoal_proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
+from shoal_proto.digest import roster_digest
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # Else all channels of a process share one connection.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+FIELDS = {
+    "strategy": "ddp",
+    "schema": "0" * 64,
+    "optimizer": "1" * 64,
+    "backend": "gloo",
+    "torch": "2.9.0",
+    "global_batch": "1024",
+    "dataset": "2" * 64,
+    "seed": "0",
+}
+MAX_ATTENDING = 64
+"""Members that attend at a time; the others wait their turn."""
+CALL_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The members that one process plays, as it is told on its command line."""
+
+    coordinator: str
+    job: str
+    first: int
+    """Number of the first member; the others follow."""
+    num_members: int
+    desired: int
+    members_per_host: int = 8
+    heartbeat_s: float = 1.0
+
+
+@dataclass(kw_only=True)
+class Played:
+    """One member."""
+
+    token: Token
+    info: pb.MemberInfo
+    stub: MembershipStub
+    admitted: asyncio.Event = field(default_factory=asyncio.Event)
+    committed: asyncio.Event = field(default_factory=asyncio.Event)
+    step: int = 0
+    record: bytes = b""
+    """The committed record, roster included."""
+    prepare: pb.Prepare | None = None
+
+
+class Driver:
+    def __init__(self, share: Share) -> None:
+        self._share = share
+        self._hosts: dict[str, list[Played]] = {}
+        self._attended: list[Played] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._attending = asyncio.Semaphore(MAX_ATTENDING)
+        self._failures: list[str] = []
+        self.num_late_beats = 0
+        for number in range(share.first, share.first + share.num_members):
+            self._hosts.setdefault(f"host-{number // share.members_per_host}", []).append(
+                self._player(number)
+            )
+
+    def _player(self, number: int) -> Played:
+        share = self._share
+        token = Token(
+            job=share.job, member_id=f"member-{number:05d}", incarnation=new_incarnation()
+        )
+        host = number // share.members_per_host
+        info = pb.MemberInfo(
+            host=f"host-{host}",
+            pid=1000 + number,
+            address=f"10.{host // 250}.{host % 250}.1",
+            device="cpu",
+            torch_version="2.9.0",
+            shoal_version="0",
+        )
+        if number % share.members_per_host == 0 or number == share.first:
+            self._channel = grpc.aio.insecure_channel(share.coordinator, OPTIONS)
+        return Played(token=token, info=info, stub=MembershipStub(self._channel))
+
+    @property
+    def players(self) -> list[Played]:
+        return [player for players in self._hosts.values() for player in players]
+
+    # --- commands ---
+
+    async def attend(self) -> dict[str, float]:
+        """Everybody attends; each host beats from its first admission on."""
+        start_s = time.monotonic()
+        for number, (host, players) in enumerate(self._hosts.items()):
+            self._start(self._beat(players, number / len(self._hosts)), f"beat-{host}")
+            for player in players:
+                await self._attending.acquire()
+                self._start(self._attend(player), player.token.member_id)
+        await asyncio.gather(*(player.admitted.wait() for player in self.players))
+        return {"attend_s": time.monotonic() - start_s}
+
+    async def propose(self, which: str) -> dict[str, float]:
+        """All but the last member of this process propose ("others"), the last ("last"), or all."""
+        players = self.players
+        chosen = {"others": players[:-1], "last": players[-1:], "all": players}[which]
+        started_s = time.monotonic()
+        width = asyncio.Semaphore(MAX_ATTENDING)
+
+        async def one(player: Played) -> None:
+            async with width:
+                proposal = pb.Proposal(fields=FIELDS, synchronous=True)
+                request = pb.ProposeRequest(token=player.token, proposal=proposal)
+                await player.stub.Propose(request, timeout=CALL_S)
+
+        await asyncio.gather(*(one(player) for player in chosen))
+        return {"started_s": started_s}
+
+    async def committed(self) -> dict[str, object]:
+        """When the last of these members held the record; the hashes of all records held."""
+        await asyncio.gather(*(player.committed.wait() for player in self.players))
+        held_s = time.monotonic()
+        hashes = sorted({hashlib.sha256(player.record).hexdigest() for player in self.players})
+        num_held = sum(1 for player in self.players if player.record)
+        return {"held_s": held_s, "records": hashes, "num_held": num_held}
+
+    async def state(self) -> dict[str, object]:
+        """What went wrong so far, and the CPU time of this process."""
+        late, self.num_late_beats = self.num_late_beats, 0
+        return {"failures": self._failures[:5], "late_beats": late, "cpu_s": time.process_time()}
+
+    # --- one member ---
+
+    async def _attend(self, player: Played) -> None:
+        share = self._share
+        spec = pb.JobSpec(
+            job=share.job, min_members=1, max_members=share.desired, desired_members=share.desired
+        )
+        request = pb.AttendRequest(
+            protocol=PROTOCOL_VERSION, token=player.token, spec=spec, info=player.info
+        )
+        try:
+            async for notice in player.stub.Attend(request):
+                await self._take(player, notice)
+            raise RuntimeError(f"the stream of {player.token.member_id} ended")
+        finally:
+            if not player.admitted.is_set():
+                self._attending.release()
+
+    async def _take(self, player: Played, notice: pb.Notice) -> None:
+        kind = notice.WhichOneof("kind")
+        if kind == "admitted" and not player.admitted.is_set():
+            player.admitted.set()
+            self._attended.append(player)
+            self._attending.release()
+        elif kind == "prepare":
+            player.prepare = notice.prepare
+            digest = roster_digest(notice.prepare.roster)
+            if digest != notice.prepare.digest:
+                raise RuntimeError("the digest of the roster shown is another than the one named")
+            generation = notice.prepare.roster.generation
+            answer = pb.AnswerRequest(token=player.token, generation=generation, digest=digest)
+            await player.stub.Answer(answer, timeout=CALL_S)
+        elif kind == "outcome":
+            if notice.outcome.verdict != pb.VERDICT_COMMITTED:
+                raise RuntimeError(f"aborted: {notice.reason}")
+            player.record = notice.outcome.SerializeToString(deterministic=True)
+            player.committed.set()
+        elif kind == "refused":
+            raise RuntimeError(f"refused: {notice.reason}")
+
+    async def _beat(self, players: list[Played], phase: float) -> None:
+        """One call a heartbeat for all members of the host that were admitted."""
+        every_s = self._share.heartbeat_s
+        await asyncio.gather(*(player.admitted.wait() for player in players[:1]))
+        due_s = time.monotonic() + phase * every_s
+        while True:
+            await asyncio.sleep(max(due_s - time.monotonic(), 0))
+            due_s += every_s
+            beats = [
+                pb.Beat(token=player.token, step=player.step)
+                for player in players
+                if player.admitted.is_set()
+            ]
+            reply = await players[0].stub.Heartbeat(
+                pb.HeartbeatRequest(beats=beats), timeout=CALL_S
+            )
+            self.num_late_beats += time.monotonic() > due_s
+            for each in reply.replies:
+                if each.HasField("error"):
+                    raise RuntimeError(f"a beat was refused: {each.error}")
+
+    def _start(self, work: "asyncio.coroutines.Coroutine[None, None, None]", name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        self._tasks.append(task)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failures.append(f"{task.get_name()}: {error!r}"[:500])
+            print(self._failures[-1], file=sys.stderr, flush=True)
+
+
+async def serve(share: Share) -> None:
+    driver = Driver(share)
+    stdin = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+    while line := await stdin.readline():
+        command, *arguments = line.decode().split()
+        answer = await getattr(driver, command)(*arguments)
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    asyncio.run(serve(Share(**json.loads(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()
