@@ -1,0 +1,152 @@
+"""Starts the same training on Shoal and on its peers, four workers each.
+
+Whoever is killed is started again at once: by `shoal run`, by torchrun's agent, and for torchft,
+which leaves that to its user, by this module.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from training.steps import Steps
+
+from shoal_client.local.cluster import LocalCluster
+from shoal_client.local.process import Command, Process, Supervisor
+
+NUM_WORKERS = 4
+START_S = 120.0
+HERE = Path(__file__).parent
+
+
+def environment(**more: str) -> Mapping[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", **more}
+
+
+class ShoalJob:
+    """A job of `shoal run`'s workers in the cluster; up inside its `with` block."""
+
+    def __init__(self, cluster: LocalCluster, directory: Path, *, max_members: int) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._max_members = max_members
+        self._supervisor = Supervisor(grace_s=2.0)
+        self.name = directory.name
+        self.steps = Steps(directory)
+
+    def __enter__(self) -> "ShoalJob":
+        self._directory.mkdir()
+        self._supervisor.__enter__()
+        self.launch(NUM_WORKERS)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._supervisor.close()
+
+    def launch(self, num_workers: int, *, max_restarts: int = 1000) -> Process:
+        """One more `shoal run` on this host."""
+        number = len(list(self._directory.glob("launcher-*.log")))
+        return self._supervisor.spawn(
+            Command(
+                name=f"launcher-{number}",
+                arguments=(
+                    *(sys.executable, "-m", "shoal_client", "run"),
+                    *("-n", str(num_workers), "--job", self.name),
+                    *("--coordinator", self._cluster.coordinator),
+                    *("--desired", str(NUM_WORKERS), "--max", str(self._max_members)),
+                    *("--max-restarts", str(max_restarts)),
+                    *(str(HERE / "on_shoal.py"), str(self._directory)),
+                ),
+                environment=environment(),
+                log_path=self._directory / f"launcher-{number}.log",
+            )
+        )
+
+    def num_standbys(self) -> int:
+        """Members that stand by, as the coordinator knows them."""
+        url = f"{self._cluster.http_url}/api/v1/jobs/{self.name}/members"
+        members = httpx.get(url, trust_env=False).raise_for_status().json()
+        return sum(member["member"]["state"] == "standby" for member in members)
+
+    def logs(self) -> str:
+        return logs_in(self._directory)
+
+
+@contextmanager
+def torchft_job(python: str, directory: Path) -> Iterator[Steps]:
+    """Four replica groups of one worker each, and a lighthouse."""
+    directory.mkdir()
+    script = str(HERE / "on_torchft.py")
+
+    def start(name: str, *arguments: str) -> Process:
+        return supervisor.spawn(
+            Command(
+                name=name,
+                arguments=(python, script, *arguments),
+                environment=environment(),
+                log_path=directory / f"{name}.log",
+            )
+        )
+
+    def worker(number: int) -> Process:
+        return start(f"worker-{number}", "worker", str(directory), str(number))
+
+    def restart(process: Process) -> None:
+        kind, _, number = process.name.partition("-")
+        if kind == "worker" and not closing:
+            worker(int(number))
+
+    closing: list[bool] = []
+    with Supervisor(on_exit=restart, grace_s=0.5) as supervisor:
+        try:
+            start("lighthouse", "lighthouse", str(directory))
+            await_file(directory / "lighthouse")
+            for number in range(NUM_WORKERS):
+                worker(number)
+            yield Steps(directory)
+        finally:
+            closing.append(True)
+
+
+@contextmanager
+def torchrun_job(directory: Path, port: int) -> Iterator[Steps]:
+    """Four nodes of one worker each that meet at the first one's store."""
+    directory.mkdir()
+    with Supervisor(grace_s=2.0) as supervisor:
+        for number in range(NUM_WORKERS):
+            supervisor.spawn(torchrun_node(directory, port, number))
+        yield Steps(directory)
+
+
+def torchrun_node(directory: Path, port: int, number: int) -> Command:
+    is_host = "true" if number == 0 else "false"
+    return Command(
+        name=f"node-{number}",
+        arguments=(
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *(f"--rdzv-id={directory.name}", f"--nnodes=1:{NUM_WORKERS}", "--nproc-per-node=1"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+            *(f"--rdzv-conf=last_call_timeout=1,is_host={is_host}", "--max-restarts=1000"),
+            *(str(HERE / "on_torchrun.py"), str(directory)),
+        ),
+        # A store of its own for every restart: without it workers read stale addresses.
+        environment=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
+        log_path=directory / f"node-{number}.log",
+    )
+
+
+def await_file(path: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while not path.exists():
+        if time.monotonic() > deadline_s:
+            raise SystemExit(f"{path.name} did not start:\n{logs_in(path.parent)}")
+        time.sleep(0.05)
+
+
+def logs_in(directory: Path) -> str:
+    """The end of every log in the directory."""
+    texts: Sequence[Path] = sorted(directory.glob("*.log"))
+    return "\n".join(f"{path.name}:\n{path.read_text()[-2000:]}" for path in texts)

@@ -1,0 +1,106 @@
+"""Reads what workers committed, and works figures out of it."""
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+POLL_S = 0.05
+"""The times stand in the lines: how often they are read costs processor time and no accuracy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One committed step of one worker."""
+
+    at_s: float
+    pid: int
+    agent: int
+    formation: int
+    world_size: int
+
+
+class Steps:
+    """All steps in a directory; `read` takes in the new ones."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._offsets: dict[Path, int] = {}
+        self.by_pid: dict[int, list[Step]] = {}
+
+    def read(self) -> None:
+        for path in self._directory.glob("steps-*"):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                text = file.read()
+            complete = text[: text.rfind(b"\n") + 1]
+            self._offsets[path] = self._offsets.get(path, 0) + len(complete)
+            for line in complete.splitlines():
+                step = Step(**json.loads(line))
+                self.by_pid.setdefault(step.pid, []).append(step)
+
+    def await_true(self, holds: Callable[[], bool], within_s: float) -> bool:
+        """Read until it holds, or the time is up."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            self.read()
+            if holds():
+                return True
+            if time.monotonic() > deadline_s:
+                return False
+            time.sleep(POLL_S)
+
+    def training(self, world_size: int, num_steps: int) -> list[int]:
+        """Process ids of the newest formation if so many train in it, `num_steps` each; or none."""
+        newest = max((own[-1] for own in self.by_pid.values()), key=_at, default=None)
+        if newest is None or newest.world_size != world_size:
+            return []
+        pids = [
+            pid
+            for pid, own in self.by_pid.items()
+            if len(own) >= num_steps
+            and own[-num_steps].formation == own[-1].formation == newest.formation
+            and own[-num_steps].world_size == world_size
+            and newest.at_s - own[-1].at_s < 1.0
+        ]
+        return sorted(pids) if len(pids) == world_size else []
+
+    def first(self, pid: int, *, after_s: float, where: Callable[[Step], bool]) -> float | None:
+        """When the worker committed its first such step after that time."""
+        own = self.by_pid.get(pid, [])
+        return next((step.at_s for step in own if step.at_s > after_s and where(step)), None)
+
+    def await_step(self, pids: Iterable[int], *, after_s: float, within_s: float) -> bool:
+        """Read until each of the workers has committed a step after that time."""
+        waited = list(pids)
+        return self.await_true(
+            lambda: all(self.by_pid[pid][-1].at_s > after_s for pid in waited), within_s
+        )
+
+    def all_first(
+        self, pids: Iterable[int], *, after_s: float, where: Callable[[Step], bool]
+    ) -> float | None:
+        """When the last of the workers had committed its first such step."""
+        times = [self.first(pid, after_s=after_s, where=where) for pid in pids]
+        known = [at_s for at_s in times if at_s is not None]
+        return max(known) if known and len(known) == len(times) else None
+
+    def gaps(self, pid: int, from_s: float, to_s: float) -> list[float]:
+        """Seconds between one committed step and the next, of those that began or ended then."""
+        pairs = pairwise(step.at_s for step in self.by_pid[pid])
+        return [end - start for start, end in pairs if end >= from_s and start <= to_s]
+
+    def pause(self, pids: Iterable[int], at_s: float, around_s: float) -> float:
+        """How long some worker stood still around a moment, beyond its usual gap before."""
+        longest = 0.0
+        for pid in pids:
+            usual = median(self.gaps(pid, at_s - 6 * around_s, at_s - around_s))
+            longest = max(longest, max(self.gaps(pid, at_s - around_s, at_s + around_s)) - usual)
+        return longest
+
+
+def _at(step: Step) -> float:
+    return step.at_s
