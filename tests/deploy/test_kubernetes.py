@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ import yaml
 from deploy.kustomization import Resource, containers, find, render, workloads
 from deploy.pods import config, expand, variables
 
+from shoal.commands import read_config
+from shoal.run_config import member_ids
 from shoal_client.cli import build_parser
+from shoal_server.core.limits import Limits
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
@@ -266,6 +270,31 @@ def test_commands_parse(resources: list[Resource]) -> None:
     coordinator = find(resources, kinds={"Deployment"}, name="coordinator")
     [container] = coordinator["spec"]["template"]["spec"]["containers"]
     assert parsed["coordinator"].http == f"0.0.0.0:{port_of(container, 'http')}"
+
+
+def test_the_worker_is_started_by_shoal_run(resources: list[Resource]) -> None:
+    """With the job's own settings, under the pod's name, and with time to drain."""
+    worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
+    [container] = worker["containers"]
+    known = variables(resources, container, first_pod(container))
+    program, *command = expand(container["command"], known)
+    assert program == "shoal"
+    options = build_parser().parse_args([*command, *container.get("args", [])])
+    run = read_config(options, known["SHOAL_COORDINATOR"])
+    settings = config(resources, "job")
+    assert run.job == settings["SHOAL_JOB"]
+    bounds = (run.min_members, run.desired_members, run.max_members)
+    names = ("SHOAL_MIN_MEMBERS", "SHOAL_DESIRED_MEMBERS", "SHOAL_MAX_MEMBERS")
+    assert bounds == tuple(int(settings[name]) for name in names)
+    assert member_ids(replace(run, environment=known), "host") == ["worker-0"]
+    assert run.grace_s + 10 <= worker["terminationGracePeriodSeconds"]
+    assert run.grace_s > Limits().drain_s, "a drain may take so long before the last step"
+
+
+def test_the_image_is_stopped_by_the_signal_that_drains() -> None:
+    """SIGTERM, by which kubelet, Docker and `shoal run` tell a worker to drain."""
+    lines = (KUBERNETES.parent / "Dockerfile").read_text().splitlines()
+    assert [line for line in lines if line.startswith("STOPSIGNAL")] == ["STOPSIGNAL SIGTERM"]
 
 
 def test_ready_file_is_the_one_that_is_written(resources: list[Resource]) -> None:

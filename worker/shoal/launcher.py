@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from shoal.run_config import RunConfig, worker_environment
+from shoal.run_config import RunConfig, member_ids, worker_environment
 from shoal_client.beat_board import BeatBoard
 from shoal_client.host_beats import HostBeats
 from shoal_client.host_reports import HostReporter
@@ -67,10 +67,9 @@ class Launcher:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._host = socket.gethostname()
-        # Two launchers on one host, or hosts of one name, must not share member ids.
-        unique = f"{_name_part(self._host)}-{os.urandom(2).hex()}"
         self.slots = [
-            Slot(index=index, member_id=f"{unique}-{index}") for index in range(config.num_workers)
+            Slot(index=index, member_id=member_id)
+            for index, member_id in enumerate(member_ids(config, self._host))
         ]
         # Signal handlers put into it: a SimpleQueue is safe from there.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
@@ -290,12 +289,6 @@ def describe(code: int) -> str:
     if code == DRAINED:
         return f"was drained (exit code {code})"
     return "completed" if code == 0 else f"failed with exit code {code}"
-
-
-def _name_part(host: str) -> str:
-    first = host.partition(".")[0]
-    kept = "".join(each if each.isalnum() and each.isascii() else "-" for each in first)
-    return kept.strip("-")[:64] or "host"
 
 
 __all__ = ["Launcher", "Slot", "describe"]

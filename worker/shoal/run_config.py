@@ -88,9 +88,26 @@ def worker_environment(config: RunConfig, member_id: str) -> dict[str, str]:
     return environment
 
 
+def member_ids(config: RunConfig, host: str) -> list[str]:
+    """A member id for each worker; SHOAL_MEMBER_ID, where it is set, is their name or its start."""
+    if given := config.environment.get("SHOAL_MEMBER_ID"):
+        if config.num_workers == 1:
+            return [given]
+        return [f"{given}-{index}" for index in range(config.num_workers)]
+    # Two launchers on one host, or hosts of one name, must not share member ids.
+    unique = f"{_name_part(host)}-{os.urandom(2).hex()}"
+    return [f"{unique}-{index}" for index in range(config.num_workers)]
+
+
 def threads_per_worker(num_workers: int) -> int:
     """The cores this process may use, shared by the workers; at least one each."""
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 
-__all__ = ["RunConfig", "threads_per_worker", "worker_environment"]
+def _name_part(host: str) -> str:
+    first = host.partition(".")[0]
+    kept = "".join(each if each.isalnum() and each.isascii() else "-" for each in first)
+    return kept.strip("-")[:64] or "host"
+
+
+__all__ = ["RunConfig", "member_ids", "threads_per_worker", "worker_environment"]

@@ -79,7 +79,6 @@ class World:
             **os.environ,
             "SHOAL_COORDINATOR": self._coordinator.address,
             "SHOAL_JOB": "j",
-            "SHOAL_MEMBER_ID": "alone",
             "SHOAL_MAX_MEMBERS": "1",
             "HOLD": "1" if hold else "",
         }

@@ -162,6 +162,21 @@ def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
     assert f"OMP_NUM_THREADS={threads}" in output
 
 
+@pytest.mark.parametrize(("workers", "expected"), [("1", {"pod"}), ("2", {"pod-0", "pod-1"})])
+def test_a_name_that_is_given_is_kept(
+    shoal_run: Run, monkeypatch: pytest.MonkeyPatch, workers: str, expected: set[str]
+) -> None:
+    """$SHOAL_MEMBER_ID names the worker, so that a pod's member is called as the pod is."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "pod")
+    code, output = finish(
+        shoal_run("import os; print('is', os.environ['SHOAL_MEMBER_ID'])", "-n", workers)
+    )
+    assert code == 0, output
+    assert {
+        line.rpartition("is ")[2] for line in output.splitlines() if "] is " in line
+    } == expected
+
+
 def test_a_module_is_run_with_m(shoal_run: Run, tmp_path: Path) -> None:
     """`-m module args` runs the module, found from the working directory as with python -m."""
     (tmp_path / "trainer.py").write_text("import sys; print(__name__, sys.argv[1:])")
