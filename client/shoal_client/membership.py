@@ -5,6 +5,7 @@ fail-over, and tells of a break at once through `on_break`; another sends heartb
 thread only ever waits here with a time limit.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from shoal_client.beat_board import BeatSlot
 from shoal_client.channel import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, Coordinators, Method
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.digest import roster_digest
-from shoal_proto.errors import DeadlineExceeded, RetryError, ShoalError
+from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, RetryError, ShoalError
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -92,6 +93,9 @@ class Membership:
         self._broken: dict[int, str] = {}
         self._waiting_for = "the coordinator to admit this member"
         self._stands_by = False
+        self._drain_reason = ""
+        # A signal handler puts into it: a SimpleQueue is safe from there.
+        self._drain_asks: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     # --- joining ---
 
@@ -114,6 +118,7 @@ class Membership:
                 fix="Check that the coordinator and its etcd run: see its /readyz.",
             )
         self._start("shoal-heartbeat", self._beat)
+        self._start("shoal-drain", self._ask_for_drain)
 
     def propose(
         self, fields: Mapping[str, str], *, synchronous: bool, step: int, has_state: bool
@@ -137,14 +142,14 @@ class Membership:
         give_up_s = time.monotonic() + limit_s
         with self._changed:
             while True:
+                if self._failure is not None:
+                    raise self._failure
                 record = self._record
                 number = record.roster.generation if record else 0
                 if record is not None and number > above and number not in self._broken:
                     self._generation = number
                     self._crossed_at = self._stood_at = None
                     return record
-                if self._failure is not None:
-                    raise self._failure
                 left_s = give_up_s - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded(
@@ -169,7 +174,8 @@ class Membership:
 
         None: it has begun. A record: the old generation stops here by agreement; bring this one up
         instead, then ask again. Waits only while the members agree on where to stop, which takes
-        no longer than a step of the slowest. Raises what ended the membership.
+        no longer than a step of the slowest; and, where the next generation goes on without this
+        member, until it runs. Raises what ended the membership: MemberDrained after that.
         """
         with self._changed:
             give_up_s: float | None = None
@@ -179,20 +185,35 @@ class Membership:
                 change = self._change
                 if change is None or self._generation in self._broken:
                     break
-                if change.stop_at is not None and step >= change.stop_at:
+                if step < (change.offer if change.stop_at is None else change.stop_at):
+                    break
+                if change.stop_at is not None and self._is_in(change.record):
                     self._change, self._record = None, change.record
                     self._generation = change.record.roster.generation
                     self._crossed_at = change.stop_at
                     return change.record
-                if change.stop_at is not None or step < change.offer:
-                    break
-                give_up_s = give_up_s or time.monotonic() + 2 * self.limits.collective_s
+                give_up_s = give_up_s or time.monotonic() + self._boundary_limit_s
                 if not self._changed.wait(give_up_s - time.monotonic()):
-                    raise DeadlineExceeded(
-                        "the members did not agree on a step to stop at", seen=self._waiting_for
-                    )
+                    raise self._boundary_overdue(change)
             self._begun = step
             return None
+
+    def _is_in(self, record: pb.GenerationRecord) -> bool:
+        own = (self._member.member_id, self._member.incarnation)
+        return any((e.member_id, e.incarnation) == own for e in record.roster.entries)
+
+    @property
+    def _boundary_limit_s(self) -> float:
+        """For the slowest to finish its step, and, without this member, for the bring-up."""
+        return 2 * self.limits.collective_s + self.limits.bring_up_s
+
+    def _boundary_overdue(self, change: _Change) -> ShoalError:
+        if change.stop_at is not None:
+            # The others have stopped too, and the coordinator is not there to say how it went on.
+            return self._drained("the others' next generation did not report that it runs")
+        return DeadlineExceeded(
+            "the members did not agree on a step to stop at", seen=self._waiting_for
+        )
 
     def progress(self, step: int) -> None:
         """Steps committed so far, for the heartbeats. Free to call."""
@@ -246,17 +267,33 @@ class Membership:
 
     # --- leaving ---
 
+    def drain(self, reason: str) -> None:
+        """Ask to leave in good order: the others agree to go on without this member.
+
+        Returns at once and takes no lock, so that a signal handler may call it. Sooner or later
+        `begin_step` or whatever else waits here raises MemberDrained; until then training goes on.
+        """
+        self._drain_asks.put(reason)
+
+    @property
+    def draining(self) -> bool:
+        """Whether this member is to leave, asked by itself or by an operator."""
+        return bool(self._drain_reason)
+
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
         """End the membership; return whether the coordinator took note.
 
         One that cannot be reached within `timeout_s` is logged: it finds out by itself.
         """
-        told = False
-        if self._admitted and self._failure is None:
+        told, drained = False, isinstance(self._failure, MemberDrained)
+        if self._admitted and (self._failure is None or drained):
             request = pb.LeaveRequest(token=self.token, completed=completed, reason=reason[:1000])
             try:
                 self._coordinators.call(_leave, request, timeout_s=timeout_s)
                 told = True
+            except Fenced as error:
+                told = drained  # then the coordinator has let it go already
+                log.info("leave_not_needed", member=self._member.member_id, reason=str(error))
             except ShoalError as error:
                 log.warning("leave_failed", member=self._member.member_id, reason=str(error))
         self.close()
@@ -265,6 +302,7 @@ class Membership:
     def close(self) -> None:
         """Stop the threads and the connection without a word to the coordinator."""
         self._closing.set()
+        self._drain_asks.put(None)
         if self._member.beat_slot is not None:
             self._member.beat_slot.withdraw()
         with self._changed:
@@ -324,12 +362,13 @@ class Membership:
             raise
         except ShoalError as error:
             self._fail(error)
-            raise
+            raise self.failure or error from None
 
     def _fail(self, error: ShoalError) -> None:
         with self._changed:
-            if self._failure is None:
-                self._failure = error
+            if self._failure is not None:
+                return
+            self._failure = error
             generation = self._generation
             self._changed.notify_all()
         if generation:
@@ -414,6 +453,8 @@ class Membership:
             self._take_stop_at(notice.stop_at)
         elif kind == "break":
             self._take_break(getattr(notice, "break").generation, notice.reason)
+        elif kind == "drain":
+            self._take_drain(notice.drain.now, notice.reason)
         elif kind == "refused":
             self._fail(from_detail(notice.refused))
 
@@ -425,6 +466,8 @@ class Membership:
             self._changed.notify_all()
         if self._member.beat_slot is not None:
             self._member.beat_slot.claim(self._token(0), admitted.limits.heartbeat_s)
+        if again and self._drain_reason:
+            self._drain_asks.put(self._drain_reason)
         # A new leader knows the roster from etcd, not what each member has said since.
         if again and proposal is not None:
             self._call(_propose, pb.ProposeRequest(token=self.token, proposal=proposal))
@@ -445,10 +488,11 @@ class Membership:
     def _take_committed(self, record: pb.GenerationRecord) -> None:
         number = record.roster.generation
         if not record.roster.synchronous:
-            with self._changed:
-                self._record, self._generation = record, number
-                self._changed.notify_all()
-            self.ready(record)
+            if self._is_in(record):
+                with self._changed:
+                    self._record, self._generation = record, number
+                    self._changed.notify_all()
+                self.ready(record)
             return
         if number <= self._generation:
             self._offer_again(number)  # told again after a reconnection
@@ -456,8 +500,9 @@ class Membership:
         with self._changed:
             trains = self._generation > 0 and self._generation not in self._broken
             if not trains or not record.roster.planned:
-                self._record = record
-                self._changed.notify_all()
+                if self._is_in(record):
+                    self._record = record
+                    self._changed.notify_all()
                 return
             if self._change is None or self._change.record.roster.generation != number:
                 self._change = _Change(record=record, offer=self._begun + 1)
@@ -487,6 +532,50 @@ class Membership:
             if change is not None and change.record.roster.generation == stop.generation:
                 self._change = replace(change, stop_at=stop.step)
             self._changed.notify_all()
+
+    def _take_drain(self, now: bool, reason: str) -> None:
+        log.info("drain_noticed", member=self._member.member_id, now=now, reason=reason)
+        with self._changed:
+            self._drain_reason = self._drain_reason or reason or "asked to"
+            if now:
+                # Not through `_fail`: the step that is under way is to end well.
+                self._failure = self._failure or self._drained(self._drain_reason)
+            self._changed.notify_all()
+
+    def _drained(self, reason: str) -> MemberDrained:
+        return MemberDrained(
+            f"{self._member.member_id} leaves job {self._member.spec.job}", seen=reason
+        )
+
+    def _ask_for_drain(self) -> None:
+        """Pass each wish to drain on to the coordinator."""
+        while (reason := self._drain_asks.get()) is not None:
+            self._drain_reason = self._drain_reason or reason
+            try:
+                self._send_drain(reason)
+            except RetryError as error:
+                # Nobody is there to agree on going on without this member.
+                self._take_drain(True, f"{reason}; meanwhile {error}")
+            except ShoalError as error:
+                # A leader that does not know this member yet is asked again on admission.
+                log.info("drain_not_taken", member=self._member.member_id, reason=str(error))
+
+    def _send_drain(self, reason: str) -> None:
+        member = self._member
+        request = pb.DrainRequest(
+            job=member.spec.job,
+            member_id=member.member_id,
+            incarnation=member.incarnation,
+            reason=reason[:1000],
+        )
+        give_up_s = time.monotonic() + self.limits.drain_s
+        while not self._closing.is_set():
+            try:
+                self._coordinators.call(_drain, request, timeout_s=self.limits.lease_s)
+                return
+            except RetryError:
+                if time.monotonic() >= give_up_s:
+                    raise
 
     def _take_break(self, generation: int, reason: str) -> None:
         with self._changed:
@@ -529,6 +618,10 @@ def _report_broken(channel: grpc.Channel) -> Method[pb.Ack]:
 
 def _leave(channel: grpc.Channel) -> Method[pb.Ack]:
     return MembershipStub(channel).Leave
+
+
+def _drain(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Drain
 
 
 def _heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:

@@ -100,6 +100,8 @@ class JoinConfig:
                 pid=os.getpid(),
                 address=self.address or _own_address(self.coordinators),
                 device="cuda" if torch.cuda.is_available() else "cpu",
+                # The CPUs of a host are one device.
+                num_devices=torch.cuda.device_count() if torch.cuda.is_available() else 1,
                 torch_version=torch.__version__,
                 shoal_version=shoal_version(),
             ),
