@@ -10,12 +10,14 @@ incarnation.
     0       8      launcher    when a beat for this member was last accepted, in ns of
                                CLOCK_MONOTONIC, which is one clock for all processes of a host
     8       8      worker      steps committed
-    16      4      worker      length of the claim; 0: not a member
-    20      4      worker      CRC-32 of the claim
-    24      ..     worker      the claim: its pid, the heartbeat in seconds, the token
+    16      8      worker      when a thread of it last ran, by the same clock
+    24      4      worker      length of the claim; 0: not a member
+    28      4      worker      CRC-32 of the claim
+    32      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
 
 The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
-or one that reaches no coordinator, costs it nothing.
+or one that reaches no coordinator, costs it nothing. The launcher beats for a worker none of whose
+threads runs, but not for ever: for as long as the patience says.
 """
 
 import mmap
@@ -35,10 +37,10 @@ from shoal_proto.v1.identity_pb2 import Token
 SLOT_BYTES = 1024
 """Names are at most 128 characters each; the token takes less than half of it."""
 _NAME = "shoal-beats"
-_BEATEN, _STEP, _HEAD, _CLAIM = 0, 8, 16, 24
+_BEATEN, _STEP, _RAN, _HEAD, _CLAIM = 0, 8, 16, 24, 32
 _WORD = struct.Struct("@Q")
 _HEAD_FORM = struct.Struct("=II")
-_CLAIM_FORM = struct.Struct("=Id")
+_CLAIM_FORM = struct.Struct("=Idd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +88,14 @@ class BeatSlot:
 
     # --- the worker ---
 
-    def claim(self, token: Token, heartbeat_s: float) -> None:
-        """From now on the launcher beats for this process as the member of the token."""
+    def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
+        """From now on the launcher beats for this process as the member of the token.
+
+        Not, though, while no thread of it has said `runs` for `patience_s`: it hangs for good.
+        """
         self._put(_BEATEN, 0)
-        claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s) + token.SerializeToString()
+        self.runs()
+        claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
         if _CLAIM + len(claim) > SLOT_BYTES:
             return  # no name that a coordinator admits is so long: this member beats by itself
         # The launcher may read in between: the checksum tells it.
@@ -100,6 +106,10 @@ class BeatSlot:
     def withdraw(self) -> None:
         """No beats any more: the membership is over."""
         self._memory[self._start + _HEAD : self._start + _CLAIM] = _HEAD_FORM.pack(0, 0)
+
+    def runs(self) -> None:
+        """A thread of this process runs, and so can the others."""
+        self._put(_RAN, time.monotonic_ns())
 
     def progress(self, step: int) -> None:
         """Steps committed so far, for the next beat."""
@@ -112,15 +122,17 @@ class BeatSlot:
     # --- the launcher ---
 
     def claimed(self, pid: int) -> Claim | None:
-        """What process `pid` claimed; None if it did not, or is about to."""
+        """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _CLAIM])
         claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, SLOT_BYTES)]
         if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
             return None
-        claimant, heartbeat_s = _CLAIM_FORM.unpack_from(claim)
+        claimant, heartbeat_s, patience_s = _CLAIM_FORM.unpack_from(claim)
         if claimant != pid:
             return None  # a child of the worker's, whose life the launcher does not see
+        if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9:
+            return None
         try:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:

@@ -420,8 +420,10 @@ class Membership:
         """
         slot = self._member.beat_slot
         while not self._closing.wait(self.limits.heartbeat_s):
-            if slot is not None and slot.beaten(within_s=1.5 * self.limits.heartbeat_s):
-                continue
+            if slot is not None:
+                slot.runs()
+                if slot.beaten(within_s=1.5 * self.limits.heartbeat_s):
+                    continue
             beat = pb.Beat(token=self.token, step=self._step)
             try:
                 reply = self._coordinators.call(
@@ -465,7 +467,10 @@ class Membership:
             proposal, ready, stood_at = self._proposal, self._ready_generation, self._stood_at
             self._changed.notify_all()
         if self._member.beat_slot is not None:
-            self._member.beat_slot.claim(self._token(0), admitted.limits.heartbeat_s)
+            limits = admitted.limits
+            self._member.beat_slot.claim(
+                self._token(0), heartbeat_s=limits.heartbeat_s, patience_s=limits.watchdog_s
+            )
         if again and self._drain_reason:
             self._drain_asks.put(self._drain_reason)
         # A new leader knows the roster from etcd, not what each member has said since.

@@ -26,7 +26,7 @@ def test_a_claim_is_read_by_who_watches_the_process(board: BeatBoard) -> None:
     """Token, heartbeat and steps come over to the slot of that number, and to no other."""
     worker = BeatSlot.open(board.address(1))
     assert board.slots[1].claimed(os.getpid()) is None
-    worker.claim(TOKEN, 0.25)
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
     worker.progress(41)
     claim = board.slots[1].claimed(os.getpid())
     assert claim is not None
@@ -40,22 +40,34 @@ def test_another_process_has_no_claim_in_the_slot(board: BeatBoard) -> None:
     """A child of the worker finds the slot, and the launcher does not vouch for it."""
     code = (
         "import sys; from shoal_client.beat_board import BeatSlot, Token;"
-        "BeatSlot.open(sys.argv[1]).claim(Token(job='j', member_id='m', incarnation='c'), 1.0)"
+        "BeatSlot.open(sys.argv[1]).claim("
+        "Token(job='j', member_id='m', incarnation='c'), heartbeat_s=1.0, patience_s=1e6)"
     )
     subprocess.run([sys.executable, "-c", code, board.address(0)], check=True, timeout=60)
     assert board.slots[0].claimed(os.getpid()) is None
 
 
+def test_nobody_vouches_for_ever_for_a_worker_that_hangs(board: BeatBoard) -> None:
+    """Once none of its threads has run for as long as its patience says, the claim is void."""
+    worker = BeatSlot.open(board.address(0))
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=0.0)
+    assert board.slots[0].claimed(os.getpid()) is None
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
+    assert board.slots[0].claimed(os.getpid()) is not None
+
+
 def test_an_accepted_beat_is_for_the_claim_that_it_spoke_of(board: BeatBoard) -> None:
     """What was accepted for an earlier incarnation does not keep the next one silent."""
     worker, launcher = BeatSlot.open(board.address(0)), board.slots[0]
-    worker.claim(TOKEN, 0.25)
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
     first = launcher.claimed(os.getpid())
     assert first is not None
     assert not worker.beaten(within_s=1e-9)
     launcher.accepted(first)
     assert worker.beaten(within_s=FOR_EVER_S)
-    worker.claim(Token(job="j", member_id="m", incarnation="second"), 0.25)
+    worker.claim(
+        Token(job="j", member_id="m", incarnation="second"), heartbeat_s=0.25, patience_s=FOR_EVER_S
+    )
     launcher.accepted(first)
     assert not worker.beaten(within_s=1.0)
 

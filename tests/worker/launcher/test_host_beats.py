@@ -19,7 +19,8 @@ from shoal_server.status.views import MemberView
 
 LIMITS = Limits(heartbeat_s=0.4, join_s=14.0)
 HOLD_S = 5
-"""Longer than any silence is borne."""
+"""Longer than any silence is borne, and shorter than a step may take."""
+assert LIMITS.silence_s < HOLD_S < LIMITS.watchdog_s
 DEADLINE_S = 60.0
 
 WORKER = f"""
