@@ -21,8 +21,11 @@ from shoal_proto.errors import UnknownJob
 from shoal_proto.status import to_status
 from shoal_proto.v1.membership_pb2 import (
     Ack,
+    BeatReply,
     GenerationRecord,
     GetGenerationRequest,
+    HeartbeatReply,
+    HeartbeatRequest,
     ReportExitRequest,
     ReportHaltRequest,
 )
@@ -39,6 +42,8 @@ class ExitBook(MembershipServicer):
         self.reports: queue.SimpleQueue[ReportExitRequest] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Of exits and halts, in the order in which they came."""
+        self.beats: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
+        """Of each call, the steps of each member."""
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
         self.reports.put(request)
@@ -49,6 +54,10 @@ class ExitBook(MembershipServicer):
         assert request.host == socket.gethostname()
         self.told.put(f"{request.pid} {'halted' if request.halted else 'goes on'}")
         return Ack()
+
+    def Heartbeat(self, request: HeartbeatRequest, context: grpc.ServicerContext) -> HeartbeatReply:
+        self.beats.put({beat.token.member_id: beat.step for beat in request.beats})
+        return HeartbeatReply(replies=[BeatReply() for _ in request.beats])
 
     def GetGeneration(
         self, request: GetGenerationRequest, context: grpc.ServicerContext
@@ -269,6 +278,41 @@ def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
         assert book.told.get(timeout=DEADLINE_S) == f"{pid} {told}"
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL, output
+
+
+CLAIM = """
+import os
+from shoal_client.beat_board import BeatSlot
+from shoal_proto.v1.identity_pb2 import Token
+slot = BeatSlot.open(os.environ["SHOAL_BEATS"])
+token = Token(job="j", member_id=os.environ["SHOAL_MEMBER_ID"], incarnation="i")
+slot.progress(7)
+slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
+"""
+
+
+def test_one_call_beats_for_all_who_live(
+    shoal_run: Run, book: ExitBook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every worker's beat with its steps in each call; not of one that is halted, or ended."""
+    monkeypatch.setenv("SHOAL_MEMBER_ID", "w")
+
+    def await_beats(*members: str) -> None:
+        while book.beats.get(timeout=DEADLINE_S) != dict.fromkeys(members, 7):
+            pass
+
+    process = shoal_run(CLAIM + WAIT, "-n", "3", "--max-restarts", "0")
+    lines = [line for line in read_until(process, " pid ", count=3) if " pid " in line]
+    pids = {line[1:4]: int(line.rpartition(" ")[2]) for line in lines}
+    await_beats("w-0", "w-1", "w-2")
+    os.kill(pids["w-0"], signal.SIGSTOP)
+    await_beats("w-1", "w-2")
+    os.kill(pids["w-1"], signal.SIGKILL)
+    await_beats("w-2")
+    os.kill(pids["w-0"], signal.SIGCONT)
+    await_beats("w-0", "w-2")
+    process.send_signal(signal.SIGTERM)
+    finish(process)
 
 
 @pytest.mark.parametrize("restart_on", ["signal", "failure"])
