@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
+from shoal_client.shown import ShownRoster
 from shoal_proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from shoal_proto.digest import roster_digest
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -69,7 +69,7 @@ class Played:
     step: int = 0
     record: bytes = b""
     """The committed record, roster included."""
-    prepare: pb.Prepare | None = None
+    shown: ShownRoster = field(default_factory=ShownRoster)
 
 
 class Driver:
@@ -158,7 +158,11 @@ class Driver:
             job=share.job, min_members=1, max_members=share.desired, desired_members=share.desired
         )
         request = pb.AttendRequest(
-            protocol=PROTOCOL_VERSION, token=player.token, spec=spec, info=player.info
+            protocol=PROTOCOL_VERSION,
+            token=player.token,
+            spec=spec,
+            info=player.info,
+            keeps_prepare=True,
         )
         try:
             async for notice in player.stub.Attend(request):
@@ -175,8 +179,7 @@ class Driver:
             self._attended.append(player)
             self._attending.release()
         elif kind == "prepare":
-            player.prepare = notice.prepare
-            digest = roster_digest(notice.prepare.roster)
+            digest = player.shown.keep(notice.prepare)
             if digest != notice.prepare.digest:
                 raise RuntimeError("the digest of the roster shown is another than the one named")
             generation = notice.prepare.roster.generation
@@ -185,7 +188,8 @@ class Driver:
         elif kind == "outcome":
             if notice.outcome.verdict != pb.VERDICT_COMMITTED:
                 raise RuntimeError(f"aborted: {notice.reason}")
-            player.record = notice.outcome.SerializeToString(deterministic=True)
+            record = player.shown.completed(notice.outcome)
+            player.record = record.SerializeToString(deterministic=True)
             player.committed.set()
         elif kind == "refused":
             raise RuntimeError(f"refused: {notice.reason}")

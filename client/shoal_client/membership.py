@@ -16,8 +16,8 @@ import structlog
 
 from shoal_client.beat_board import BeatSlot
 from shoal_client.channel import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, Coordinators, Method
+from shoal_client.shown import ShownRoster
 from shoal_proto import PROTOCOL_VERSION
-from shoal_proto.digest import roster_digest
 from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, RetryError, ShoalError
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
@@ -80,6 +80,7 @@ class Membership:
         self._admitted = False
         self._failure: ShoalError | None = None
         self._proposal: pb.Proposal | None = None
+        self._shown = ShownRoster()
         self._record: pb.GenerationRecord | None = None
         self._generation = 0
         self._ready_generation = 0
@@ -411,6 +412,7 @@ class Membership:
             token=self.token,
             spec=self._member.spec,
             info=self._member.info,
+            keeps_prepare=True,
         )
 
     def _beat(self) -> None:
@@ -448,7 +450,7 @@ class Membership:
         elif kind == "prepare":
             self._answer(notice.prepare)
         elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
-            self._take_committed(notice.outcome)
+            self._take_committed(self._shown.completed(notice.outcome))
         elif kind == "outcome":
             self._take_aborted(notice.outcome)
         elif kind == "stop_at":
@@ -485,7 +487,7 @@ class Membership:
         answer = pb.AnswerRequest(
             token=self.token,
             generation=prepare.roster.generation,
-            digest=roster_digest(prepare.roster),
+            digest=self._shown.keep(prepare),
             rejections=self._judge(prepare),
         )
         self._call(_answer, answer)

@@ -62,7 +62,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         kind = next(k for k in _KINDS if getattr(handler, k))
         answering = _many if kind.endswith("_stream") else _once
         call = answering(method, decode, getattr(handler, kind))
-        return replace(request_deserializer=None, **{kind: call})
+        encode = partial(_encoded, handler.response_serializer)
+        return replace(request_deserializer=None, response_serializer=encode, **{kind: call})
 
 
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
@@ -80,6 +81,11 @@ def _parse(parse: Parser, method: str, data: bytes) -> Message:
             expected=name,
             fix="Send a message of that type; the .proto files are in the package shoal_proto.",
         ) from error
+
+
+def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> bytes:
+    """A handler may give a reply that many callers get as bytes, serialized once."""
+    return reply if isinstance(reply, bytes) else serialize(reply)
 
 
 async def _parsed(parse: Parser, method: str, data: AsyncIterator[bytes]) -> AsyncIterator[Message]:

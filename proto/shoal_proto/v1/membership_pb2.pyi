@@ -147,7 +147,13 @@ class AttendRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     INFO_FIELD_NUMBER: _builtins.int
+    KEEPS_PREPARE_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
+    keeps_prepare: _builtins.bool
+    """The caller keeps the Prepare that it was shown. Then the Outcome on the same stream, of the
+    same digest, comes with a roster of which only the generation is set: the caller puts the
+    roster of its Prepare in its place. Of a thousand members each would be sent the whole again.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -161,10 +167,11 @@ class AttendRequest(_message.Message):
         token: _identity_pb2.Token | None = ...,
         spec: Global___JobSpec | None = ...,
         info: Global___MemberInfo | None = ...,
+        keeps_prepare: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "spec", b"spec", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "protocol", b"protocol", "spec", b"spec", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "keeps_prepare", b"keeps_prepare", "protocol", b"protocol", "spec", b"spec", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -451,7 +458,9 @@ class GenerationRecord(_message.Message):
     verdict: Global___Verdict.ValueType
     reason: _builtins.str
     digest: _builtins.str
-    """SHA-256 of the roster in canonical form, in hex; what the members accepted."""
+    """SHA-256 in hex of the whole roster: its encoding with the fields in the order of their
+    numbers and the entries of `fields` by key, in bytes. What the members accepted.
+    """
     decided_unix_s: _builtins.float
     @_builtins.property
     def roster(self) -> Global___Roster: ...
@@ -497,7 +506,9 @@ class Notice(_message.Message):
     @_builtins.property
     def prepare(self) -> Global___Prepare: ...
     @_builtins.property
-    def outcome(self) -> Global___GenerationRecord: ...
+    def outcome(self) -> Global___GenerationRecord:
+        """Its roster may be left out: see AttendRequest.keeps_prepare."""
+
     @_builtins.property
     def stop_at(self) -> Global___StopAt: ...
     @_builtins.property

@@ -89,7 +89,18 @@ def limits_to_pb(limits: Limits) -> pb.Limits:
     )
 
 
+_newest_roster: list[tuple[Roster, pb.Roster]] = []
+
+
 def roster_to_pb(roster: Roster) -> pb.Roster:
+    """The roster as a message, which is shared: do not change it."""
+    # Digest, Prepare, record in etcd and Outcome follow one upon the other, all of one roster.
+    if not _newest_roster or _newest_roster[0][0] is not roster:
+        _newest_roster[:] = [(roster, _roster_to_pb(roster))]
+    return _newest_roster[0][1]
+
+
+def _roster_to_pb(roster: Roster) -> pb.Roster:
     entries = [
         pb.RosterEntry(
             member_id=e.member_id,
@@ -143,7 +154,9 @@ def digest_of(roster: Roster) -> str:
     return roster_digest(roster_to_pb(roster))
 
 
-def record_to_pb(record: Record) -> pb.GenerationRecord:
+def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRecord:
+    """Without its roster a record still has the number of its generation."""
+    roster = record.roster
     conflicts = [
         pb.Conflict(
             field=c.field,
@@ -153,7 +166,7 @@ def record_to_pb(record: Record) -> pb.GenerationRecord:
     ]
     return pb.GenerationRecord(
         job=record.job,
-        roster=roster_to_pb(record.roster),
+        roster=roster_to_pb(roster) if with_roster else pb.Roster(generation=roster.generation),
         verdict=_VERDICT_TO_PB[record.verdict],
         reason=record.reason,
         digest=record.digest,
@@ -233,8 +246,11 @@ def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
     return error
 
 
-def notice_to_pb(notice: events.Notice, generation: int) -> pb.Notice:
-    """`generation` is the job's newest, for the details of a refusal."""
+def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = True) -> pb.Notice:
+    """`generation` is the job's newest, for the details of a refusal.
+
+    Without the roster an outcome is meant for a member that holds it already.
+    """
     message = pb.Notice(reason=notice.reason)
     match notice:
         case events.PrepareNotice():
@@ -242,7 +258,7 @@ def notice_to_pb(notice: events.Notice, generation: int) -> pb.Notice:
                 pb.Prepare(roster=roster_to_pb(notice.roster), digest=notice.digest)
             )
         case events.OutcomeNotice():
-            message.outcome.CopyFrom(record_to_pb(notice.record))
+            message.outcome.CopyFrom(record_to_pb(notice.record, with_roster=with_roster))
         case events.StopAtNotice():
             message.stop_at.CopyFrom(pb.StopAt(generation=notice.generation, step=notice.step))
         case events.BreakNotice():

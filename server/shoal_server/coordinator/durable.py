@@ -1,12 +1,15 @@
 """What the coordinator writes to etcd, each write fenced by its own leadership."""
 
+import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import structlog
 from google.protobuf.json_format import ParseError
 
-from shoal_proto.errors import NotLeader, RetryError, Unavailable
+from shoal_proto.errors import LeaseExpired, NotLeader, RetryError, Unavailable
 from shoal_server.coordinator import codec
+from shoal_server.coordinator.leases import HostLeases
 from shoal_server.core.job import Job
 from shoal_server.core.member import Member
 from shoal_server.core.restore import Saved
@@ -16,10 +19,16 @@ from shoal_server.etcd.api import (
     Compare,
     Delete,
     KeyValueStore,
+    LeaseId,
     Operation,
     Put,
     TransactionResult,
 )
+
+log = structlog.get_logger(__name__)
+
+ETCD_RETRY_S = 0.2
+MAX_TRANSACTION = 100  # etcd takes 128 operations by default
 
 
 class DurableJobs:
@@ -104,6 +113,79 @@ class DurableJobs:
                 )
             )
         return members
+
+
+class JobWrites:
+    """One job's changes on their way to etcd: gathered, then written together."""
+
+    def __init__(self, job: Job, jobs: DurableJobs, leases: HostLeases) -> None:
+        self._job = job
+        self._jobs = jobs
+        self._leases = leases
+        # By key: of several changes to one the last is the one that counts.
+        self._members: dict[str, Member | None] = {}
+        self._state_changed = False
+        self._finished = False
+
+    def admit(self, member: Member) -> None:
+        self._members[member.member_id] = member
+        self._state_changed = True
+
+    def hold(self, members: Iterable[Member]) -> None:
+        """Write keys of members that are admitted already."""
+        self._members.update((member.member_id, member) for member in members)
+
+    def expel(self, member_id: str) -> None:
+        self._members[member_id] = None
+
+    def finish(self) -> None:
+        self._finished = self._state_changed = True
+
+    async def flush(self, record: Record | None = None) -> None:
+        """Make what was gathered durable, and behind it the record.
+
+        Takes as long as it takes: while etcd is away changes wait, and training goes on. Raises
+        NotLeader once another coordinator leads.
+        """
+        members, self._members = self._members, {}
+        state_changed, self._state_changed = self._state_changed or record is not None, False
+        while members or state_changed:
+            hosts = {member.info.host for member in members.values() if member is not None}
+            try:
+                leases = await self._leases.of_all(hosts)
+                operations = self._operations(members, leases)
+                if state_changed:
+                    operations.append(state_put(self._job, finished=self._finished))
+                if record is not None:
+                    # It stands last and so is written only once all before it are.
+                    operations.append(record_put(record))
+                for start in range(0, len(operations), MAX_TRANSACTION):
+                    await self._jobs.apply(operations[start : start + MAX_TRANSACTION])
+                return
+            except NotLeader:
+                raise
+            except LeaseExpired as error:
+                self._leases.forget(hosts)
+                log.warning("lease_expired_early", job=self._job.spec.job, reason=str(error))
+            except RetryError as error:
+                log.warning("etcd_away", job=self._job.spec.job, reason=str(error))
+            await asyncio.sleep(ETCD_RETRY_S)
+
+    def _operations(
+        self, members: Mapping[str, Member | None], leases: Mapping[str, LeaseId]
+    ) -> list[Operation]:
+        job = self._job.spec.job
+        return [
+            member_delete(job, name)
+            if member is None
+            else member_put(job, member, leases[member.info.host])
+            for name, member in members.items()
+        ]
+
+
+def member_put(job: str, member: Member, lease: LeaseId) -> Put:
+    value = codec.member_to_json(member.incarnation, member.info)
+    return Put(keys.member(job, member.member_id), value, lease)
 
 
 def state_put(job: Job, *, finished: bool) -> Put:

@@ -5,24 +5,20 @@ members' streams, watches their heartbeats and wakes the machine at its deadline
 """
 
 import asyncio
-from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
-from shoal_proto.errors import (
-    Fenced,
-    GenerationBroken,
-    NotLeader,
-    RetryError,
-    ShoalError,
-    UnknownGeneration,
-)
+from shoal_proto.errors import Fenced, GenerationBroken, NotLeader, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import codec, durable
 from shoal_server.coordinator.leases import HostLeases
+from shoal_server.coordinator.liveness import Liveness
+from shoal_server.coordinator.records import Records
+from shoal_server.coordinator.streams import Encoder, Stream
 from shoal_server.core.events import (
     Admit,
     Disconnected,
@@ -37,50 +33,12 @@ from shoal_server.core.events import (
     Write,
 )
 from shoal_server.core.job import Job
-from shoal_server.core.member import Member
 from shoal_server.core.phases import Phase
 from shoal_server.core.roster import Record
-from shoal_server.etcd import keys
-from shoal_server.etcd.api import Operation, Put
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.from_core import LastSeen
 
 log = structlog.get_logger(__name__)
-
-MAX_NOTICES = 1000
-MAX_RECORDS = 100
-ETCD_RETRY_S = 0.2
-MAX_TRANSACTION = 100  # etcd takes 128 operations by default
-
-
-@dataclass(kw_only=True)
-class Stream:
-    """The notices on their way to one member. None ends it."""
-
-    member_id: str
-    incarnation: str
-    notices: asyncio.Queue[pb.Notice | None] = field(
-        default_factory=lambda: asyncio.Queue(MAX_NOTICES)
-    )
-    ended: bool = False
-
-    def put(self, notice: pb.Notice) -> None:
-        if self.ended:
-            return
-        try:
-            self.notices.put_nowait(notice)
-        except asyncio.QueueFull:
-            # It attends again and is told the state as it is then.
-            log.warning("stream_overflowed", member=self.member_id)
-            self.end()
-
-    def end(self) -> None:
-        """Let the reader take what is queued, then stop."""
-        if not self.ended:
-            self.ended = True
-            if self.notices.full():
-                self.notices.get_nowait()
-            self.notices.put_nowait(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,15 +61,18 @@ class JobActor:
         self, job: Job, surroundings: Surroundings, records: Sequence[Record] = ()
     ) -> None:
         self.job = job
-        self.records: OrderedDict[int, Record] = OrderedDict(
-            (r.roster.generation, r) for r in records[-MAX_RECORDS:]
-        )
-        self.last_seen: dict[str, LastSeen] = {}
+        self.records = Records(job.spec.job, records)
         self._around = surroundings
+        self._liveness = Liveness(job.limits, job.members, surroundings.clock())
         self._streams: dict[str, Stream] = {}
-        self._turn = asyncio.Lock()
+        self._encoder = Encoder(job)
+        self._writes = durable.JobWrites(job, surroundings.jobs, surroundings.leases)
+        # What events led to while a write is under way; each of their callers waits for it.
+        self._waiting: list[tuple[Sequence[Effect], asyncio.Future[None]]] = []
+        self._carrying = False
+        self._failure: Exception | None = None
         self._woken = asyncio.Event()
-        self._recorded = asyncio.Condition()
+        self._wakes_s = -math.inf
         self._scanned_s = surroundings.clock()
         self._background: set[asyncio.Task[None]] = set()
 
@@ -122,20 +83,30 @@ class JobActor:
 
         Raises what it refuses with.
         """
-        async with self._turn:
-            try:
-                effects = self.job.handle(event, self._around.clock())
-            except Refused as refused:
-                raise codec.refusal_to_error(refused.refusal, self.job.last_generation) from refused
-            await self._carry_out(effects)
-        self._woken.set()
+        if self._failure is not None:
+            raise self._failure
+        try:
+            effects = self.job.handle(event, self._around.clock())
+        except Refused as refused:
+            error = codec.refusal_to_error(refused.refusal, self.job.last_generation)
+            # What it is refused for must be durable before it hears of it.
+            await self._carried(())
+            raise error from refused
+        await self._follow(effects)
 
-    def open(self, member_id: str, incarnation: str) -> Stream:
+    async def _follow(self, effects: Sequence[Effect]) -> None:
+        self._around.on_change(self.job.spec.job)
+        deadline_s = self.job.next_deadline_s()
+        if deadline_s is not None and deadline_s < self._wakes_s:
+            self._woken.set()
+        await self._carried(effects)
+
+    def open(self, member_id: str, incarnation: str, *, keeps_prepare: bool = False) -> Stream:
         """A stream for the member's notices, in place of any it had."""
-        stream = Stream(member_id=member_id, incarnation=incarnation)
+        stream = Stream(member_id=member_id, incarnation=incarnation, keeps_prepare=keeps_prepare)
         old = self._streams.get(member_id)
         self._streams[member_id] = stream
-        self.seen(member_id, 0)
+        self._liveness.attended(member_id, self._around.clock())
         if old is not None:
             old.end()
         return stream
@@ -149,13 +120,19 @@ class JobActor:
         self._in_background(self._submit_if_member(event))
 
     def seen(self, member_id: str, step: int) -> None:
-        """A sign of life."""
-        before = self.last_seen.get(member_id)
-        step = max(step, before.step if before else 0)
-        self.last_seen[member_id] = LastSeen(at_s=self._around.clock(), step=step)
+        """A heartbeat."""
+        self._liveness.beat(member_id, step, self._around.clock())
         member = self.job.members.get(member_id)
         if member is not None:
             self._around.leases.heard_of(member.info.host)
+
+    @property
+    def last_seen(self) -> Mapping[str, LastSeen]:
+        """The newest sign of life of each member."""
+        return {
+            name: LastSeen(at_s=pulse.at_s, step=pulse.step)
+            for name, pulse in self._liveness.pulses()
+        }
 
     def authorize(self, token: Token) -> None:
         """Raise Fenced unless the token's incarnation is a member now."""
@@ -189,34 +166,15 @@ class JobActor:
 
     async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
         """The decided record of a generation (0: the newest), waiting up to `wait_s` for it."""
-
-        def found() -> Record | None:
-            if generation:
-                return self.records.get(generation)
-            return next(reversed(self.records.values()), None)
-
-        async with self._recorded:
-            if found() is None and wait_s > 0:
-                try:
-                    await asyncio.wait_for(self._recorded.wait_for(found), wait_s)
-                except TimeoutError:
-                    log.info("record_awaited_in_vain", job=self.job.spec.job)
-        record = found()
-        if record is None:
-            raise UnknownGeneration(
-                f"job {self.job.spec.job} has no record of generation {generation}",
-                seen=str(generation),
-                expected=f"1 to {self.job.last_generation}, of which the newest {MAX_RECORDS}"
-                " are kept at hand",
-            )
-        return codec.record_to_pb(record)
+        return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def hold_members(self) -> None:
         """Put the members' keys under leases of this coordinator: its predecessor's run out.
 
         Parameter servers refuse a member whose key is gone.
         """
-        await self._apply([await self._member_put(each) for each in self.job.members.values()])
+        self._writes.hold(self.job.members.values())
+        await self._writes.flush()
 
     def end_streams(self) -> None:
         """Let go of every member, who then looks for the coordinator that leads."""
@@ -228,40 +186,36 @@ class JobActor:
 
     async def run(self) -> None:
         """Wake the state machine at its deadlines, and find members that fell silent."""
-        heartbeat_s = self.job.limits.heartbeat_s
+        clock, heartbeat_s = self._around.clock, self.job.limits.heartbeat_s
         while True:
-            deadline_s = self.job.next_deadline_s()
-            now_s = self._around.clock()
-            wait_s = heartbeat_s if deadline_s is None else min(heartbeat_s, deadline_s - now_s)
+            deadline_s, scan_s = self.job.next_deadline_s(), self._scanned_s + heartbeat_s
+            self._wakes_s = scan_s if deadline_s is None else min(scan_s, deadline_s)
             try:
-                await asyncio.wait_for(self._woken.wait(), max(wait_s, 0))
+                async with asyncio.timeout(max(self._wakes_s - clock(), 0)):
+                    await self._woken.wait()
             except TimeoutError:
-                self._scan()
+                pass  # it is time
             self._woken.clear()
+            if clock() >= scan_s:
+                self._scan()
             deadline_s = self.job.next_deadline_s()
-            if deadline_s is not None and self._around.clock() >= deadline_s:
-                async with self._turn:
-                    await self._carry_out(self.job.tick(self._around.clock()))
+            if deadline_s is not None and clock() >= deadline_s:
+                await self._follow(self.job.tick(clock()))
 
     def _scan(self) -> None:
-        """Declare lost who was not heard of for the time of a lease."""
+        """Declare lost who was silent for longer than the unevenness of its heartbeats explains."""
         now_s, lease_s = self._around.clock(), self.job.limits.lease_s
         paused, self._scanned_s = now_s - self._scanned_s > lease_s / 2, now_s
         if paused:
             # It was this process that stood still, so it cannot say who was silent.
-            self.last_seen = {
-                m: LastSeen(at_s=now_s, step=seen.step) for m, seen in self.last_seen.items()
-            }
+            self._liveness.resume(now_s)
             return
-        for member in list(self.job.members.values()):
-            seen = self.last_seen.get(member.member_id)
-            if seen is None:
-                self.seen(member.member_id, 0)
-            elif now_s - seen.at_s > lease_s and member.disconnected_s is None:
-                reason = f"no heartbeat for {lease_s:g} s"
-                event = Lost(
-                    member_id=member.member_id, incarnation=member.incarnation, reason=reason
-                )
+        for name in self._liveness.late(now_s):
+            member = self.job.members.get(name)
+            if member is None:
+                self._liveness.forget(name)
+            elif member.disconnected_s is None and (reason := self._liveness.why_lost(name, now_s)):
+                event = Lost(member_id=name, incarnation=member.incarnation, reason=reason)
                 self._in_background(self._submit_if_member(event))
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
@@ -279,76 +233,86 @@ class JobActor:
 
     # --- effects ---
 
+    async def _carried(self, effects: Sequence[Effect]) -> None:
+        """Return once these effects, and all that were to come before them, are carried out."""
+        if self._failure is not None:
+            raise self._failure
+        if not self._carrying and not any(isinstance(effect, _DURABLE) for effect in effects):
+            for effect in effects:
+                self._act(effect)
+            return
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((effects, done))
+        if not self._carrying:
+            self._carrying = True
+            self._in_background(self._carry_on())
+        await done
+
+    async def _carry_on(self) -> None:
+        """Carry out what waits, in order. What many events led to is written in one go."""
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                for effects, _ in batch:
+                    await self._carry_out(effects)
+                await self._writes.flush()
+            except Exception as error:  # noqa: BLE001 - told to all who wait
+                self._fail(error)
+                batch += self._waiting
+                self._waiting = []
+            for _, done in batch:
+                # The call that waited may have been cancelled.
+                if not done.done():
+                    _settle(done, self._failure)
+        self._carrying = False
+
+    def _fail(self, error: Exception) -> None:
+        """Let nothing leave any more: the state is ahead of what is durable."""
+        self._failure = error
+        if not isinstance(error, NotLeader):
+            log.error("effects_failed", job=self.job.spec.job, error=repr(error))
+        self._around.on_lost_leadership(str(error))
+
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
-        self._around.on_change(self.job.spec.job)
-        pending: list[Operation] = []
         for effect in effects:
             match effect:
                 case Write():
-                    pending.append(durable.state_put(self.job, finished=False))
-                    pending.append(durable.record_put(effect.record))
                     # Durable before anybody is told.
-                    await self._apply(pending)
-                    pending = []
-                    await self._keep(effect.record)
+                    await self._writes.flush(effect.record)
+                    self.records.keep(effect.record)
                 case Admit():
-                    pending += await self._admission(effect)
+                    member = self.job.members.get(effect.member_id)
+                    # It may be gone by now, or replaced.
+                    if member is not None and member.incarnation == effect.incarnation:
+                        self._writes.admit(member)
                 case Expel():
-                    pending.append(durable.member_delete(self.job.spec.job, effect.member_id))
+                    self._writes.expel(effect.member_id)
                     self._expelled(effect)
                 case Finish():
-                    pending.append(durable.state_put(self.job, finished=True))
-                case Tell():
-                    self._tell(effect)
-                case Log():
-                    self._note(effect)
-        if pending:
-            await self._apply(pending)
+                    self._writes.finish()
+                case _:
+                    self._act(effect)
 
-    async def _apply(self, operations: Sequence[Operation]) -> None:
-        """Write, for as long as it takes: while etcd is away, changes wait and training goes on."""
-        # A transaction may name a key once; of several writes the last is the one that counts.
-        last = list({operation.key: operation for operation in operations}.values())
-        # The record stands last and so is written only once all before it are.
-        for start in range(0, len(last), MAX_TRANSACTION):
-            await self._apply_once(last[start : start + MAX_TRANSACTION])
-
-    async def _apply_once(self, operations: Sequence[Operation]) -> None:
-        while True:
-            try:
-                await self._around.jobs.apply(operations)
-                return
-            except NotLeader as error:
-                self._around.on_lost_leadership(str(error))
-                raise
-            except RetryError as error:
-                log.warning("etcd_away", job=self.job.spec.job, reason=str(error))
-                await asyncio.sleep(ETCD_RETRY_S)
-
-    async def _admission(self, effect: Admit) -> list[Operation]:
-        member = self.job.members.get(effect.member_id)
-        if member is None:
-            return []
-        return [durable.state_put(self.job, finished=False), await self._member_put(member)]
-
-    async def _member_put(self, member: Member) -> Put:
-        lease = await self._around.leases.of(member.info.host)
-        value = codec.member_to_json(member.incarnation, member.info)
-        return Put(keys.member(self.job.spec.job, member.member_id), value, lease)
+    def _act(self, effect: Effect) -> None:
+        match effect:
+            case Tell():
+                self._tell(effect)
+            case Log():
+                self._note(effect)
 
     def _expelled(self, effect: Expel) -> None:
         stream = self._streams.get(effect.member_id)
         if stream is not None and stream.incarnation == effect.incarnation:
             del self._streams[effect.member_id]
             stream.end()
-        self.last_seen.pop(effect.member_id, None)
+        self._liveness.forget(effect.member_id)
         self._around.on_member_lost(self.job.spec.job, effect.member_id, effect.incarnation)
 
     def _tell(self, effect: Tell) -> None:
         stream = self._streams.get(effect.member_id)
         # The stream may be a successor's already, which this notice is not for.
         if stream is not None and stream.incarnation == effect.incarnation:
-            stream.put(codec.notice_to_pb(effect.notice, self.job.last_generation))
+            stream.put(effect.notice, self._encoder)
 
     def _note(self, effect: Log) -> None:
         job = self.job.spec.job
@@ -367,9 +331,12 @@ class JobActor:
             generation=effect.generation,
         )
 
-    async def _keep(self, record: Record) -> None:
-        async with self._recorded:
-            self.records[record.roster.generation] = record
-            while len(self.records) > MAX_RECORDS:
-                self.records.popitem(last=False)
-            self._recorded.notify_all()
+
+_DURABLE = (Write, Admit, Expel, Finish)
+
+
+def _settle(done: asyncio.Future[None], failure: Exception | None) -> None:
+    if failure is None:
+        done.set_result(None)
+    else:
+        done.set_exception(failure)

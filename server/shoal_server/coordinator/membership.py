@@ -36,7 +36,10 @@ class Membership(MembershipServicer):
         self._registry = registry
         self._http_url = http_url
 
-    async def Attend(self, request: pb.AttendRequest, context: Context) -> AsyncIterator[pb.Notice]:
+    # Notices come encoded, since many members are told the same; see rpc.
+    async def Attend(  # type: ignore[override]
+        self, request: pb.AttendRequest, context: Context
+    ) -> AsyncIterator[pb.Notice | bytes]:
         _check_attendance(request)
         token, spec = request.token, codec.spec_from_pb(request.spec)
         if problem := spec.problem():
@@ -46,7 +49,7 @@ class Membership(MembershipServicer):
                 fix="Set min_members <= desired_members <= max_members.",
             )
         actor = self._registry.find_or_create(spec)
-        stream = actor.open(token.member_id, token.incarnation)
+        stream = actor.open(token.member_id, token.incarnation, keeps_prepare=request.keeps_prepare)
         try:
             await actor.submit(
                 events.Attended(

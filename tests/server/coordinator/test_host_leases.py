@@ -13,7 +13,7 @@ async def test_a_host_that_was_silent_gets_a_lease_that_holds() -> None:
     """After the silence of a whole TTL the old lease is gone: the next one is another."""
     now_s = 0.0
     store = MemoryStore(clock=lambda: now_s)
-    leases = HostLeases(store, TTL_S)
+    leases = HostLeases(store, TTL_S, clock=lambda: now_s)
     first = await leases.of("h")
     now_s = TTL_S + 1
     second = await leases.of("h")

@@ -1,0 +1,121 @@
+"""Who has fallen silent, judged by how evenly that member's heartbeats came before.
+
+A network that is slow or uneven is no dead worker. So each member is allowed the usual interval
+between its own heartbeats plus several times their usual deviation, within two limits: never less
+than the lease, which is what even beats get, and never more than the limit on silence.
+
+Median and median absolute deviation, not mean and variance: one long gap must not make the next
+one look usual. Pure: time comes in as an argument.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from statistics import median
+
+from shoal_server.core.limits import Limits
+
+WINDOW = 32
+"""Intervals remembered of each member: at heartbeats of half a second, the last 16 s."""
+MIN_INTERVALS = 4
+"""With fewer there is no telling how even they are."""
+DEVIATIONS = 8.0
+"""For intervals that scatter normally this is about 5 standard deviations."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Pulse:
+    """One member's signs of life, in constant memory."""
+
+    at_s: float
+    """The newest."""
+    step: int = 0
+    _beat_s: float | None = None
+    _intervals: "array[float]" = field(default_factory=lambda: array("f"))
+    _next: int = 0
+
+    def beat(self, step: int, now_s: float) -> None:
+        if self._beat_s is not None:
+            self._keep(now_s - self._beat_s)
+        self.at_s = self._beat_s = now_s
+        self.step = max(self.step, step)
+
+    def resume(self, now_s: float) -> None:
+        """Heard of, but not by a heartbeat; or nobody listened meanwhile. No interval to learn."""
+        self.at_s, self._beat_s = now_s, None
+
+    def spread_s(self) -> tuple[float, float]:
+        """Median interval and median absolute deviation from it; zeros while too few are known."""
+        if len(self._intervals) < MIN_INTERVALS:
+            return 0.0, 0.0
+        middle = median(self._intervals)
+        return middle, median(abs(interval - middle) for interval in self._intervals)
+
+    def _keep(self, interval_s: float) -> None:
+        if len(self._intervals) < WINDOW:
+            self._intervals.append(interval_s)
+        else:
+            self._intervals[self._next] = interval_s
+            self._next = (self._next + 1) % WINDOW
+
+
+class Liveness:
+    """The pulses of one job's members. A beat costs the same however many they are."""
+
+    def __init__(self, limits: Limits, members: Iterable[str], now_s: float) -> None:
+        self._limits = limits
+        # Whoever gave no sign of life for longest comes first: the search for the silent ends at
+        # the first who is not.
+        self._pulses: dict[str, Pulse] = {name: Pulse(at_s=now_s) for name in members}
+
+    def attended(self, member_id: str, now_s: float) -> None:
+        """A member opened its stream, for the first time or again."""
+        pulse = self._pulses.pop(member_id, None) or Pulse(at_s=now_s)
+        pulse.resume(now_s)
+        self._pulses[member_id] = pulse
+
+    def beat(self, member_id: str, step: int, now_s: float) -> None:
+        pulse = self._pulses.pop(member_id, None) or Pulse(at_s=now_s)
+        pulse.beat(step, now_s)
+        self._pulses[member_id] = pulse
+
+    def forget(self, member_id: str) -> None:
+        self._pulses.pop(member_id, None)
+
+    def resume(self, now_s: float) -> None:
+        """Nobody listened for a while, so nobody can be said to have been silent."""
+        for pulse in self._pulses.values():
+            pulse.resume(now_s)
+
+    def pulses(self) -> Iterator[tuple[str, Pulse]]:
+        return iter(self._pulses.items())
+
+    def late(self, now_s: float) -> list[str]:
+        """Who has not been heard of for the time of a lease; only they can be silent."""
+        names = []
+        for name, pulse in self._pulses.items():
+            if now_s - pulse.at_s <= self._limits.lease_s:
+                break
+            names.append(name)
+        return names
+
+    def allowed_s(self, member_id: str) -> float:
+        """How long the member may be silent."""
+        middle_s, deviation_s = self._pulses[member_id].spread_s()
+        wanted_s = middle_s + DEVIATIONS * deviation_s
+        return min(max(wanted_s, self._limits.lease_s), self._limits.silence_s)
+
+    def why_lost(self, member_id: str, now_s: float) -> str:
+        """What makes the member lost; empty while it is not."""
+        pulse, allowed_s = self._pulses[member_id], self.allowed_s(member_id)
+        silent_s = now_s - pulse.at_s
+        if silent_s <= allowed_s:
+            return ""
+        reason = f"no heartbeat for {silent_s:.3g} s, of {allowed_s:.3g} s allowed"
+        middle_s, deviation_s = pulse.spread_s()
+        if middle_s:
+            reason += f" (it beat every {middle_s:.2g} s, give or take {deviation_s:.2g} s)"
+        return reason
+
+
+__all__ = ["WINDOW", "Liveness", "Pulse"]
