@@ -114,6 +114,9 @@ def _run(events: Connection, body: Callable[..., None], arguments: tuple[Any, ..
 
     try:
         body(report, *arguments)
+    except SystemExit as end:
+        report("exits", code=end.code, reason=str(end))
+        raise
     except BaseException as error:
         report("raised", error=type(error).__name__, text=str(error), trace=traceback.format_exc())
         raise SystemExit(1) from error

@@ -23,7 +23,15 @@ def counts(ranks: list[Rank]) -> Counter[tuple[int, int]]:
     return found
 
 
-def start(ranks: Ranks, cluster: LocalCluster, job: str, name: str, fault: str = "") -> Rank:
+def start(
+    ranks: Ranks,
+    cluster: LocalCluster,
+    job: str,
+    name: str,
+    *,
+    fault: str = "",
+    epochs: int = EPOCHS,
+) -> Rank:
     run = Run(
         coordinator=cluster.coordinator,
         job=job,
@@ -32,6 +40,7 @@ def start(ranks: Ranks, cluster: LocalCluster, job: str, name: str, fault: str =
         strategy="async-sgd",
         fault=fault,
         at_step=2,
+        epochs=epochs,
     )
     return ranks.start(rank_bodies.train, run)
 
@@ -58,3 +67,19 @@ def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalClus
         found = counts([survivor, killed])
     assert len(found) == NUM_SAMPLES * EPOCHS
     assert found.total() <= NUM_SAMPLES * EPOCHS + BATCH_SIZE
+
+
+def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalCluster) -> None:
+    """It leaves behind its step, ends with 143, and each sample still counts once."""
+    epochs = 40
+    with Ranks() as ranks:
+        stays = start(ranks, cluster, "async-drain", "a", epochs=epochs)
+        drained = start(ranks, cluster, "async-drain", "b", epochs=epochs)
+        drained.expect("committed")
+        drained.send_signal(signal.SIGTERM)
+        assert drained.expect("exits") == {"code": 143, "reason": "SIGTERM"}
+        assert drained.join() == 143
+        stays.expect("finished")
+        found = counts([stays, drained])
+    assert len(found) == NUM_SAMPLES * epochs
+    assert set(found.values()) == {1}

@@ -156,6 +156,38 @@ def test_a_member_whose_own_fault_it_is_leaves_with_it_and_the_others_go_on(
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
 
 
+def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalCluster) -> None:
+    """It ends with 143 at a step from which on the others train without it; none is repeated."""
+    epochs = 60
+    with Ranks() as ranks:
+        crew = start(ranks, run_of(cluster, "drain", epochs=epochs), "abc")
+        for _ in range(5):
+            crew[2].expect("committed")
+        crew[2].send_signal(signal.SIGTERM)
+        assert crew[2].expect("exits") == {"code": 143, "reason": "SIGTERM"}
+        assert crew[2].join() == 143
+        finished = [rank.expect("finished") for rank in crew[:2]]
+        check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE, epochs)
+        check_each_sample_once(crew, 5 * epochs, epochs)
+    for rank in crew:
+        tried = [data["step"] for kind, data in rank.seen if kind == "tried"]
+        assert tried == list(range(len(tried)))
+    sizes = [data["world_size"] for kind, data in crew[0].seen if kind == "tried"]
+    assert set(sizes) == {3, 2}
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalCluster) -> None:
+    """There is nobody to hand over to; the job is not completed by that."""
+    with Ranks() as ranks:
+        run = run_of(cluster, "drain-alone", desired_members=1, epochs=1000)
+        alone = start(ranks, run, "a")[0]
+        alone.expect("committed")
+        alone.send_signal(signal.SIGTERM)
+        assert alone.expect("exits")["code"] == 143
+        start(ranks, run, "b")[0].expect("committed")
+
+
 def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalCluster) -> None:
     """Batches of two for three members."""
     with Ranks() as ranks:

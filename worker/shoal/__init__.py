@@ -16,14 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.data import Batch
+    from shoal.draining import Drained
     from shoal.session import Session
     from shoal.strategies.ddp import DDP
 
-__all__ = ["DDP", "Batch", "Session", "join"]
+__all__ = ["DDP", "Batch", "Drained", "Session", "join"]
 
 _HOMES = {
     "Batch": "shoal.data",
     "DDP": "shoal.strategies.ddp",
+    "Drained": "shoal.draining",
     "Session": "shoal.session",
 }
 

@@ -4,6 +4,7 @@ import time
 
 import structlog
 
+from shoal.draining import drained
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal_client.membership import Member, Membership
 from shoal_proto.errors import GenerationBroken, InvalidSpec, RejoinError, RetryError
@@ -57,8 +58,13 @@ class Crew:
     def stand(self, fields: dict[str, str]) -> Generation:
         """The generation in which the next step may begin, formed or changed if need be.
 
-        Waits as long as the job's limits allow, then raises with the reason for the wait.
+        Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
+        Drained once this member was asked to leave and nothing needs it any more.
         """
+        with drained():
+            return self._stand(fields)
+
+    def _stand(self, fields: dict[str, str]) -> Generation:
         strategy = self.strategy
         if self._left:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
@@ -75,7 +81,7 @@ class Crew:
             elif not strategy.synchronous:
                 return self._follow(generation)
             elif self.membership.is_broken(generation.number):
-                self.fall(GenerationBroken(f"generation {generation.number} was broken"))
+                self._fall(GenerationBroken(f"generation {generation.number} was broken"))
             else:
                 return generation
 
@@ -92,8 +98,12 @@ class Crew:
     def fall(self, error: BaseException) -> None:
         """A peer was lost in the generation: stand still at the last committed step.
 
-        Raises `error` again if nobody else finds the generation broken.
+        Raises `error` again if nobody else finds the generation broken, and Drained as `stand`.
         """
+        with drained():
+            self._fall(error)
+
+    def _fall(self, error: BaseException) -> None:
         generation, strategy = self.generation, self.strategy
         assert generation is not None
         self._stands = False

@@ -107,6 +107,8 @@ class LeasedFeed(Feed):
         try:
             for span in self._leases:
                 crew.stand(self._fields)
+                if span is None:
+                    continue
                 self._leased = span
                 yield from self._offer(
                     self._loader.leased(span.epoch, span.start, span.stop, crew.strategy.step)

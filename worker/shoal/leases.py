@@ -15,7 +15,10 @@ REPORT_WITHIN_S = 3.0
 
 
 class Leases:
-    """Yields ranges to train on until every sample of every epoch is done, by whomever."""
+    """Yields ranges to train on until every sample of every epoch is done, by whomever.
+
+    Where there is none now, since others are still at work, it yields None now and then.
+    """
 
     def __init__(self, samples: Samples, batch_size: int) -> None:
         self._samples = samples
@@ -26,7 +29,7 @@ class Leases:
         self._ahead: Future[Lease] | None = None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shoal-lease")
 
-    def __iter__(self) -> Iterator[SampleRange]:
+    def __iter__(self) -> Iterator[SampleRange | None]:
         ahead: Future[Lease] = self._ask()
         while True:
             lease = ahead.result()
@@ -40,6 +43,7 @@ class Leases:
                     )
                     if self._closed:
                         return
+                yield None
                 ahead = self._ask()
                 continue
             ahead = self._ask()
@@ -57,7 +61,8 @@ class Leases:
             self._closed = True
             self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
-        under_way = [ahead for ahead in (self._ahead,) if ahead is not None]
+        # One that was cancelled before it began is never done, and took no report along.
+        under_way = [a for a in (self._ahead,) if a is not None and not a.cancelled()]
         if wait(under_way, timeout=REPORT_WITHIN_S).not_done:
             log.warning("samples_not_reported", reason="the coordinator does not answer")
             return

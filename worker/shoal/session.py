@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.crew import Crew
 from shoal.data import Batch, Collate, Dataset, Loader, Order, dataset_size, describe
+from shoal.draining import Drained, DrainSignal
 from shoal.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.joining import JoinConfig
 from shoal.reports import StepReports
@@ -25,6 +26,8 @@ class Session:
 
     Leaving the block normally after the last batch completes the job; leaving it by an exception
     or before the last batch takes only this member out, and the others go on.
+
+    While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
     """
 
     def __init__(self, config: JoinConfig) -> None:
@@ -34,9 +37,11 @@ class Session:
         self._reports: StepReports | None = None
         self._feed: Feed | None = None
         self._step: Step | None = None
+        self._signal = DrainSignal(self.drain)
 
     def __enter__(self) -> Self:
         self._crew.attend()
+        self._signal.install()
         self._reports = StepReports(self._crew)
         return self
 
@@ -46,8 +51,9 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._signal.restore()
         if error is not None:
-            self.leave(reason=f"{type(error).__name__}: {error}")
+            self.leave(reason=_reason(error))
         elif self._feed is not None and not self._feed.all_trained:
             self.leave(reason="left before the last batch")
         else:
@@ -66,6 +72,15 @@ class Session:
             # After a failure the others wait for this member to leave, so a report comes second.
             if reports is not None and not completed:
                 reports.close()
+
+    def drain(self, reason: str) -> None:
+        """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.
+
+        Returns at once. The step under way is finished, the others agree on a step from which on
+        they train without this member, and there the batches end with `shoal.Drained`, a
+        SystemExit of code 143. Nobody's generation breaks for it.
+        """
+        self._crew.membership.drain(reason)
 
     # --- what the training script calls ---
 
@@ -242,12 +257,19 @@ class Step:
             try:
                 crew.fall(error)
             except BaseException as refusal:
-                self._session.leave(reason=f"{type(refusal).__name__}: {refusal}")
+                self._session.leave(reason=_reason(refusal))
                 raise
             return True
         # At once, so that the others need not find out by waiting for this member.
-        self._session.leave(reason=f"{type(error).__name__}: {error}")
+        self._session.leave(reason=_reason(error))
         return False
+
+
+def _reason(error: BaseException) -> str:
+    """What the others are told of a member that leaves with this error."""
+    if isinstance(error, Drained):
+        return f"drained: {error.reason}"
+    return f"{type(error).__name__}: {error}"
 
 
 def _nothing() -> None:

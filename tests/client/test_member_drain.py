@@ -1,0 +1,185 @@
+"""Drains through the typed client: real gRPC, a real coordinator, members in lockstep."""
+
+import asyncio
+import threading
+
+import grpc.aio
+import pytest
+from coordinator_world import Served, entered, propose, served
+
+from shoal_client.membership import Membership
+from shoal_proto.errors import MemberDrained, NotLeader
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+
+WITHIN_S = 60.0
+
+
+class Lockstep:
+    """Trains members step by step, all of them at once, as a collective makes them do."""
+
+    def __init__(self, *members: Membership) -> None:
+        self.members = members
+        self._barrier = threading.Barrier(len(members), timeout=WITHIN_S)
+        self.stopped_at: dict[str, int] = {}
+
+    async def until_changed(self, step: int = 0) -> list[pb.GenerationRecord | MemberDrained]:
+        """What each of them is told where they stop."""
+        return await asyncio.gather(
+            *(asyncio.to_thread(self._train, m, step) for m in self.members)
+        )
+
+    def _train(self, member: Membership, step: int) -> pb.GenerationRecord | MemberDrained:
+        while True:
+            try:
+                record = member.begin_step(step)
+            except MemberDrained as drained:
+                self.stopped_at[member.token.member_id] = step
+                return drained
+            if record is not None:
+                self.stopped_at[member.token.member_id] = step
+                member.ready(record)
+                return record
+            self._barrier.wait()
+            step += 1
+
+
+def names(record: pb.GenerationRecord) -> list[str]:
+    return [entry.member_id for entry in record.roster.entries]
+
+
+async def test_a_drained_member_leaves_at_the_step_at_which_the_others_go_on_without_it() -> None:
+    """By plan: nobody sees a break, and all stop before the same step."""
+    async with served(MemoryStore()) as world:
+        a, b, c = await world.training("a", "b", "c")
+        c.drain("spot notice")
+        crew = Lockstep(a, b, c)
+        to_a, to_b, to_c = await crew.until_changed()
+        assert isinstance(to_a, pb.GenerationRecord)
+        assert names(to_a) == ["a", "b"]
+        assert to_a == to_b
+        assert isinstance(to_c, MemberDrained)
+        assert to_c.seen == "spot notice"
+        assert len(set(crew.stopped_at.values())) == 1
+        assert not any(member.is_broken(1) for member in (a, b, c))
+        assert c.draining
+        assert await asyncio.to_thread(c.leave, completed=False, reason="drained")
+        assert a.begin_step(100) is None
+
+
+async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
+    """The last one of a job; the job stands, and the next member takes it up."""
+    async with served(MemoryStore()) as world:
+        (a,) = await world.training("a")
+        a.drain("spot notice")
+        assert await asyncio.to_thread(a.wait_over, 1, WITHIN_S)
+        with pytest.raises(MemberDrained, match="spot notice"):
+            a.begin_step(0)
+        with pytest.raises(MemberDrained):
+            a.await_generation(above=1)
+        assert await asyncio.to_thread(a.leave, completed=False, reason="drained")
+        b = await world.joined("b", desired=1)
+        assert names(await entered(b, 1)) == ["b"]
+
+
+async def test_a_member_that_trains_nowhere_yet_leaves_at_once() -> None:
+    """It waits for others that may never come, and is not to wait for them any more."""
+    async with served(MemoryStore()) as world:
+        a = await world.joined("a", desired=2)
+        waiting = asyncio.ensure_future(asyncio.to_thread(a.await_generation, 0, WITHIN_S))
+        a.drain("spot notice")
+        with pytest.raises(MemberDrained):
+            await waiting
+
+
+async def test_a_change_that_fails_behind_the_boundary_lets_the_drained_member_go() -> None:
+    """The old generation is over by then: the member settles like the others, and may leave."""
+    async with served(MemoryStore()) as world:
+        a, b, c = await world.training("a", "b", "c")
+        c.drain("spot notice")
+        leaver = asyncio.ensure_future(asyncio.to_thread(_stand, c))
+        crossed = await asyncio.gather(*(asyncio.to_thread(_cross, m) for m in (a, b)))
+        assert [names(record) for record in crossed] == [["a", "b"]] * 2
+        await asyncio.to_thread(a.report_broken, "no route to b")
+        # The step that it may begin now is one of a generation that is over.
+        assert await leaver is None
+        assert await asyncio.to_thread(c.wait_broken, 1, WITHIN_S)
+        for member in (a, b):
+            assert await asyncio.to_thread(member.wait_broken, 2, WITHIN_S)
+        for member in (a, b, c):
+            await asyncio.to_thread(member.settle, 1, has_state=True)
+        with pytest.raises(MemberDrained):
+            await asyncio.to_thread(c.await_generation, 1, WITHIN_S)
+        assert await asyncio.to_thread(c.leave, completed=False, reason="drained")
+        records = await asyncio.gather(entered(a, 2), entered(b, 2))
+        assert names(records[0]) == ["a", "b"]
+
+
+def _cross(member: Membership) -> pb.GenerationRecord:
+    """Stop for the next generation before the first step; do not bring it up."""
+    member.wait_over(1, WITHIN_S)
+    record = member.begin_step(0)
+    assert record is not None
+    return record
+
+
+def _stand(member: Membership) -> pb.GenerationRecord | None:
+    member.wait_over(1, WITHIN_S)
+    return member.begin_step(0)
+
+
+async def test_a_new_leader_is_told_of_the_drain() -> None:
+    """The one that was asked went away before there was anybody to hand over to."""
+    store = MemoryStore()
+    async with served(store) as first:
+        (a,) = await first.training("a")
+        await asyncio.to_thread(first.client("comes", desired=1).attend)
+        async with grpc.aio.insecure_channel(first.address) as channel:
+            asked = pb.DrainRequest(job="j", member_id="a", reason="spot notice")
+            await MembershipStub(channel).Drain(asked)
+        assert await asyncio.to_thread(_hears_of_drain, a)
+        await first.coordinator.step_down()
+        async with served(store) as second:
+            b = second.client("b", desired=1)
+            await asyncio.to_thread(b.attend)
+            a.coordinators.move_on(
+                first.address, NotLeader("moved", details={"leader": second.address})
+            )
+            await asyncio.to_thread(propose, b)
+            joining = asyncio.ensure_future(entered(b, 1))
+            (to_a,) = await Lockstep(a).until_changed()
+            assert isinstance(to_a, pb.GenerationRecord)
+            assert names(to_a) == ["a", "b"]
+            await joining
+            to_a, to_b = await Lockstep(a, b).until_changed(step=1000)
+            assert isinstance(to_a, MemberDrained)
+            assert isinstance(to_b, pb.GenerationRecord)
+            assert names(to_b) == ["b"]
+            assert not b.is_broken(2)
+
+
+def _hears_of_drain(member: Membership) -> bool:
+    with member._changed:
+        return member._changed.wait_for(lambda: member.draining, WITHIN_S)
+
+
+async def test_without_a_coordinator_a_drained_member_leaves_after_a_bound() -> None:
+    """Nobody can agree on anything then, and the host may be about to go."""
+    limits = Limits(heartbeat_s=0.05, join_s=4)
+    async with served(MemoryStore(), limits) as world:
+        (a,) = await _training_alone(world)
+        await world.coordinator.step_down()
+        a.drain("spot notice")
+        assert await asyncio.to_thread(a.wait_over, 1, WITHIN_S)
+        with pytest.raises(MemberDrained, match="spot notice"):
+            a.begin_step(0)
+
+
+async def _training_alone(world: Served) -> list[Membership]:
+    client = world.client("a", desired=1)
+    await asyncio.to_thread(client.attend)
+    await asyncio.to_thread(propose, client)
+    await entered(client, 0)
+    return [client]

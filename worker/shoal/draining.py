@@ -1,0 +1,66 @@
+"""Leaving in good order: what a script sees of it, and the signal that asks for it."""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from shoal_proto.errors import MemberDrained
+
+EXIT_CODE = 128 + signal.SIGTERM
+"""As of a process that SIGTERM ended. `shoal run` does not start such a worker again."""
+
+
+class Drained(SystemExit):
+    """This member was asked to leave, and nothing needs it any more: the script is to end.
+
+    Raised between two steps. A SystemExit: a script that does not catch it unwinds, and its
+    process exits with 143.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(EXIT_CODE)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@contextmanager
+def drained() -> Iterator[None]:
+    """Raises Drained for the MemberDrained that ends a membership."""
+    try:
+        yield
+    except MemberDrained as error:
+        raise Drained(error.seen or str(error)) from error
+
+
+class DrainSignal:
+    """Takes the first SIGTERM as a wish to drain; a second one ends the process, as by default.
+
+    Only where nobody else handles it, and where handlers can be set: in the main thread.
+    """
+
+    def __init__(self, drain: Callable[[str], None]) -> None:
+        self._drain = drain
+        self._installed = False
+
+    def install(self) -> None:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._handle)
+            self._installed = True
+
+    def restore(self) -> None:
+        """Let the signal end the process again, unless another handler has come meanwhile."""
+        if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._installed = False
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        self._drain("SIGTERM")
+
+
+__all__ = ["DrainSignal", "Drained", "drained"]
