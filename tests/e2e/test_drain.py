@@ -1,0 +1,94 @@
+"""Leaving in good order as users bring it about: by a command, or by a signal."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from e2e.conftest import Shoal, finish, read_until
+
+# Seconds on an idle machine; the bound is for one that is busy with other tests.
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = """
+import os, pathlib, time
+import shoal, torch
+
+here = pathlib.Path(__file__).parent
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = (torch.randn(600, 8), torch.randn(600, 2))
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy="ddp")
+    for batch in session.batches(data, global_batch_size=6, epochs=20):
+        with session.step() as step:
+            session.backward(((model(batch.inputs) - batch.targets) ** 2).mean())
+        with open(here / "steps", "a") as steps:
+            print(session.member_id, os.getpid(), session.world_size, step.committed, file=steps)
+        if not (here / "finish").exists():
+            time.sleep(0.02)  # so that the job is not over before the test is done with it
+"""
+
+
+def await_steps(directory: Path, world_size: int) -> dict[str, int]:
+    """The pid of each member, once so many train together."""
+    deadline_s = time.monotonic() + 120.0
+    while True:
+        path = directory / "steps"
+        lines = path.read_text().splitlines()[-3 * world_size :] if path.exists() else []
+        parts = [line.split() for line in lines if line.count(" ") == 3]
+        pids = {part[0]: int(part[1]) for part in parts if part[2] == str(world_size)}
+        if len(pids) == world_size:
+            return pids
+        assert time.monotonic() < deadline_s, lines
+        time.sleep(0.02)
+
+
+def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) -> None:
+    """By `shoal drain` and by SIGTERM: each finishes its step and ends with 143, nobody else's
+    step fails for it, and the last one completes the job."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = shoal_command.start("run", "-n", "3", "--ps", "0", str(script))
+    lines = read_until(run, "coordinator at ")
+    found = re.search(r"coordinator at (\S+), status page at (\S+)", lines[-1])
+    assert found is not None
+    coordinator, http = found.groups()
+    first, second, _ = await_steps(tmp_path, 3).items()
+
+    asked = ("--job", "train", "--coordinator", coordinator, "--http", http)
+    code, said = finish(shoal_command.start("drain", first[0], *asked))
+    assert code == 0, said
+    assert re.fullmatch(
+        rf"{first[0]} left job train after [0-9.]+ s; generation \d+ runs with 2 members",
+        said.strip(),
+    )
+    await_steps(tmp_path, 2)
+    os.kill(second[1], signal.SIGTERM)
+    await_steps(tmp_path, 1)
+
+    (tmp_path / "finish").touch()
+    code, output = finish(run)
+    assert code == 0, output
+    for member, _ in (first, second):
+        assert f"{member} was drained (exit code 143)" in output
+    assert "1 of 3 workers completed, drained: " in output
+    assert "started again" not in output
+    steps = (tmp_path / "steps").read_text().splitlines()
+    assert all(line.endswith(" True") for line in steps), "somebody's step was lost"
+
+
+def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) -> None:
+    """SIGTERM to `shoal run`: every worker finishes its step; none is killed; the code is 143."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    run = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))
+    await_steps(tmp_path, 2)
+    run.send_signal(signal.SIGTERM)
+    code, output = finish(run)
+    assert code == 128 + signal.SIGTERM, output
+    assert output.count("was drained (exit code 143)") == 2, output
+    assert "SIGKILL" not in output
+    assert shoal_command.await_none(5.0) == {}
