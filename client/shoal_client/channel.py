@@ -22,7 +22,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 1000),
+    # gRPC gives a ping a minute to be answered whatever the line above says. A leader that hangs
+    # (SIGSTOP, a frozen machine) is to be left before its successor takes its members for lost.
+    ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # gRPC's own back-off grows to minutes; a coordinator that is back should be found at once.
@@ -56,6 +59,8 @@ class Coordinators:
         self._closed = threading.Event()
         self._channels: dict[str, grpc.Channel] = {}
         self._current = self._addresses[0]
+        self._asked = 0
+        """Position of the replica that was asked last, or that named the one asked now."""
 
     @property
     def current(self) -> str:
@@ -75,17 +80,20 @@ class Coordinators:
             return channel
 
     def move_on(self, failed: str, error: ShoalError) -> None:
-        """After a failure at `failed`: go to the leader it named, else to the next address."""
+        """After a failure at `failed`: go to the leader it named, else to the next address.
+
+        A name counts only if it comes from one of the replicas in turn: one that hears nothing
+        any more names a leader of the past, itself maybe, and two such would name each other.
+        """
         with self._lock:
             if self._current != failed:
                 return
             leader = error.details.get("leader") if isinstance(error, NotLeader) else None
-            if leader:
+            if leader and leader != failed and failed == self._addresses[self._asked]:
                 self._current = leader
             else:
-                known = self._addresses
-                position = known.index(failed) if failed in known else -1
-                self._current = known[(position + 1) % len(known)]
+                self._asked = (self._asked + 1) % len(self._addresses)
+                self._current = self._addresses[self._asked]
 
     def call(
         self,

@@ -1,0 +1,121 @@
+"""The leader, or etcd under it, fails while jobs are in every phase of the protocol."""
+
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+
+import pytest
+from coordinator_processes import Replica, Replicas, awaited
+from fault_world import Etcd
+from held_jobs import HELD, Held
+
+from .conftest import NUM_REPLICAS, new_cast
+
+DEPOSED_S = 30.0
+
+Fault = Callable[[Replicas, Etcd], AbstractContextManager[None]]
+
+
+@contextmanager
+def _killed(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    old = replicas.leader()
+    old.process.send_signal(signal.SIGKILL)
+    replicas.leader(other_than=old)
+    yield
+
+
+@contextmanager
+def _ended(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    old = replicas.leader()
+    old.process.send_signal(signal.SIGTERM)
+    replicas.leader(other_than=old)
+    yield
+
+
+@contextmanager
+def _halted(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    old = replicas.leader()
+    old.process.send_signal(signal.SIGSTOP)
+    try:
+        new = replicas.leader(other_than=old)
+        yield
+    finally:
+        old.process.send_signal(signal.SIGCONT)
+    _is_deposed(old, new)
+
+
+@contextmanager
+def _cut_off_from_etcd(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    old = replicas.leader()
+    old.to_etcd.silence()
+    try:
+        new = replicas.leader(other_than=old)
+        awaited(lambda: not old.leads() or None, DEPOSED_S, "the one cut off lets go")
+        yield
+    finally:
+        old.to_etcd.restore()
+    _is_deposed(old, new)
+
+
+def _is_deposed(old: Replica, new: Replica) -> None:
+    """Once it is back it follows, and the other one leads on."""
+    awaited(lambda: old.follows(new.grpc) or None, DEPOSED_S, "it follows")
+    assert new.leads()
+
+
+@contextmanager
+def _etcd_leader_killed(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    etcd.leader().process.send_signal(signal.SIGKILL)
+    try:
+        yield
+    finally:
+        etcd.restore()
+
+
+@contextmanager
+def _etcd_away(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    old = replicas.leader()
+    etcd.signal_all(signal.SIGSTOP)
+    try:
+        # By its own clock its lease may have run out: nobody leads until etcd is back.
+        awaited(lambda: not old.leads() or None, DEPOSED_S, "without etcd nobody leads")
+    finally:
+        etcd.restore()
+    replicas.leader()
+    yield
+
+
+FAULTS: Mapping[str, Fault] = {
+    "leader killed": _killed,
+    "leader ended": _ended,
+    "leader halted": _halted,
+    "leader cut off from etcd": _cut_off_from_etcd,
+    "leader of etcd killed": _etcd_leader_killed,
+    "all of etcd away": _etcd_away,
+}
+
+
+@pytest.fixture(scope="module", params=FAULTS)
+def struck(
+    request: pytest.FixtureRequest, replica_pool: Replicas, etcd: Etcd
+) -> Iterator[Mapping[str, Future[None]]]:
+    """How jobs that were held in each phase went on after the fault."""
+    replicas = replica_pool.full(NUM_REPLICAS)
+    with ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(len(HELD)))
+        held: dict[str, Held] = {}
+        for name, hold in HELD.items():
+            held[name] = hold(stack.enter_context(new_cast(replicas)))
+        with FAULTS[request.param](replicas, etcd):
+            outcomes = {name: threads.submit(job.goes_on) for name, job in held.items()}
+            wait(outcomes.values())
+        yield outcomes
+        for job in held.values():
+            job.cast.agrees()
+
+
+@pytest.mark.parametrize("phase", HELD)
+def test_a_job_in_any_phase_goes_on(struck: Mapping[str, Future[None]], phase: str) -> None:
+    """No generation is lost or decided twice, and nobody who trains hears of it."""
+    struck[phase].result()
