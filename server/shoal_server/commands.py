@@ -44,7 +44,8 @@ def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
         "--leader-lease-s",
         type=float,
         default=5.0,
-        help="a killed leader is succeeded after so long (default %(default)s, at least 2)",
+        help="a leader that hangs or is cut off is succeeded after so long, a killed one at once"
+        " (default %(default)s, at least 2)",
     )
     parser.set_defaults(handler=coordinator)
 

@@ -1,19 +1,25 @@
 """A coordinator process: from its start over its turns at leading to SIGTERM."""
 
 import asyncio
+import socket
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from shoal_proto.errors import ShoalError
 from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.health import HealthService
+from shoal_server.coordinator.succession import end_when_gone
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
-from shoal_server.etcd.election import Candidate, Election, Leadership
+from shoal_server.etcd.election import DEFAULT_TTL_S, Election, Leadership
+from shoal_server.etcd.leader_key import Candidate, Leader
 from shoal_server.ready import advertised, split_address, stop_requested, write_ready_file
 from shoal_server.rpc import bind, new_server
 from shoal_server.status.app import build_app
@@ -34,9 +40,11 @@ class CoordinatorConfig:
     advertise: str = ""
     """HOST or HOST:PORT that workers and other coordinators reach this one at."""
     limits: Limits = field(default_factory=Limits)
-    leader_lease_s: float = 5.0
-    """A leader that vanished is succeeded after so long, and one that stood still for most of it
-    steps down. etcd grants at least 2 s with its default timings."""
+    leader_lease_s: float = DEFAULT_TTL_S
+    """A leader that hangs or is cut off is succeeded after so long, and one that stood still for
+    most of it steps down. A killed one is succeeded at once, however long this is. Less than an
+    election within etcd takes (1 to 2 s) costs a leader its term for nothing. etcd grants at least
+    2 s with its default timings."""
     ready_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -58,11 +66,14 @@ async def serve(config: CoordinatorConfig) -> None:
         status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))
         coordinator.http_url = f"http://{split_address(address)[0]}:{status.port}"
         coordinator.add_services(server)
+        health = HealthService()
+        add_HealthServicer_to_server(health, server)
         await server.start()
         stack.push_async_callback(server.stop, STOP_WITHIN_S)
-        candidate = Candidate(address=address, http_url=coordinator.http_url)
-        election = Election(store, candidate, ttl_s=config.leader_lease_s)
-        turns = Turns(coordinator, election)
+        stack.callback(health.end)
+        host, url = socket.gethostname(), coordinator.http_url
+        candidate = Candidate(address=address, http_url=url, host=host)
+        turns = Turns(coordinator, health, store, candidate, config.leader_lease_s)
         campaign = asyncio.create_task(turns.take_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         stack.push_async_callback(_ended, campaign, stopping)
@@ -86,13 +97,25 @@ async def _ended(*tasks: asyncio.Task[object]) -> None:
 class Turns:
     """Campaigns, leads until deposed, campaigns again. Only etcd decides who leads."""
 
-    def __init__(self, coordinator: Coordinator, election: Election) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        health: HealthService,
+        store: KeyValueStore,
+        candidate: Candidate,
+        leader_lease_s: float,
+    ) -> None:
+        """The candidate's address must be listened at."""
         self._coordinator = coordinator
-        self._election = election
+        self._health = health
+        self._store = store
+        self._address = candidate.address
+        self._election = Election(store, candidate, ttl_s=leader_lease_s)
         self.leader_known = asyncio.Event()
         """Set once this coordinator leads, or has seen who does."""
 
     async def take_for_ever(self) -> None:
+        await self._election.end_predecessor()
         following = asyncio.create_task(self._follow(), name="follow-leader")
         try:
             while True:
@@ -105,22 +128,37 @@ class Turns:
         try:
             await coordinator.lead((leadership.condition,))
             self.leader_known.set()
+            self._health.set_leads(True)
             deposed = asyncio.create_task(coordinator.deposed.wait())
             lost = asyncio.create_task(leadership.lost.wait())
             await asyncio.wait((deposed, lost), return_when=asyncio.FIRST_COMPLETED)
             await _ended(deposed, lost)
-            log.warning("deposed", reason=coordinator.why_deposed or "its lease ran out")
+            log.warning("deposed", reason=coordinator.why_deposed or leadership.reason)
         except ShoalError as error:
             log.error("could_not_lead", reason=str(error))
         finally:
+            self._health.set_leads(False)
             await coordinator.step_down()
             await leadership.resign()
 
     async def _follow(self) -> None:
-        async for leader in self._election.leaders():
-            self._coordinator.registry.leader = leader.address if leader else ""
-            self._coordinator.view.why_not_ready = (
-                f"the coordinator at {leader.address} leads" if leader else "nobody leads yet"
-            )
-            if leader is not None:
-                self.leader_known.set()
+        watching: asyncio.Task[None] | None = None
+        try:
+            async for leader in self._election.leaders():
+                if watching is not None:
+                    await _ended(watching)
+                    watching = None
+                self._note(leader)
+                if leader is not None and leader.address not in ("", self._address):
+                    watching = asyncio.create_task(end_when_gone(self._store, leader))
+        finally:
+            if watching is not None:
+                await _ended(watching)
+
+    def _note(self, leader: Leader | None) -> None:
+        self._coordinator.registry.leader = leader.address if leader else ""
+        self._coordinator.view.why_not_ready = (
+            f"the coordinator at {leader.address} leads" if leader else "nobody leads yet"
+        )
+        if leader is not None:
+            self.leader_known.set()

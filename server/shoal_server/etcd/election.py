@@ -10,10 +10,8 @@ leader among etcd's own members, or a restart, starts every lease's time afresh.
 """
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 
 import structlog
 
@@ -21,40 +19,27 @@ from shoal_proto.errors import InvalidSpec, LeaseExpired, RetryError, ShoalError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
-    EventKind,
     KeyValueStore,
     LeaseId,
-    Put,
     Revision,
-    WatchBatch,
     absent,
     created_at,
+)
+from shoal_server.etcd.leader_key import (
+    RETRY_PAUSE_S,
+    Candidate,
+    Leader,
+    after,
+    end_term,
+    read,
 )
 
 log = structlog.get_logger(__name__)
 
 DEFAULT_TTL_S = 5.0
 GIVE_UP_WITHIN_S = 2.0
-RETRY_PAUSE_S = 0.1
 SAFETY = 0.9
 """The part of a lease's time that a leader trusts; the rest covers a late timer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """What the leader's key tells of who holds it."""
-
-    address: str
-    """host:port of the gRPC service, as others reach it."""
-    http_url: str = ""
-    """Base URL of the status endpoint."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leader(Candidate):
-    """Who leads, and since which revision."""
-
-    create_revision: Revision
 
 
 class Leadership:
@@ -137,7 +122,7 @@ class Leadership:
         try:
             async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
                 async for batch in batches:
-                    leader = _after(batch, self._leader)
+                    leader = after(batch, self._leader)
                     if leader is None or leader.create_revision != self.create_revision:
                         self._lose("the leader's key is gone or another's")
                         return
@@ -151,12 +136,24 @@ class Election:
     def __init__(
         self, store: KeyValueStore, candidate: Candidate, *, ttl_s: float = DEFAULT_TTL_S
     ) -> None:
-        """`ttl_s`: a leader that vanished is succeeded after so long (etcd: at least 2)."""
+        """`ttl_s`: a silent leader is succeeded after so long (etcd: at least 2)."""
         if not ttl_s > 0:
             raise InvalidSpec("bad lease of the leader", seen=str(ttl_s), expected="above 0")
         self._store = store
         self._candidate = candidate
         self._ttl_s = ttl_s
+
+    async def end_predecessor(self) -> None:
+        """End the term of a former process at this candidate's address, if the key names one.
+
+        Call it once, before the first campaign, and only if the candidate listens at its address:
+        then whoever else had the address on this host is dead, and its lease need not run out.
+        """
+        leader, _ = await self._read_patiently()
+        own = self._candidate
+        if leader is not None and (leader.address, leader.host) == (own.address, own.host):
+            ended = await end_term(self._store, leader)
+            log.info("predecessor_gone", address=own.address, ended=ended)
 
     async def campaign(self) -> Leadership:
         """Wait for the leader's key to be free, and take it. Cancel it to stop trying.
@@ -165,7 +162,7 @@ class Election:
         """
         while True:
             try:
-                leader, revision = await _read(self._store)
+                leader, revision = await read(self._store)
                 if leader is not None:
                     await self._until_vacant(leader, revision)
                     continue
@@ -183,14 +180,14 @@ class Election:
         start = Revision(revision + 1)
         async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
             async for batch in batches:
-                known, leader = leader, _after(batch, leader)
+                known, leader = leader, after(batch, leader)
                 if leader != known:
                     yield leader
 
     async def _read_patiently(self) -> tuple[Leader | None, Revision]:
         while True:
             try:
-                return await _read(self._store)
+                return await read(self._store)
             except RetryError as error:
                 log.warning("leader_unknown", reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
@@ -202,8 +199,7 @@ class Election:
         try:
             sent_s = clock()
             ttl_s = await self._store.keep_alive(lease)
-            record = {"address": self._candidate.address, "http_url": self._candidate.http_url}
-            put = Put(keys.LEADER, json.dumps(record).encode(), lease)
+            put = self._candidate.put(lease)
             result = await self._store.transact((absent(keys.LEADER),), (put,))
         except BaseException:
             # Also where the outcome is unknown: with the lease goes the key, if it came about,
@@ -217,6 +213,7 @@ class Election:
         leader = Leader(
             address=self._candidate.address,
             http_url=self._candidate.http_url,
+            host=self._candidate.host,
             create_revision=result.revision,
         )
         return Leadership(self._store, lease, leader, sent_s + SAFETY * ttl_s)
@@ -226,38 +223,9 @@ class Election:
         start = Revision(revision + 1)
         async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
             async for batch in batches:
-                known = _after(batch, known)
+                known = after(batch, known)
                 if known is None:
                     return
-
-
-async def _read(store: KeyValueStore) -> tuple[Leader | None, Revision]:
-    now = await store.range(keys.LEADER)
-    for item in now.items:
-        if item.key == keys.LEADER:
-            return _parse(item.value, item.create_revision), now.revision
-    return None, now.revision
-
-
-def _after(batch: WatchBatch, known: Leader | None) -> Leader | None:
-    """Who leads after a batch of changes."""
-    leader = None if batch.reset else known
-    for event in batch.events:
-        if event.key == keys.LEADER:
-            present = event.kind is EventKind.PUT
-            leader = _parse(event.value, event.mod_revision) if present else None
-    return leader
-
-
-def _parse(value: bytes, created: Revision) -> Leader:
-    try:
-        record = json.loads(value)
-        address, http_url = str(record["address"]), str(record["http_url"])
-    except (ValueError, TypeError, KeyError) as error:
-        # Somebody leads, or the key would not be there; we only cannot tell where.
-        log.error("leader_record_unreadable", value=value[:200], error=repr(error))
-        address = http_url = ""
-    return Leader(address=address, http_url=http_url, create_revision=created)
 
 
 async def _revoke(store: KeyValueStore, lease: LeaseId) -> None:

@@ -1,0 +1,98 @@
+"""The leader's key in etcd: who holds it, since when, and how a term is ended by another."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_proto.errors import RetryError
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    Delete,
+    EventKind,
+    KeyValueStore,
+    LeaseId,
+    Put,
+    Revision,
+    WatchBatch,
+    created_at,
+)
+
+log = structlog.get_logger(__name__)
+
+RETRY_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """What the leader's key tells of who holds it."""
+
+    address: str
+    """host:port of the gRPC service, as others reach it."""
+    http_url: str = ""
+    """Base URL of the status endpoint."""
+    host: str = ""
+    """Name of the machine or container: two may advertise the same address, such as loopback."""
+
+    def put(self, lease: LeaseId) -> Put:
+        """The write that makes this candidate the leader."""
+        record = {"address": self.address, "http_url": self.http_url, "host": self.host}
+        return Put(keys.LEADER, json.dumps(record).encode(), lease)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leader(Candidate):
+    """Who leads, and since which revision."""
+
+    create_revision: Revision
+
+
+async def read(store: KeyValueStore) -> tuple[Leader | None, Revision]:
+    """Who leads, and the revision of etcd as of which that holds."""
+    now = await store.range(keys.LEADER)
+    for item in now.items:
+        if item.key == keys.LEADER:
+            return _parse(item.value, item.create_revision), now.revision
+    return None, now.revision
+
+
+def after(batch: WatchBatch, known: Leader | None) -> Leader | None:
+    """Who leads after a batch of changes."""
+    leader = None if batch.reset else known
+    for event in batch.events:
+        if event.key == keys.LEADER:
+            present = event.kind is EventKind.PUT
+            leader = _parse(event.value, event.mod_revision) if present else None
+    return leader
+
+
+async def end_term(store: KeyValueStore, leader: Leader) -> bool:
+    """Delete the key if it is still that leader's; whether it was. Outlasts outages of etcd.
+
+    Safe even if the leader lives: it watches its key, and each of its writes compares the
+    revision that is compared here, so it does nothing more.
+    """
+    while True:
+        try:
+            condition = created_at(keys.LEADER, leader.create_revision)
+            return (await store.transact((condition,), (Delete(keys.LEADER),))).succeeded
+        except RetryError as error:
+            # Where the outcome is unknown, the second attempt finds the first one's.
+            log.warning("term_not_ended", leader=leader.address, reason=str(error))
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def _parse(value: bytes, created: Revision) -> Leader:
+    try:
+        record = json.loads(value)
+        address, http_url = str(record["address"]), str(record["http_url"])
+        host = str(record.get("host", ""))
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        # Somebody leads, or the key would not be there; we only cannot tell where.
+        log.error("leader_record_unreadable", value=value[:200], error=repr(error))
+        address = http_url = host = ""
+    return Leader(address=address, http_url=http_url, host=host, create_revision=created)
+
+
+__all__ = ["RETRY_PAUSE_S", "Candidate", "Leader", "after", "end_term", "read"]
