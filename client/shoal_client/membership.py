@@ -55,7 +55,11 @@ class _Change:
 
 
 class Membership:
-    """See the module. `judge` and `on_break(generation, reason)` run on the background thread."""
+    """See the module.
+
+    `judge`, `find_unreachable` (the peers that this member cannot reach, each with what was seen)
+    and `on_break(generation, reason)` run on the background thread.
+    """
 
     limits: pb.Limits
     http_url: str
@@ -65,10 +69,12 @@ class Membership:
         member: Member,
         *,
         judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: (),
+        find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {},
         on_break: Callable[[int, str], None] = lambda generation, reason: None,
     ) -> None:
         self._member = member
         self._judge = judge
+        self._find_unreachable = find_unreachable
         self._on_break = on_break
         self._coordinators = Coordinators(member.coordinators)
         self.limits = pb.Limits()
@@ -484,11 +490,17 @@ class Membership:
             self._call(_ready, pb.ReadyRequest(token=self._token(ready)))
 
     def _answer(self, prepare: pb.Prepare) -> None:
+        digest, rejections = self._shown.keep(prepare), self._judge(prepare)
+        # What is rejected anyway needs no network.
+        unreachable = {} if rejections else self._find_unreachable(prepare)
         answer = pb.AnswerRequest(
             token=self.token,
             generation=prepare.roster.generation,
-            digest=self._shown.keep(prepare),
-            rejections=self._judge(prepare),
+            digest=digest,
+            rejections=rejections,
+            unreachable=[
+                pb.Unreachable(member_id=peer, error=seen) for peer, seen in unreachable.items()
+            ],
         )
         self._call(_answer, answer)
 

@@ -11,6 +11,7 @@ with shoal.join("digits") as session:
 """
 
 import os
+from collections.abc import Iterable
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +20,29 @@ if TYPE_CHECKING:
     from shoal.draining import Drained
     from shoal.session import Session
     from shoal.strategies.ddp import DDP
+    from shoal.validators import Reject, Roster, RosterMember, Validator, validator
 
-__all__ = ["DDP", "Batch", "Drained", "Session", "join"]
+__all__ = [
+    "DDP",
+    "Batch",
+    "Drained",
+    "Reject",
+    "Roster",
+    "RosterMember",
+    "Session",
+    "join",
+    "validator",
+]
 
 _HOMES = {
     "Batch": "shoal.data",
     "DDP": "shoal.strategies.ddp",
     "Drained": "shoal.draining",
+    "Reject": "shoal.validators",
+    "Roster": "shoal.validators",
+    "RosterMember": "shoal.validators",
     "Session": "shoal.session",
+    "validator": "shoal.validators",
 }
 
 
@@ -39,12 +55,18 @@ def join(
     desired_members: int | None = None,
     member_id: str | None = None,
     address: str | None = None,
+    check_peers: str | None = None,
+    validators: "Iterable[Validator]" = (),
 ) -> "Session":
     """A session of a job, to be used in a `with` statement; entering it joins.
 
     What is not given comes from the environment that `shoal run` sets: SHOAL_JOB,
     SHOAL_COORDINATOR (comma-separated host:port), SHOAL_MIN_MEMBERS, SHOAL_MAX_MEMBERS,
-    SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS. Raises InvalidSpec at once for what is
+    SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS, SHOAL_CHECK_PEERS ("auto": members on
+    different hosts find out before each generation whether they reach each other; "always",
+    "never"). `validators` are the session's own, beside those that `shoal.validator` registered.
+
+    Raises InvalidSpec at once for what is
     missing or contradictory; entering raises Unavailable if no coordinator answers, JobFinished,
     or what else the coordinator refuses with.
     """
@@ -59,8 +81,9 @@ def join(
         "desired_members": desired_members,
         "member_id": member_id,
         "address": address,
+        "check_peers": check_peers,
     }
-    return Session(read_config(given, os.environ))
+    return Session(read_config(given, os.environ), validators)
 
 
 def __getattr__(name: str) -> Any:

@@ -1,27 +1,42 @@
 """Keeps a member in a generation that stands: forms it, changes it by plan, recovers."""
 
 import time
+from collections.abc import Mapping, Sequence
 
 import structlog
 
 from shoal.draining import drained
 from shoal.strategies.base import Context, Generation, Strategy
+from shoal.validators import Judges
 from shoal_client.membership import Member, Membership
+from shoal_client.reach import ProbeListener, check, peers_to_check
 from shoal_proto.errors import GenerationBroken, InvalidSpec, RejoinError, RetryError
-from shoal_proto.v1.membership_pb2 import GenerationRecord
+from shoal_proto.v1.membership_pb2 import GenerationRecord, Prepare, Rejection
 
 log = structlog.get_logger(__name__)
+
+JUDGING_SHARE = 0.5
+"""Of the time to accept or reject; a quarter is for the peers, the rest for the way there."""
 
 
 class Crew:
     """One member's membership and its strategy, in step with each other.
 
-    All methods are the trainer's; only `_on_break` runs on the membership's thread.
+    All methods are the trainer's; only `_on_break`, `_judge` and `_find_unreachable` run on the
+    membership's thread.
     """
 
-    def __init__(self, member: Member) -> None:
+    def __init__(self, member: Member, *, check_peers: str = "never") -> None:
         self.member = member
-        self.membership = Membership(member, on_break=self._on_break)
+        self.membership = Membership(
+            member,
+            judge=self._judge,
+            find_unreachable=self._find_unreachable,
+            on_break=self._on_break,
+        )
+        self._check_peers = check_peers
+        self._probe: ProbeListener | None = None
+        self._judges = Judges({}, member.member_id)
         self.generation: Generation | None = None
         self._strategy: Strategy | None = None
         self._stands = False
@@ -31,11 +46,18 @@ class Crew:
 
     def attend(self) -> None:
         """Become a member. Raises what the coordinator refuses with, or Unavailable."""
-        self.membership.attend()
+        if self._check_peers != "never":
+            self._listen()
+        try:
+            self.membership.attend()
+        except BaseException:
+            self._stop_listening()
+            raise
         log.info("job_joined", job=self.member.spec.job, member=self.member.member_id)
 
-    def man(self, strategy: Strategy) -> None:
-        """From now on the crew trains with this strategy."""
+    def man(self, strategy: Strategy, judges: Judges) -> None:
+        """From now on the crew trains with this strategy, where these judges let it."""
+        self._judges = judges
         strategy.attach(
             Context(
                 job=self.member.spec.job,
@@ -129,6 +151,7 @@ class Crew:
             return
         self._left = True
         self.membership.leave(completed=completed, reason=reason)
+        self._stop_listening()
         if self._strategy is not None:
             self._strategy.close()
         log.info("job_left", job=self.member.spec.job, completed=completed, reason=reason)
@@ -192,6 +215,35 @@ class Crew:
             membership.report_broken(f"{type(error).__name__}: {error}")
         if not membership.wait_broken(number, membership.limits.collective_s):
             raise error
+
+    # --- before a generation ---
+
+    def _judge(self, prepare: Prepare) -> Sequence[Rejection]:
+        limit_s = JUDGING_SHARE * self.membership.limits.prepare_s
+        return self._judges.judge(prepare.roster, limit_s)
+
+    def _find_unreachable(self, prepare: Prepare) -> Mapping[str, str]:
+        peers = peers_to_check(prepare.roster, self.member.member_id, self._check_peers)
+        limit_s = self.membership.limits.probe_s
+        unreachable = check(peers, limit_s) if peers and limit_s > 0 else {}
+        for peer, seen in unreachable.items():
+            log.warning("peer_unreachable", peer=peer, reason=seen)
+        return unreachable
+
+    def _listen(self) -> None:
+        member = self.member
+        try:
+            self._probe = ProbeListener(member.info.address, member.member_id, member.incarnation)
+        except OSError as error:
+            # A host without a port to spare trains all the same; its peers do not check it.
+            log.warning("no_probe_port", reason=str(error))
+            return
+        member.info.probe_port = self._probe.port
+
+    def _stop_listening(self) -> None:
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
 
     def _on_break(self, generation: int, reason: str) -> None:
         if self._strategy is not None and self._strategy.synchronous:

@@ -13,6 +13,7 @@ import torch
 import shoal_proto
 from shoal_client.beat_board import BeatSlot
 from shoal_client.membership import Member
+from shoal_client.reach import CHOICES
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
@@ -45,6 +46,9 @@ class JoinConfig:
     """Name of this member in the job; empty: made up."""
     address: str = ""
     """IP address under which other members reach this one; empty: the one the coordinator sees."""
+    check_peers: str = "auto"
+    """Whether members find out before a generation starts if they reach each other: "auto": those
+    on different hosts; "always"; "never"."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
 
@@ -58,6 +62,12 @@ class JoinConfig:
         for what, name in (("job", self.job), ("member_id", self.member_id)):
             if name and not _NAME.fullmatch(name):
                 raise InvalidSpec(f"{what} is no name", seen=repr(name), expected=_NAME_RULE)
+        if self.check_peers not in CHOICES:
+            raise InvalidSpec(
+                "check_peers is none of its choices",
+                seen=repr(self.check_peers),
+                expected=", ".join(CHOICES),
+            )
         if not self.coordinators:
             raise InvalidSpec(
                 "no coordinator was named",
@@ -139,6 +149,7 @@ def read_config(
         desired_members=number("desired_members", "SHOAL_DESIRED_MEMBERS", 0),
         member_id=text("member_id", "SHOAL_MEMBER_ID"),
         address=text("address", "SHOAL_ADDRESS"),
+        check_peers=text("check_peers", "SHOAL_CHECK_PEERS") or "auto",
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
     )
 

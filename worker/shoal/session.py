@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +18,7 @@ from shoal.joining import JoinConfig
 from shoal.reports import StepReports
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Generation, Strategy
+from shoal.validators import Judges, Validator, validators_of
 from shoal_proto.errors import InvalidSpec
 
 
@@ -30,9 +31,10 @@ class Session:
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
     """
 
-    def __init__(self, config: JoinConfig) -> None:
+    def __init__(self, config: JoinConfig, validators: Iterable[Validator] = ()) -> None:
         self._config = config
-        self._crew = Crew(config.member())
+        self._validators = tuple(validators)
+        self._crew = Crew(config.member(), check_peers=config.check_peers)
         self._fields: dict[str, str] = {}
         self._reports: StepReports | None = None
         self._feed: Feed | None = None
@@ -94,9 +96,15 @@ class Session:
         if self._fields:
             raise InvalidSpec("a session distributes one model", expected="one distribute()")
         chosen = find_strategy(strategy)
+        judges = Judges(validators_of(self._validators), self.member_id)
         distributed = chosen.distribute(model, optimizer)
         self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
-        self._crew.man(chosen)
+        if judges.names:
+            self._fields["validators"] = judges.names
+        if chosen.synchronous:
+            # Members that train apart may compute on what they have.
+            self._fields |= _devices_of(model)
+        self._crew.man(chosen, judges)
         return distributed
 
     def batches(
@@ -263,6 +271,16 @@ class Step:
         # At once, so that the others need not find out by waiting for this member.
         self._session.leave(reason=_reason(error))
         return False
+
+
+def _devices_of(model: nn.Module) -> dict[str, str]:
+    """What the members' collectives depend on: the kind of the model's devices, and NCCL's version
+    where that is what they run over."""
+    kinds = sorted({parameter.device.type for parameter in model.parameters()})
+    fields = {"device": ",".join(kinds)}
+    if "cuda" in kinds and torch.distributed.is_nccl_available():
+        fields["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return fields
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,257 @@
+"""Finds out before a generation starts which peers a member cannot reach over the network.
+
+Each member listens on a probe port and greets whoever connects with a line that only this process
+can know to give: its peers know it from the roster. So a port that another process has taken over
+is not mistaken for the peer. Nobody has to read or write anything else, and no connection stays.
+"""
+
+import errno
+import hashlib
+import os
+import queue
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+import structlog
+
+from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, Roster, RosterEntry
+
+log = structlog.get_logger(__name__)
+
+MAX_PEERS = 64
+"""Of more than so many, each member checks some only: see `ring`."""
+BACKLOG = 256
+PAUSE_S = 0.1
+CHOICES = ("auto", "always", "never")
+
+
+def greeting(member_id: str, incarnation: str) -> bytes:
+    """What the listener of this process says. The incarnation cannot be read from it."""
+    identity = hashlib.sha256(f"{member_id}\0{incarnation}".encode()).hexdigest()
+    return f"shoal-probe {identity}\n".encode()
+
+
+class ProbeListener:
+    """Greets peers until it is closed. Constructing binds; Raises OSError if no port is to be had.
+
+    Bound to `address` if that is one of this host's, else (a name, or the address of a gateway that
+    leads here) to every interface.
+    """
+
+    def __init__(self, address: str, member_id: str, incarnation: str) -> None:
+        self._greeting = greeting(member_id, incarnation)
+        self._socket = _bind(address)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._greet, name="shoal-probe", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
+
+    def close(self) -> None:
+        self._closing.set()
+        # Unlike a close, it wakes the thread that accepts.
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _greet(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._socket.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    # No descriptors left, say: the backlog is kept meanwhile.
+                    log.info("probe_not_accepted", reason=str(error))
+                    self._closing.wait(PAUSE_S)
+                continue
+            with connection:
+                connection.setblocking(False)
+                try:
+                    connection.send(self._greeting)  # into the empty buffer of a new connection
+                except OSError as error:
+                    log.debug("probe_not_answered", reason=str(error))
+
+
+def _bind(address: str) -> socket.socket:
+    try:
+        parsed = ip_address(address.strip("[]"))
+        family = socket.AF_INET if parsed.version == 4 else socket.AF_INET6
+        return socket.create_server((str(parsed), 0), family=family, backlog=BACKLOG)
+    except (ValueError, OSError):
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(
+                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG
+            )
+        return socket.create_server(("", 0), backlog=BACKLOG)
+
+
+def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
+    """Whom this member has to reach before it accepts the roster.
+
+    Two who both trained before reached each other then. With `when` "auto" only peers on other
+    hosts count; "always": all; "never": none. Members of an asynchronous job need no peer.
+    """
+    if when == "never" or not roster.synchronous:
+        return []
+    entries = sorted(roster.entries, key=lambda entry: entry.rank)
+    position = next(i for i, entry in enumerate(entries) if entry.member_id == member_id)
+    own = entries[position]
+    return [
+        peer
+        for peer in ring(entries, position)
+        if peer.probe_port
+        and (when == "always" or peer.host != own.host)
+        and not peer.state == own.state == STATE_ACTION_KEEP
+    ]
+
+
+def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
+    """All the others; of more than MAX_PEERS those whose distance is a power of two.
+
+    In both directions, so that each is checked by as many as it checks, and every member by some.
+    """
+    number = len(entries)
+    if number - 1 <= MAX_PEERS:
+        return [*entries[:position], *entries[position + 1 :]]
+    distances = [1 << k for k in range(number.bit_length()) if 1 << k <= number // 2]
+    places = {(position + way * d) % number for d in distances for way in (1, -1)}
+    return [entries[place] for place in sorted(places)]
+
+
+def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
+    """Connect to all peers at once: those that were not reached, each with what was seen.
+
+    A peer that lets this member connect and then says nothing within the limit is busy, which is
+    another matter: it was reached.
+    """
+    give_up_s = time.monotonic() + limit_s
+    found: dict[str, str] = {}
+    named: list[RosterEntry] = []
+    with selectors.DefaultSelector() as selector:
+        for peer in peers:
+            try:
+                ip_address(peer.address.strip("[]"))
+            except ValueError:
+                named.append(peer)
+            else:
+                _dial(selector, peer, peer.address.strip("[]"), found)
+        for peer, address in _resolved(named, found, give_up_s - limit_s / 2):
+            _dial(selector, peer, address, found)
+        try:
+            _hear(selector, found, give_up_s)
+        finally:
+            for key in list(selector.get_map().values()):
+                attempt: _Attempt = key.data
+                if not attempt.connected:
+                    found[attempt.peer.member_id] = (
+                        f"no answer from {_where(attempt.peer)} within {limit_s:g} s"
+                    )
+                attempt.socket.close()
+    return found
+
+
+@dataclass(kw_only=True)
+class _Attempt:
+    peer: RosterEntry
+    socket: socket.socket
+    connected: bool = False
+    heard: bytes = b""
+
+
+def _where(peer: RosterEntry) -> str:
+    return f"{peer.address} port {peer.probe_port}"
+
+
+def _dial(
+    selector: selectors.BaseSelector, peer: RosterEntry, address: str, found: dict[str, str]
+) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    caller = socket.socket(family, socket.SOCK_STREAM)
+    caller.setblocking(False)
+    code = caller.connect_ex((address, peer.probe_port))
+    if code not in (0, errno.EINPROGRESS):
+        found[peer.member_id] = f"{os.strerror(code)} at {_where(peer)}"
+        caller.close()
+        return
+    attempt = _Attempt(peer=peer, socket=caller)
+    selector.register(caller, selectors.EVENT_WRITE, attempt)
+
+
+def _hear(selector: selectors.BaseSelector, found: dict[str, str], give_up_s: float) -> None:
+    """Take what the peers say until all have answered or the time is over.
+
+    Also then what has come already: it may be this process that had no time.
+    """
+    while selector.get_map():
+        left_s = max(0.0, give_up_s - time.monotonic())
+        ready = selector.select(left_s)
+        if not ready and left_s == 0.0:
+            return
+        for key, _ in ready:
+            attempt: _Attempt = key.data
+            seen = _progress(selector, attempt)
+            if seen is None:
+                continue
+            if seen:
+                found[attempt.peer.member_id] = f"{seen} at {_where(attempt.peer)}"
+            selector.unregister(attempt.socket)
+            attempt.socket.close()
+
+
+def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None:
+    """What is wrong with the peer; "": nothing; None: that is not known yet."""
+    caller, peer = attempt.socket, attempt.peer
+    if not attempt.connected:
+        if code := caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            return os.strerror(code)
+        attempt.connected = True
+        selector.modify(caller, selectors.EVENT_READ, attempt)
+        return None
+    expected = greeting(peer.member_id, peer.incarnation)
+    try:
+        part = caller.recv(len(expected) - len(attempt.heard))
+    except OSError as error:
+        return error.strerror or str(error)
+    attempt.heard += part
+    if part and len(attempt.heard) < len(expected):
+        return None
+    return "" if attempt.heard == expected else "another process answers"
+
+
+def _resolved(
+    peers: Sequence[RosterEntry], found: dict[str, str], give_up_s: float
+) -> Iterable[tuple[RosterEntry, str]]:
+    """The addresses of peers that state a name. Resolvers have time limits of their own, so they
+    work on a thread that nobody waits for longer than there is time."""
+    if not peers:
+        return
+    answers: queue.SimpleQueue[tuple[RosterEntry, str, str]] = queue.SimpleQueue()
+
+    def resolve() -> None:
+        for peer in peers:
+            try:
+                known = socket.getaddrinfo(peer.address, None, type=socket.SOCK_STREAM)
+                answers.put((peer, str(known[0][4][0]), ""))
+            except OSError as error:
+                answers.put((peer, "", f"{error.strerror or error} at {_where(peer)}"))
+
+    threading.Thread(target=resolve, name="shoal-resolve", daemon=True).start()
+    for _ in peers:
+        try:
+            peer, address, seen = answers.get(timeout=max(0.0, give_up_s - time.monotonic()))
+        except queue.Empty:
+            return  # a slow resolver is nobody's unreachable peer
+        if seen:
+            found[peer.member_id] = seen
+        else:
+            yield peer, address
+
+
+__all__ = ["CHOICES", "ProbeListener", "check", "greeting", "peers_to_check", "ring"]

@@ -1,0 +1,228 @@
+"""A script's own conditions on a generation, whose verdict is everybody's.
+
+@shoal.validator("scratch-space")
+def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
+    free = shutil.disk_usage("/scratch").free
+    if free < 10e9:
+        return shoal.Reject(seen=f"{free} bytes", expected="10 GB", fix="Clear /scratch.")
+    return None
+
+Each member asks its validators before each generation that it is to be in. If one of them rejects,
+nobody starts, and all get a ProposalConflict that names the validator, the member and what it saw.
+All members of a job must have the same validators.
+"""
+
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TypeVar
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import membership_pb2 as pb
+
+MAX_TEXT = 500
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reject:
+    """What is wrong with a roster, in the words that every member is told."""
+
+    seen: str
+    """What this member found."""
+    expected: str = ""
+    """What it would have accepted."""
+    fix: str = ""
+    """What somebody can do about it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RosterMember:
+    """One member of a generation that is about to start."""
+
+    member_id: str
+    rank: int
+    host: str
+    address: str
+    """Where the others reach it."""
+    state: str
+    """What becomes of its training state: "initial", "keep", or "receive" from another."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Roster:
+    """A generation that is about to start, as each of its members is shown it. Read-only."""
+
+    generation: int
+    members: tuple[RosterMember, ...]
+    """By rank."""
+    rank: int
+    """This member's own."""
+    step: int
+    """Optimizer steps behind the state that all start from."""
+    planned: bool
+    """Whether the generation before it still trains, and goes on if this one is rejected."""
+    synchronous: bool
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What all members agree in: strategy, schema, torch, global_batch ..."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.members)
+
+    @property
+    def own(self) -> RosterMember:
+        """This member."""
+        return self.members[self.rank]
+
+
+Validator = Callable[[Roster], Reject | None]
+V = TypeVar("V", bound=Validator)
+
+_registered: dict[str, Validator] = {}
+
+
+def validator(name: str) -> Callable[[V], V]:
+    """Decorates a function that every session of this process asks before each generation.
+
+    It runs on a background thread while the script trains on, and has a part of the coordinator's
+    time limit for agreeing (`prepare_s`): one that raises, or is not done by then, rejects.
+    Raises InvalidSpec if another validator has the name.
+    """
+    if not _NAME.fullmatch(name):
+        raise InvalidSpec(
+            "a validator's name is no name",
+            seen=repr(name),
+            expected="1 to 128 letters, digits, '.', '_' or '-', not starting with '.' or '-'",
+        )
+
+    def register(function: V) -> V:
+        known = _registered.get(name)
+        if known is not None and _origin(known) != _origin(function):
+            raise InvalidSpec(
+                f"two validators have the name {name!r}",
+                seen=_origin(function),
+                expected=f"{_origin(known)} alone to have it",
+                fix="Give one of them another name.",
+            )
+        _registered[name] = function
+        return function
+
+    return register
+
+
+def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
+    """The registered validators and a session's own, by name.
+
+    A function of the session's own that is not registered goes by its own name.
+    """
+    found = dict(_registered)
+    registered = {id(function): name for name, function in _registered.items()}
+    for function in own:
+        if id(function) in registered:
+            continue
+        name = getattr(function, "__name__", "")
+        if not _NAME.fullmatch(name):
+            raise InvalidSpec(
+                "a validator has no name", seen=repr(function), expected="a function of its own"
+            )
+        if found.get(name, function) is not function:
+            raise InvalidSpec(f"two validators have the name {name!r}", seen=_origin(function))
+        found[name] = function
+    return found
+
+
+class Judges:
+    """A session's validators, asked on a thread of their own so that the answer comes in time."""
+
+    def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
+        self._validators = dict(sorted(validators.items()))
+        self._member_id = member_id
+        self._at_work: _Hearing | None = None
+
+    @property
+    def names(self) -> str:
+        """As the other members are told, to have the same."""
+        return ",".join(self._validators)
+
+    def judge(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
+        """What they have against the roster, within `limit_s`."""
+        if not self._validators:
+            return []
+        late = self._at_work
+        if late is not None and late.thread.is_alive():
+            # Not one more thread for each roster: the first of them may never end.
+            seen = f"still at work on generation {late.roster.generation}"
+            return [_rejection(late.name, Reject(seen=seen, expected="a verdict in time"))]
+        hearing = self._at_work = _Hearing(self._validators, view(roster, self._member_id))
+        hearing.thread.start()
+        hearing.thread.join(limit_s)
+        if hearing.thread.is_alive():
+            seen = f"no verdict after {limit_s:g} s"
+            hearing.rejected[hearing.name] = Reject(seen=seen, expected="a verdict in time")
+        return [_rejection(name, reject) for name, reject in dict(hearing.rejected).items()]
+
+
+class _Hearing:
+    """One roster before all validators, one after the other."""
+
+    def __init__(self, validators: Mapping[str, Validator], roster: Roster) -> None:
+        self.roster = roster
+        self.rejected: dict[str, Reject] = {}
+        self.name = next(iter(validators))
+        self._validators = validators
+        self.thread = threading.Thread(target=self._run, name="shoal-validators", daemon=True)
+
+    def _run(self) -> None:
+        for name, function in self._validators.items():
+            self.name = name
+            try:
+                verdict = function(self.roster)
+            except BaseException as error:  # noqa: BLE001 - whatever it raises is its verdict
+                verdict = Reject(seen=f"{type(error).__name__}: {error}", expected="no exception")
+            if verdict is None:
+                continue
+            if not isinstance(verdict, Reject):
+                verdict = Reject(seen=f"it returned {verdict!r}", expected="None or shoal.Reject")
+            self.rejected[name] = verdict
+
+
+def view(roster: pb.Roster, member_id: str) -> Roster:
+    """The roster as validators see it."""
+    entries = sorted(roster.entries, key=lambda entry: entry.rank)
+    members = tuple(
+        RosterMember(
+            member_id=entry.member_id,
+            rank=entry.rank,
+            host=entry.host,
+            address=entry.address,
+            state=pb.StateAction.Name(entry.state).removeprefix("STATE_ACTION_").lower(),
+        )
+        for entry in entries
+    )
+    return Roster(
+        generation=roster.generation,
+        members=members,
+        rank=next(member.rank for member in members if member.member_id == member_id),
+        step=roster.step,
+        planned=roster.planned,
+        synchronous=roster.synchronous,
+        fields=MappingProxyType(dict(roster.fields)),
+    )
+
+
+def _rejection(name: str, reject: Reject) -> pb.Rejection:
+    expected = f"{reject.expected} ({reject.fix})" if reject.fix else reject.expected
+    seen = str(reject.seen)
+    return pb.Rejection(field=name, seen=seen[:MAX_TEXT], expected=expected[:MAX_TEXT])
+
+
+def _origin(function: Validator) -> str:
+    """Where a function was defined: of a module that is loaded again it is the same place."""
+    module = getattr(function, "__module__", "")
+    return f"{module}.{getattr(function, '__qualname__', repr(function))}"
+
+
+__all__ = ["Judges", "Reject", "Roster", "RosterMember", "validator", "validators_of"]
