@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import grpc
 import pytest
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -22,10 +23,13 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+from shoal.draining import Drained
 from shoal.torchrun import create_handler
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.local.process import Command, Supervisor
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.membership_pb2 import DrainRequest, GetGenerationRequest
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 AGENT = Path(__file__).parents[2] / "torchrun_agent.py"
 PATIENCE_S = 40.0
@@ -158,6 +162,34 @@ def test_a_node_that_fails_leaves_the_job_to_the_others(join: Join) -> None:
         info = handlers[0].next_rendezvous()
         assert (info.rank, info.world_size) == (before[0].rank, 2)
         assert spare.result().rank == before[1].rank
+
+
+def test_a_drained_node_leaves_and_the_others_go_on(join: Join, cluster: LocalCluster) -> None:
+    """`shoal drain NODE`: all re-form at once, the drained agent ends with 143, and its shutdown
+    does not complete the job for the node that stays."""
+    handlers = [join(), join()]
+    before = together(*handlers)
+    stays, leaves = sorted(handlers, key=lambda h: before[handlers.index(h)].rank)
+    job = leaves.get_run_id()
+    with grpc.insecure_channel(cluster.coordinator) as channel:
+        membership = MembershipStub(channel)
+        record = membership.GetGeneration(GetGenerationRequest(job=job), timeout=PATIENCE_S)
+        names = {entry.rank: entry.member_id for entry in record.roster.entries}
+        membership.Drain(
+            DrainRequest(job=job, member_id=names[1], reason="spot notice"), timeout=PATIENCE_S
+        )
+    with ThreadPoolExecutor(1) as thread:
+        await_change(leaves)
+        leaving = thread.submit(leaves.next_rendezvous)
+        await_change(stays)
+        info = stays.next_rendezvous()
+        assert (info.rank, info.world_size) == (0, 1)
+        with pytest.raises(Drained, match="spot notice") as ended:
+            leaving.result()
+    assert ended.value.code == 143
+    assert leaves.shutdown()
+    assert stays.num_nodes_waiting() == 0
+    assert not stays.is_closed()
 
 
 def test_a_spare_node_is_told_when_the_job_is_done(join: Join) -> None:

@@ -16,12 +16,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from shoal.draining import drained
 from shoal.torchrun.config import BACKEND, NodeConfig
 from shoal.torchrun.node import Node
 from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
     JobFinished,
+    MemberDrained,
     NotLeader,
     ShoalError,
     Unavailable,
@@ -58,9 +60,10 @@ class ShoalRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """The next generation. Raises Drained, which ends the agent, if this node is to leave."""
         if self._node.is_closed:
             raise RendezvousClosedError(f"job {self._node.job} is over for this node")
-        with _torchrun_errors():
+        with drained(), self._leaving_drained(), _torchrun_errors():
             entry = self._node.enter()
         return RendezvousInfo(entry.store, entry.rank, entry.world_size, entry.bootstrap)
 
@@ -87,6 +90,15 @@ class ShoalRendezvousHandler(RendezvousHandler):
         atexit.unregister(self._leave_at_exit)
         return self._node.leave(completed=completed, reason=reason)
 
+    @contextmanager
+    def _leaving_drained(self) -> Iterator[None]:
+        """Other nodes have taken over: shutting down must not complete the job for them."""
+        try:
+            yield
+        except MemberDrained as error:
+            self._leave(completed=False, reason=f"drained: {error.seen}")
+            raise
+
     def _leave_at_exit(self) -> None:
         self._node.leave(completed=False, reason="its agent ended")
 
@@ -97,7 +109,7 @@ def _torchrun_errors(*, connecting: bool = False) -> Iterator[None]:
     try:
         yield
     except ShoalError as error:
-        if isinstance(error, InvalidSpec):
+        if isinstance(error, (InvalidSpec, MemberDrained)):
             raise
         raise _kind_of(error, connecting=connecting)(str(error)) from error
 
