@@ -353,3 +353,13 @@ def exchange_state(report: Report, path: str, rank: int, world_size: int) -> Non
     report("same")
     dist.all_reduce(torch.zeros(1))
     group.retire()
+
+
+def train_validated(report: Report, run: Run) -> None:
+    """The same, with a validator, which rejects if that is this member's fault."""
+
+    @shoal.validator("scratch")
+    def scratch(roster: shoal.Roster) -> shoal.Reject | None:
+        return shoal.Reject(seen="1 GB", expected="10 GB") if run.fault == "rejects" else None
+
+    train(report, run)

@@ -37,7 +37,7 @@ def greeting(member_id: str, incarnation: str) -> bytes:
 
 
 class ProbeListener:
-    """Greets peers until it is closed. Constructing binds; Raises OSError if no port is to be had.
+    """Greets peers until it is closed. Constructing binds; raises OSError if no port is to be had.
 
     Bound to `address` if that is one of this host's, else (a name, or the address of a gateway that
     leads here) to every interface.
@@ -238,7 +238,9 @@ def _resolved(
         for peer in peers:
             try:
                 known = socket.getaddrinfo(peer.address, None, type=socket.SOCK_STREAM)
-                answers.put((peer, str(known[0][4][0]), ""))
+                # A name of both kinds is one that peers bind to in the older kind.
+                best = min(known, key=lambda each: each[0] != socket.AF_INET)
+                answers.put((peer, str(best[4][0]), ""))
             except OSError as error:
                 answers.put((peer, "", f"{error.strerror or error} at {_where(peer)}"))
 
