@@ -174,7 +174,8 @@ async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> 
         launched = await world.run()
         pid = await launched.pid()
         os.kill(pid, signal.SIGSTOP)
-        await until(lambda: world.member(pid) is None)
+        await until(lambda: world.reasons() != "")
         assert "SIGSTOP" in world.reasons()
+        assert world.member(pid) is None
         os.kill(pid, signal.SIGCONT)
         await launched.line("over: Fenced")
