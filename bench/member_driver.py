@@ -41,6 +41,7 @@ FIELDS = {
 MAX_ATTENDING = 64
 """Members that attend at a time; the others wait their turn."""
 CALL_S = 60.0
+MAX_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,7 @@ class Driver:
         self._tasks: list[asyncio.Task[None]] = []
         self._attending = asyncio.Semaphore(MAX_ATTENDING)
         self._failures: list[str] = []
-        self.num_late_beats = 0
+        self.num_late_beats = self.num_failed_beats = 0
         for number in range(share.first, share.first + share.num_members):
             self._hosts.setdefault(f"host-{number // share.members_per_host}", []).append(
                 self._player(number)
@@ -147,8 +148,15 @@ class Driver:
 
     async def state(self) -> dict[str, object]:
         """What went wrong so far, and the CPU time of this process."""
-        late, self.num_late_beats = self.num_late_beats, 0
-        return {"failures": self._failures[:5], "late_beats": late, "cpu_s": time.process_time()}
+        late, failed = self.num_late_beats, self.num_failed_beats
+        self.num_late_beats = self.num_failed_beats = 0
+        shown = self._failures[:MAX_SHOWN]
+        return {
+            "failures": shown,
+            "late_beats": late,
+            "failed_beats": failed,
+            "cpu_s": time.process_time(),
+        }
 
     # --- one member ---
 
@@ -207,9 +215,14 @@ class Driver:
                 for player in players
                 if player.admitted.is_set()
             ]
-            reply = await players[0].stub.Heartbeat(
-                pb.HeartbeatRequest(beats=beats), timeout=CALL_S
-            )
+            try:
+                reply = await players[0].stub.Heartbeat(
+                    pb.HeartbeatRequest(beats=beats), timeout=CALL_S
+                )
+            except grpc.aio.AioRpcError:
+                # As a launcher does: the next beat says as much.
+                self.num_failed_beats += 1
+                continue
             self.num_late_beats += time.monotonic() > due_s
             for each in reply.replies:
                 if each.HasField("error"):
@@ -223,7 +236,8 @@ class Driver:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failures.append(f"{task.get_name()}: {error!r}"[:500])
-            print(self._failures[-1], file=sys.stderr, flush=True)
+            if len(self._failures) <= MAX_SHOWN:
+                print(self._failures[-1], file=sys.stderr, flush=True)
 
 
 async def serve(share: Share) -> None:

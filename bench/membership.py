@@ -163,8 +163,10 @@ def alive_cores(num_members: int, for_s: float) -> float:
         if failures := [text for state in states for text in state["failures"]]:
             raise SystemExit(f"of {num_members} members some were lost: {failures}")
         late = sum(state["late_beats"] for state in states)
+        failed = sum(state["failed_beats"] for state in states)
         cores = used_s / took_s
-        print(f"{num_members} kept alive for {took_s:.0f} s: {cores:.3f} cores, {late} late beats")
+        beats = f"{late} late and {failed} failed beats"
+        print(f"{num_members} kept alive for {took_s:.0f} s: {cores:.3f} cores, {beats}")
         return cores
 
 

@@ -17,12 +17,18 @@ log = structlog.get_logger(__name__)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+MAX_PENDING_CALLS = 20_000
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Clients may ping as often as each second, so that a dead network is noticed in seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 900),
     ("grpc.keepalive_permit_without_calls", 1),
+    # Calls that come at one moment wait their turn, as the heartbeats of a thousand hosts do after
+    # a pause. gRPC begins to cancel them at random from 1,000 on.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
     # Two servers on one port would each get half of the calls.
     ("grpc.so_reuseport", 0),
 )
@@ -39,6 +45,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     failure without a word on what was wrong.
     """
 
+    def __init__(self) -> None:
+        # By method: what its handler became. As many as the server has methods.
+        self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
+
     async def intercept_service(
         self,
         continuation: Callable[
@@ -50,6 +60,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[method] = (handler, self._wrap(method, handler))
+        return known[1]
+
+    @staticmethod
+    def _wrap(method: str, handler: Any) -> "grpc.RpcMethodHandler[Any, Any]":
         parse: Parser = handler.request_deserializer
         # grpcio's handlers are named tuples, though its types do not say so.
         replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
