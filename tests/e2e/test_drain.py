@@ -92,3 +92,19 @@ def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) 
     assert output.count("was drained (exit code 143)") == 2, output
     assert "SIGKILL" not in output
     assert shoal_command.await_none(5.0) == {}
+
+
+def test_who_waits_in_vain_is_not_waited_for(shoal_command: Shoal, tmp_path: Path) -> None:
+    """With too few left of a run with a cluster of its own, a deaf worker is killed in the end."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.environ['SHOAL_MEMBER_ID'].endswith('-0'): sys.exit(5)\n"
+        "while True: signal.pause()\n"
+    )
+    options = ("-n", "2", "--min", "2", "--ps", "0", "--grace-s", "0.5")
+    code, output = finish(shoal_command.start("run", *options, str(script)))
+    assert code == 5, output
+    assert "1 of at least 2 workers left" in output
+    assert "was killed by SIGKILL" in output

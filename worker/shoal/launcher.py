@@ -80,6 +80,7 @@ class Launcher:
         self._deaf = False
         self._interrupted = 0
         self._starved = False
+        self._kill_at_s: float | None = None
 
     def run(self) -> int:
         """Start the workers and stay until all have ended."""
@@ -92,26 +93,23 @@ class Launcher:
         ):
             for slot in self.slots:
                 self._start(slot, supervisor, board)
-            kill_at_s: float | None = None
             while any(slot.process for slot in self.slots):
-                event = self._next_event(kill_at_s)
+                event = self._next_event()
                 if isinstance(event, Process):
                     self._on_exit(event, supervisor, board)
                 elif isinstance(event, _Halted):
                     self._tell_halted(event)
                 else:
                     self._interrupt(event)
-                    # The first time they may finish; a second one, or the bound, ends them.
-                    kill_at_s = time.monotonic() + self._config.grace_s
         code = self._exit_code()
         self._say(f"{self._outcome()}; exit code {code}")
         return code
 
-    def _next_event(self, kill_at_s: float | None) -> _Event:
-        if kill_at_s is None:
+    def _next_event(self) -> _Event:
+        if self._kill_at_s is None:
             return self._events.get()
         try:
-            return self._events.get(timeout=max(0.0, kill_at_s - time.monotonic()))
+            return self._events.get(timeout=max(0.0, self._kill_at_s - time.monotonic()))
         except queue.Empty:
             return _Signalled(signal.SIGKILL)
 
@@ -201,11 +199,14 @@ class Launcher:
             f"{len(running)} of at least {self._config.min_members} workers left and none "
             "can come: ending them"
         )
+        self._kill_at_s = time.monotonic() + self._config.grace_s
         for process in running:
             process.send_signal(signal.SIGTERM)
 
     def _interrupt(self, event: _Signalled) -> None:
         running = [slot.process for slot in self.slots if slot.process is not None]
+        # The first time they may finish; a second one, or the bound, ends them.
+        self._kill_at_s = time.monotonic() + self._config.grace_s
         if self._interrupted or event.number == signal.SIGKILL:
             self._say(f"killing {len(running)} workers")
             for process in running:
