@@ -1,5 +1,6 @@
 """Connections to the coordinator: which replica to ask, and when to ask again."""
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +17,9 @@ log = structlog.get_logger(__name__)
 
 FIRST_BACK_OFF_S = 0.02
 MAX_BACK_OFF_S = 1.0
+PROMPT_S = 3.0
+"""A fail-over takes less as a rule: for so long nobody waits longer than PROMPT_BACK_OFF_S."""
+PROMPT_BACK_OFF_S = 0.2
 CLOSE_WITHIN_S = 1.0
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -43,6 +47,29 @@ class Method(Protocol[Reply_co]):
     """A unary method of a generated stub."""
 
     def __call__(self, request: Any, /, *, timeout: float | None = ...) -> Reply_co: ...
+
+
+class BackOff:
+    """The pauses of one caller between its attempts: short at first, as a new leader is near.
+
+    Half of each is random, so that the members of a large job do not come in step.
+    """
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_BACK_OFF_S
+        self._waited_s = 0.0
+
+    def reset(self) -> None:
+        """An attempt succeeded: the next failure is a new one."""
+        self._next_s, self._waited_s = FIRST_BACK_OFF_S, 0.0
+
+    def pause_s(self) -> float:
+        """Seconds to wait now."""
+        longest_s = PROMPT_BACK_OFF_S if self._waited_s < PROMPT_S else MAX_BACK_OFF_S
+        pause_s = min(self._next_s, longest_s) * random.uniform(0.5, 1.0)
+        self._next_s = min(2 * self._next_s, longest_s)
+        self._waited_s += pause_s
+        return pause_s
 
 
 class Coordinators:
@@ -107,7 +134,7 @@ class Coordinators:
         Raises what the server raised; a RetryError only once the time is over.
         """
         give_up_s = time.monotonic() + timeout_s
-        back_off_s = FIRST_BACK_OFF_S
+        back_off = BackOff()
         while True:
             address = self.current
             left_s = give_up_s - time.monotonic()
@@ -117,11 +144,11 @@ class Coordinators:
                 error = from_rpc_error(rpc_error, address)
                 if not isinstance(error, RetryError) or isinstance(error, DeadlineExceeded):
                     raise error from None
-                if time.monotonic() + back_off_s >= give_up_s or self._closed.is_set():
+                pause_s = back_off.pause_s()
+                if time.monotonic() + pause_s >= give_up_s or self._closed.is_set():
                     raise error from None
                 self.move_on(address, error)
-            self._closed.wait(back_off_s)
-            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+            self._closed.wait(pause_s)
 
     def close(self) -> None:
         """Close every connection; calls under way fail."""

@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from shoal_client.beat_board import BeatSlot
-from shoal_client.channel import FIRST_BACK_OFF_S, MAX_BACK_OFF_S, Coordinators, Method
+from shoal_client.channel import BackOff, Coordinators, Method
 from shoal_client.shown import ShownRoster
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, RetryError, ShoalError
@@ -383,7 +383,7 @@ class Membership:
 
     def _listen(self) -> None:
         """Hold the stream; after a failure find who leads now and attend again."""
-        back_off_s = FIRST_BACK_OFF_S
+        back_off = BackOff()
         while not self._closing.is_set() and self._failure is None:
             address = self._coordinators.current
             error: ShoalError | None
@@ -393,7 +393,7 @@ class Membership:
                 with self._changed:
                     self._stream = stream
                 for notice in stream:
-                    back_off_s = FIRST_BACK_OFF_S
+                    back_off.reset()
                     self._take(notice)
                 error = None
             except grpc.RpcError as rpc_error:
@@ -409,8 +409,7 @@ class Membership:
             if error is not None:
                 self._waiting_for = str(error)
                 self._coordinators.move_on(address, error)
-            self._closing.wait(back_off_s)
-            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+            self._closing.wait(back_off.pause_s())
 
     def _attend_request(self) -> pb.AttendRequest:
         return pb.AttendRequest(

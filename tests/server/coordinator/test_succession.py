@@ -22,7 +22,7 @@ from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.health import LEADER, HealthService
-from shoal_server.coordinator.succession import end_when_gone, refuses
+from shoal_server.coordinator.succession import answered_until_broken, end_when_gone, refuses
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.client import EtcdClient
@@ -249,8 +249,10 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
         leader = await _reign(store, f"127.0.0.1:{port}")
         async with asyncio.timeout(DEADLINE_S):
             watching = asyncio.create_task(end_when_gone(store, leader))
-            # Bound and not listened at: refused. The watcher has had its turns by then.
-            for _ in range(20):
+            # Bound and not listened at: refused. The watcher has had its turn after a few of these,
+            # which are the same as its own.
+            for _ in range(5):
+                assert not await answered_until_broken(leader.address)
                 assert await refuses(leader.address)
     async with asyncio.timeout(DEADLINE_S):
         async with _coordinator(port) as (health, _):
