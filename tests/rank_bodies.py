@@ -19,10 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from shoal.backends.base import Seat
 from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
+from shoal.joining import JoinConfig
+from shoal.session import Session
 from shoal.strategies.base import Generation, State, Strategy
 from shoal.strategies.ddp import DDP
 from shoal.strategies.gradients import GradientExchange
 from shoal.strategies.transfer import receive, send
+from shoal_client.membership import Member
 from shoal_proto.errors import GenerationBroken
 
 
@@ -231,6 +234,36 @@ class Run:
     gate: str = ""
     """A named pipe of this member's."""
     strategy: str = "ddp"
+    host: str = ""
+    """Says that it runs on this host."""
+    address: str = ""
+    """Says that others reach it here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere(JoinConfig):
+    """A member that says it runs on another host."""
+
+    host: str
+
+    def member(self) -> Member:
+        member = super().member()
+        member.info.host = self.host
+        return member
+
+
+def session_of(run: Run) -> Session:
+    """As `shoal.join` makes it."""
+    config = JoinConfig(
+        job=run.job,
+        coordinators=(run.coordinator,),
+        member_id=run.member_id,
+        min_members=run.min_members,
+        max_members=run.max_members,
+        desired_members=run.desired_members,
+        address=run.address,
+    )
+    return Session(Elsewhere(**vars(config), host=run.host) if run.host else config)
 
 
 class TellsOfBringUp(DDP):
@@ -259,16 +292,8 @@ def train(report: Report, run: Run) -> None:
         kind = DiesInBringUp if run.fault == "kill in bring-up" else TellsOfBringUp
         strategy = kind(bucket_mb=0.0005)
         strategy.report = report
-    session = shoal.join(
-        run.job,
-        coordinator=run.coordinator,
-        member_id=run.member_id,
-        min_members=run.min_members,
-        max_members=run.max_members,
-        desired_members=run.desired_members,
-    )
     held = False
-    with session:
+    with session_of(run) as session:
         replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
         for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=run.epochs):
             if batch.step == run.hold_at and not held:
