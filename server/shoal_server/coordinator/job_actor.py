@@ -69,7 +69,9 @@ class JobActor:
         self._writes = durable.JobWrites(job, surroundings.jobs, surroundings.leases)
         # What events led to while a write is under way; each of their callers waits for it.
         self._waiting: list[tuple[Sequence[Effect], asyncio.Future[None]]] = []
+        self._callers: set[asyncio.Future[None]] = set()
         self._carrying = False
+        self._carries_since_s = math.inf
         self._failure: Exception | None = None
         self._woken = asyncio.Event()
         self._wakes_s = -math.inf
@@ -176,8 +178,21 @@ class JobActor:
         self._writes.hold(self.job.members.values())
         await self._writes.flush()
 
-    def end_streams(self) -> None:
-        """Let go of every member, who then looks for the coordinator that leads."""
+    async def end(self) -> None:
+        """Let go of every member, who then looks for the coordinator that leads.
+
+        Who waits for a write waits no longer: while etcd is away its successor may give up a
+        member that is still held here. And nothing is written any more: what outlived its term
+        would be written in the next one, if that is this coordinator's too.
+        """
+        self._failure = self._failure or NotLeader("this coordinator no longer leads")
+        writing = list(self._background)
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
+        for done in tuple(self._callers):
+            if not done.done():
+                _settle(done, self._failure)
         for stream in self._streams.values():
             stream.end()
         self._streams.clear()
@@ -205,9 +220,11 @@ class JobActor:
     def _scan(self) -> None:
         """Declare lost who was silent for longer than the unevenness of its heartbeats explains."""
         now_s, lease_s = self._around.clock(), self.job.limits.lease_s
-        paused, self._scanned_s = now_s - self._scanned_s > lease_s / 2, now_s
+        # Where it was this process that stood still, it cannot say who was silent. Nor where it was
+        # etcd: a member beats only once its attendance is durable.
+        paused = now_s - self._scanned_s > lease_s / 2 or self._carries_since_s < self._scanned_s
+        self._scanned_s = now_s
         if paused:
-            # It was this process that stood still, so it cannot say who was silent.
             self._liveness.resume(now_s)
             return
         for name in self._liveness.late(now_s):
@@ -243,6 +260,8 @@ class JobActor:
             return
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((effects, done))
+        self._callers.add(done)
+        done.add_done_callback(self._callers.discard)
         if not self._carrying:
             self._carrying = True
             self._in_background(self._carry_on())
@@ -252,6 +271,7 @@ class JobActor:
         """Carry out what waits, in order. What many events led to is written in one go."""
         while self._waiting:
             batch, self._waiting = self._waiting, []
+            self._carries_since_s = self._around.clock()
             try:
                 for effects, _ in batch:
                     await self._carry_out(effects)
@@ -264,7 +284,7 @@ class JobActor:
                 # The call that waited may have been cancelled.
                 if not done.done():
                     _settle(done, self._failure)
-        self._carrying = False
+        self._carrying, self._carries_since_s = False, math.inf
 
     def _fail(self, error: Exception) -> None:
         """Let nothing leave any more: the state is ahead of what is durable."""

@@ -68,7 +68,7 @@ class Registry:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for actor in self._actors.values():
-            actor.end_streams()
+            await actor.end()
         self._tasks.clear()
         self._actors.clear()
 
