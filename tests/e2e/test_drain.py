@@ -97,12 +97,16 @@ def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) 
 def test_who_waits_in_vain_is_not_waited_for(shoal_command: Shoal, tmp_path: Path) -> None:
     """With too few left of a run with a cluster of its own, a deaf worker is killed in the end."""
     script = tmp_path / "train.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "if os.environ['SHOAL_MEMBER_ID'].endswith('-0'): sys.exit(5)\n"
-        "while True: signal.pause()\n"
-    )
+    os.mkfifo(tmp_path / "deaf")
+    script.write_text("""
+import os, pathlib, signal, sys
+deaf = pathlib.Path(__file__).with_name("deaf")
+if os.environ["SHOAL_MEMBER_ID"].endswith("-0"):
+    sys.exit(int(deaf.read_text()))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf.write_text("5")
+while True: signal.pause()
+""")
     options = ("-n", "2", "--min", "2", "--ps", "0", "--grace-s", "0.5")
     code, output = finish(shoal_command.start("run", *options, str(script)))
     assert code == 5, output
