@@ -1,0 +1,154 @@
+"""The rank processes of bench/rendezvous.py: they bring groups up, over one store or another."""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Barrier
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.backends.base import Seat
+from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
+from shoal.joining import JoinConfig
+from shoal.rendezvous import RendezvousStore
+from shoal_client.channel import Coordinators
+from shoal_client.membership import Membership
+
+HOST = "127.0.0.1"
+COORDINATOR, TCP, TCP_PLAIN = "coordinator", "TCPStore", "TCPStore-plain"
+"""Plain: straight under torch's own init_process_group, so that nobody can cut the bring-up."""
+BRING_UP_S, COLLECTIVE_S = 20.0, 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What the ranks of one measurement share."""
+
+    job: str
+    coordinator: str
+    size: int
+    barrier: Barrier
+    port: "Synchronized[int]"
+    """Where rank 0 of this round listens: announced with the roster, so it costs no time."""
+
+
+class Rank:
+    """One member of a running generation, with the connection that a strategy would have."""
+
+    def __init__(
+        self, world: World, on_break: Callable[[int, str], None] = lambda generation, reason: None
+    ) -> None:
+        config = JoinConfig(
+            job=world.job,
+            coordinators=(world.coordinator,),
+            min_members=world.size,
+            max_members=world.size,
+        )
+        self.world = world
+        self.membership = Membership(config.member(), on_break=on_break)
+        self.membership.attend()
+        self.membership.propose({"strategy": "none"}, synchronous=True, step=0, has_state=False)
+        self.record = self.membership.await_generation(above=0)
+        self.token = self.membership.token
+        own = self.token.member_id
+        self.number = next(
+            entry.rank for entry in self.record.roster.entries if entry.member_id == own
+        )
+        self.coordinators = Coordinators(config.coordinators)
+        self._bound: socket.socket | None = None
+
+    def announce(self) -> None:
+        """Before the clock runs: rank 0 has bound the socket that the roster names."""
+        if self.number == 0:
+            self._bound = socket.create_server((HOST, 0), backlog=128)
+            self.world.port.value = self._bound.getsockname()[1]
+        self.world.barrier.wait()
+
+    def store(self, kind: str, attempt: int) -> Any:
+        if kind == COORDINATOR:
+            return RendezvousStore(self.coordinators, self.token, timeout_s=BRING_UP_S)
+        return dist.TCPStore(
+            HOST,
+            self.world.port.value,
+            is_master=self._bound is not None,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=BRING_UP_S),
+            master_listen_fd=self._bound.detach() if self._bound is not None else None,
+        )
+
+    def group(self, store: Any) -> GlooGroup:
+        seat = Seat(
+            generation=self.token.generation,
+            rank=self.number,
+            world_size=self.world.size,
+            address=HOST,
+            bring_up_s=BRING_UP_S,
+            collective_s=COLLECTIVE_S,
+        )
+        return GlooBackend().group(seat, store)
+
+    def close(self) -> None:
+        self.coordinators.close()
+        self.membership.leave(completed=True, reason="measured")
+
+
+def bring_up(pipe: Connection, world: World, kinds: list[str], num_rounds: int) -> None:
+    """Sends (kind, round, start, end) of every bring-up with its first all-reduce."""
+    rank = Rank(world)
+    rank.membership.ready(rank.record)
+    for attempt in range(num_rounds):
+        for kind in kinds:
+            rank.announce()
+            started_s = time.monotonic()
+            inner = rank.store(kind, attempt)
+            # Held here: torch keeps only its own half of a store that is written in Python.
+            store = dist.PrefixStore(f"{kind}/{attempt}", inner)
+            if kind == TCP_PLAIN:
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank.number, world_size=world.size
+                )
+                dist.all_reduce(torch.ones(1))
+                ended_s = time.monotonic()
+                world.barrier.wait()
+                dist.destroy_process_group()
+            else:
+                group = rank.group(store)
+                dist.all_reduce(torch.ones(1), group=group.open())
+                ended_s = time.monotonic()
+                world.barrier.wait()
+                group.retire()
+                free_retired(float("inf"))
+            pipe.send((kind, attempt, started_s, ended_s))
+            world.barrier.wait()
+            del store, inner
+    pipe.send(None)
+    rank.close()
+
+
+def lose_host(pipe: Connection, world: World, kind: str) -> None:
+    """Rank 0 holds the store and never opens the group; the others tell when they gave up on it.
+
+    A break that the coordinator tells of cuts the group, as in training.
+    """
+    groups: list[GlooGroup] = []
+    rank = Rank(world, lambda generation, reason: [group.cut(reason) for group in groups])
+    rank.announce()
+    store = rank.store(kind, 0)
+    if rank.number == 0:
+        pipe.send(("hosts", rank.token.member_id, os.getpid()))
+        time.sleep(3600)
+    group = rank.group(store)
+    if kind == COORDINATOR:
+        groups.append(group)
+    pipe.send(("opens", rank.token.member_id, os.getpid()))
+    try:
+        group.open()
+    except Exception as error:  # noqa: BLE001 - what ends it is what is asked for
+        pipe.send(("raised", type(error).__name__, time.monotonic()))
