@@ -1,9 +1,13 @@
 """Member keys stay for as long as their members do: across silence and across leaders."""
 
+import asyncio
+from collections.abc import Callable
+
 from coordinator_world import served
 
 from shoal_server.coordinator.leases import HostLeases
 from shoal_server.etcd import keys
+from shoal_server.etcd.api import LeaseId
 from shoal_server.etcd.memory import MemoryStore
 
 TTL_S = 30.0
@@ -38,3 +42,45 @@ async def test_a_new_leader_keeps_the_keys_of_members() -> None:
             store.expire()
             assert await store.get(keys.member("j", "a")) is not None
             assert await store.get(keys.member("j", "b")) is not None
+
+
+class CountingStore(MemoryStore):
+    """Counts what is asked about leases."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__(clock=clock)
+        self.num_asked = 0
+
+    async def grant(self, ttl_s: float) -> LeaseId:
+        self.num_asked += 1
+        await asyncio.sleep(0)
+        return await super().grant(ttl_s)
+
+    async def keep_alive(self, lease: LeaseId) -> float:
+        self.num_asked += 1
+        return await super().keep_alive(lease)
+
+
+async def test_members_of_a_host_that_come_together_cost_one_lease() -> None:
+    """The store is asked once for those who come at once, and not again while it is fresh."""
+    now_s = 0.0
+    store = CountingStore(lambda: now_s)
+    leases = HostLeases(store, TTL_S, clock=lambda: now_s)
+    found = await asyncio.gather(*(leases.of("h") for _ in range(5)))
+    assert len(set(found)) == 1
+    now_s = TTL_S / 3 - 1
+    assert await leases.of_all(["h"]) == {"h": found[0]}
+    assert store.num_asked == 1
+    now_s = TTL_S / 3 + 1
+    assert await leases.of("h") == found[0]
+    assert store.num_asked == 2, "an older one is prolonged"
+
+
+async def test_a_lease_that_turned_out_to_be_gone_is_replaced() -> None:
+    """After `forget` the host has another, however fresh the old one was."""
+    leases = HostLeases(MemoryStore(), TTL_S)
+    before = await leases.of_all("gh")
+    leases.forget("g")
+    after = await leases.of_all("gh")
+    assert after["g"] not in before.values()
+    assert after["h"] == before["h"]

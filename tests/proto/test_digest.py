@@ -1,0 +1,70 @@
+"""The digest of a roster: the same for all who hold the same one, whatever wrote it."""
+
+import pytest
+
+from shoal_proto.digest import roster_digest
+from shoal_proto.v1 import membership_pb2 as pb
+
+FIELDS = {"strategy": "ddp", "schema": "s1", "optimizer": "adamw", "seed": "7", "dätä": "é"}
+
+
+def roster(fields: dict[str, str]) -> pb.Roster:
+    entries = [
+        pb.RosterEntry(
+            member_id=name,
+            incarnation=f"i-{name}",
+            rank=rank,
+            host="h",
+            address="10.0.0.1",
+            state=pb.STATE_ACTION_KEEP,
+            step=5,
+            probe_port=7,
+        )
+        for rank, name in enumerate("ab")
+    ]
+    return pb.Roster(
+        generation=3,
+        entries=entries,
+        source_member_id="a",
+        step=5,
+        planned=True,
+        synchronous=True,
+        fields=fields,
+    )
+
+
+def test_the_order_of_a_map_does_not_count() -> None:
+    """Whoever fills in the fields in another order has the same digest."""
+    digests = {
+        roster_digest(roster(dict(items)))
+        for items in (list(FIELDS.items()), list(reversed(FIELDS.items())), sorted(FIELDS.items()))
+    }
+    assert len(digests) == 1
+
+
+def test_a_roster_that_was_sent_has_the_digest_that_it_had() -> None:
+    """Sender and receiver agree."""
+    sent = roster(FIELDS)
+    assert roster_digest(pb.Roster.FromString(sent.SerializeToString())) == roster_digest(sent)
+
+
+def test_the_form_is_fixed() -> None:
+    """Whatever version of protobuf a member has: the form is part of the protocol."""
+    digest = "cf9e0d054e1bb10a2f1002861235fd47a6bf01ab8c55ea8e0a4eb82ab928d430"
+    assert roster_digest(roster(FIELDS)) == digest
+
+
+@pytest.mark.parametrize("field", [f.name for f in pb.RosterEntry.DESCRIPTOR.fields])
+def test_every_field_of_an_entry_counts(field: str) -> None:
+    """Members that were shown different entries do not accept the same digest."""
+    one, other = roster(FIELDS), roster(FIELDS)
+    other.entries[1].ClearField(field)
+    assert roster_digest(one) != roster_digest(other)
+
+
+@pytest.mark.parametrize("field", [f.name for f in pb.Roster.DESCRIPTOR.fields])
+def test_every_field_of_a_roster_counts(field: str) -> None:
+    """Nor do those with another source, step or whatever else a roster holds."""
+    one, other = roster(FIELDS), roster(FIELDS)
+    other.ClearField(field)
+    assert roster_digest(one) != roster_digest(other)

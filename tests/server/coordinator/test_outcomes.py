@@ -1,0 +1,133 @@
+"""The committed record on its way to members: a roster once, if they keep it."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc.aio
+import pytest
+from coordinator_world import FIELDS, Served, entered, served
+
+from shoal_client.shown import ShownRoster
+from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.digest import roster_digest
+from shoal_proto.errors import Unavailable
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.etcd.memory import MemoryStore
+
+WITHIN_S = 30.0
+
+
+@dataclass(kw_only=True)
+class Raw:
+    """A member that sees every notice as it came."""
+
+    stub: MembershipStub
+    name: str = "a"
+    keeps_prepare: bool = False
+    desired: int = 1
+    token: Token = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token = Token(job="j", member_id=self.name, incarnation=new_incarnation())
+
+    @asynccontextmanager
+    async def attending(self) -> AsyncIterator["AsyncIterator[pb.Notice]"]:
+        spec = pb.JobSpec(job="j", min_members=1, max_members=8, desired_members=self.desired)
+        request = pb.AttendRequest(
+            protocol=PROTOCOL_VERSION,
+            token=self.token,
+            spec=spec,
+            info=pb.MemberInfo(host="h", address="127.0.0.1"),
+            keeps_prepare=self.keeps_prepare,
+        )
+        call = self.stub.Attend(request)
+        try:
+            yield call.__aiter__()
+        finally:
+            call.cancel()
+
+    async def propose(self) -> None:
+        proposal = pb.Proposal(fields=FIELDS, synchronous=True)
+        await self.stub.Propose(pb.ProposeRequest(token=self.token, proposal=proposal))
+
+    async def accept(self, prepare: pb.Prepare) -> None:
+        answer = pb.AnswerRequest(
+            token=self.token,
+            generation=prepare.roster.generation,
+            digest=roster_digest(prepare.roster),
+        )
+        await self.stub.Answer(answer)
+
+
+async def until(notices: AsyncIterator[pb.Notice], kind: str) -> pb.Notice:
+    async with asyncio.timeout(WITHIN_S):
+        async for notice in notices:
+            if notice.WhichOneof("kind") == kind:
+                return notice
+    raise AssertionError(f"the stream ended without {kind}")
+
+
+@asynccontextmanager
+async def stub_of(world: Served) -> AsyncIterator[MembershipStub]:
+    async with grpc.aio.insecure_channel(world.address) as channel:
+        yield MembershipStub(channel)
+
+
+@pytest.mark.parametrize("keeps_prepare", [False, True])
+async def test_a_roster_that_was_shown_is_left_out_for_who_keeps_it(keeps_prepare: bool) -> None:
+    """Others get the whole record, and what is asked for is whole for all."""
+    async with served(MemoryStore()) as world, stub_of(world) as stub:
+        member = Raw(stub=stub, keeps_prepare=keeps_prepare)
+        async with member.attending() as notices:
+            await until(notices, "admitted")
+            await member.propose()
+            prepare = (await until(notices, "prepare")).prepare
+            await member.accept(prepare)
+            outcome = (await until(notices, "outcome")).outcome
+            assert outcome.roster.generation == 1
+            assert bool(outcome.roster.entries) is not keeps_prepare
+            whole = await stub.GetGeneration(pb.GetGenerationRequest(job="j", generation=1))
+            assert whole.roster == prepare.roster
+            shown = ShownRoster()
+            shown.keep(prepare)
+            assert shown.completed(outcome) == whole
+
+
+async def test_a_new_stream_gets_the_whole_record() -> None:
+    """What was shown on a stream that broke may never have arrived."""
+    async with served(MemoryStore()) as world, stub_of(world) as stub:
+        member = Raw(stub=stub, keeps_prepare=True)
+        async with member.attending() as notices:
+            await until(notices, "admitted")
+            await member.propose()
+            prepare = (await until(notices, "prepare")).prepare
+            await member.accept(prepare)
+            await until(notices, "outcome")
+        async with member.attending() as notices:
+            outcome = (await until(notices, "outcome")).outcome
+            assert outcome.roster == prepare.roster
+
+
+async def test_the_typed_client_has_the_whole_record() -> None:
+    """A trainer sees the record that is in the store, whoever put the roster in."""
+    async with served(MemoryStore()) as world, stub_of(world) as stub:
+        a, b = await world.joined("a"), await world.joined("b")
+        records = await asyncio.gather(entered(a, 0), entered(b, 0))
+        whole = await stub.GetGeneration(pb.GetGenerationRequest(job="j", generation=1))
+        assert list(records) == [whole, whole]
+
+
+def test_a_record_of_an_unknown_roster_is_not_taken() -> None:
+    """A member that was shown another roster, or none, attends again instead of guessing."""
+    shown = ShownRoster()
+    record = pb.GenerationRecord(roster=pb.Roster(generation=2), digest="other")
+    with pytest.raises(Unavailable, match="was not shown it"):
+        shown.completed(record)
+    shown.keep(pb.Prepare(roster=pb.Roster(generation=1)))
+    with pytest.raises(Unavailable, match="generation 2"):
+        shown.completed(record)
