@@ -83,6 +83,8 @@ class Replica:
         job = answer.json()
         states = [member["member"]["state"] for member in job["members"]]
         complete = len(states) == NUM_WORKERS and "disconnected" not in states
+        # It runs for a new leader once each of them has said that it trains in it.
+        complete = complete and job["summary"]["phase"] == "running"
         return int(job["summary"]["generation"]) if complete else 0
 
 

@@ -45,15 +45,14 @@ async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
         if await answered_until_broken(leader.address):
             known, back_off_s = True, FIRST_BACK_OFF_S
         if known and await refuses(leader.address):
+            log.warning("leader_gone", leader=leader.address, reason="it refuses connections")
             break
         await asyncio.sleep(back_off_s)
         back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
     try:
-        ended = await end_term(store, leader)
+        await end_term(store, leader)
     except ShoalError as error:
         log.error("term_not_ended", leader=leader.address, reason=str(error))
-    else:
-        log.warning("leader_gone", leader=leader.address, ended=ended, reason="connection refused")
 
 
 async def answered_until_broken(address: str) -> bool:
