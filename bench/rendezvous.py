@@ -11,9 +11,10 @@ own init_process_group, which nothing can cut.
 `store_host_kill` and `store_host_halt`: SIGKILL and SIGSTOP of rank 0, TCPStore's host, while the
 three others bring the group up; seconds until the last of them knows. The exit, or the halt, is
 reported to the coordinator as `shoal run` does. Where that takes longer than GIVE_UP_S, that is the
-value.
+value. `store_leader_kill`: the same with the coordinator that leads, another one standing by.
 """
 
+import json
 import multiprocessing
 import os
 import secrets
@@ -28,6 +29,7 @@ from statistics import median
 from typing import Any
 
 from rows import Row, publish
+from training.jobs import await_file
 from training.store_ranks import (
     BRING_UP_S,
     COORDINATOR,
@@ -40,6 +42,7 @@ from training.store_ranks import (
 
 from shoal_client.host_reports import HostReporter
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import Command, Supervisor
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 WORLD_SIZES = (2, 4, 8)
@@ -49,6 +52,8 @@ WARM_UP = 3
 NUM_LOSSES = 3
 LOSS_WORLD_SIZE = 4
 GIVE_UP_S = 1.5 * BRING_UP_S
+IN_STORE_S = 0.5
+"""Until all ranks wait in the store, of which nothing tells."""
 START_S = 120.0
 
 # torch is imported once, for all ranks.
@@ -59,11 +64,13 @@ context.set_forkserver_preload(["training.store_ranks"])
 class Ranks:
     """The processes of one world; none is left at the end of the `with` block."""
 
-    def __init__(self, coordinator: str, size: int, body: Callable[..., None], *more: Any) -> None:
+    def __init__(
+        self, coordinators: Sequence[str], size: int, body: Callable[..., None], *more: Any
+    ) -> None:
         # Held: its semaphores go with it.
         self._world = world = World(
             job=f"bench-{secrets.token_hex(4)}",
-            coordinator=coordinator,
+            coordinators=tuple(coordinators),
             size=size,
             barrier=context.Barrier(size),
             port=context.Value("i", 0),
@@ -105,7 +112,7 @@ class Ranks:
 def bring_up_times_s(coordinator: str, size: int, num_rounds: int) -> dict[str, list[float]]:
     """Seconds of every round, by store."""
     rounds = WARM_UP + num_rounds
-    with Ranks(coordinator, size, bring_up, KINDS, rounds) as ranks:
+    with Ranks([coordinator], size, bring_up, KINDS, rounds) as ranks:
         messages = ranks.collect(size * (rounds * len(KINDS) + 1), 5 * START_S)
     told = [message for message in messages if message is not None]
     if len(told) < size * rounds * len(KINDS):
@@ -118,11 +125,41 @@ def bring_up_times_s(coordinator: str, size: int, num_rounds: int) -> dict[str, 
     return times
 
 
+def leader_loss_time_s() -> float:
+    """The same with SIGKILL of the coordinator that leads, while another one stands by."""
+    with tempfile.TemporaryDirectory() as name, Supervisor() as supervisor:
+        directory = Path(name)
+        config = LocalClusterConfig(directory=directory, num_parameter_servers=0)
+        with LocalCluster(config) as cluster:
+            ready = directory / "second.json"
+            arguments = [
+                sys.executable,
+                "-m",
+                "shoal_client",
+                "coordinator",
+                "--etcd",
+                cluster.etcd,
+            ]
+            arguments += ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+            arguments += ["--ready-file", str(ready)]
+            supervisor.spawn(
+                Command(name="second", arguments=arguments, log_path=directory / "second.log")
+            )
+            await_file(ready)
+            both = [cluster.coordinator, json.loads(ready.read_text())["grpc"]]
+            with Ranks(both, LOSS_WORLD_SIZE, lose_host, COORDINATOR) as ranks:
+                ranks.collect(LOSS_WORLD_SIZE, START_S)
+                time.sleep(IN_STORE_S)
+                struck_s = time.monotonic()
+                cluster.processes["coordinator"].kill()
+                return last_raised_s(ranks, COORDINATOR, struck_s)
+
+
 def loss_time_s(coordinator: str, kind: str, number: int) -> float:
     """Seconds from the signal to rank 0 until the last of the others knows."""
-    with Ranks(coordinator, LOSS_WORLD_SIZE, lose_host, kind) as ranks:
+    with Ranks([coordinator], LOSS_WORLD_SIZE, lose_host, kind) as ranks:
         told = ranks.collect(LOSS_WORLD_SIZE, START_S)
-        time.sleep(0.5)  # until all of them wait in the store: nothing tells
+        time.sleep(IN_STORE_S)
         _, member_id, pid = next(message for message in told if message[0] == "hosts")
         with HostReporter([coordinator]) as reporter:
             host = os.uname().nodename
@@ -133,7 +170,11 @@ def loss_time_s(coordinator: str, kind: str, number: int) -> float:
                 reporter.report(ReportExitRequest(**common, exit_code=-number))
             else:
                 reporter.report(ReportHaltRequest(**common, halted=True))
-            raised = ranks.collect(LOSS_WORLD_SIZE - 1, GIVE_UP_S)
+            return last_raised_s(ranks, kind, struck_s)
+
+
+def last_raised_s(ranks: Ranks, kind: str, struck_s: float) -> float:
+    raised = ranks.collect(LOSS_WORLD_SIZE - 1, GIVE_UP_S)
     if len(raised) < LOSS_WORLD_SIZE - 1:
         print(f"{kind}: {len(raised)} of {LOSS_WORLD_SIZE - 1} gave up within {GIVE_UP_S:g} s")
         return GIVE_UP_S
@@ -177,6 +218,8 @@ def main() -> None:
                     for kind in (COORDINATOR, TCP)
                 }
                 rows += rows_of(f"store_host_{name}", "s", losses)
+    leader_s = leader_loss_time_s()
+    rows.append(Row(metric="store_leader_kill", value=leader_s, unit="s", runs=1))
     publish("rendezvous", rows)
 
 
