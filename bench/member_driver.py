@@ -81,7 +81,7 @@ class Driver:
         self._tasks: list[asyncio.Task[None]] = []
         self._attending = asyncio.Semaphore(MAX_ATTENDING)
         self._failures: list[str] = []
-        self.num_late_beats = self.num_failed_beats = 0
+        self.num_beats = self.num_late_beats = self.num_failed_beats = 0
         for number in range(share.first, share.first + share.num_members):
             self._hosts.setdefault(f"host-{number // share.members_per_host}", []).append(
                 self._player(number)
@@ -148,11 +148,12 @@ class Driver:
 
     async def state(self) -> dict[str, object]:
         """What went wrong so far, and the CPU time of this process."""
-        late, failed = self.num_late_beats, self.num_failed_beats
-        self.num_late_beats = self.num_failed_beats = 0
+        sent, late, failed = self.num_beats, self.num_late_beats, self.num_failed_beats
+        self.num_beats = self.num_late_beats = self.num_failed_beats = 0
         shown = self._failures[:MAX_SHOWN]
         return {
             "failures": shown,
+            "beats": sent,
             "late_beats": late,
             "failed_beats": failed,
             "cpu_s": time.process_time(),
@@ -223,6 +224,7 @@ class Driver:
                 # As a launcher does: the next beat says as much.
                 self.num_failed_beats += 1
                 continue
+            self.num_beats += len(beats)
             self.num_late_beats += time.monotonic() > due_s
             for each in reply.replies:
                 if each.HasField("error"):

@@ -162,11 +162,13 @@ def alive_cores(num_members: int, for_s: float) -> float:
         states = drivers.ask("state")
         if failures := [text for state in states for text in state["failures"]]:
             raise SystemExit(f"of {num_members} members some were lost: {failures}")
-        late = sum(state["late_beats"] for state in states)
-        failed = sum(state["failed_beats"] for state in states)
+        sent, late, failed = (
+            sum(state[key] for state in states) for key in ("beats", "late_beats", "failed_beats")
+        )
         cores = used_s / took_s
-        beats = f"{late} late and {failed} failed beats"
-        print(f"{num_members} kept alive for {took_s:.0f} s: {cores:.3f} cores, {beats}")
+        print(f"{num_members} kept alive for {took_s:.0f} s: {cores:.3f} cores")
+        rate = sent / num_members / took_s
+        print(f"{rate:.2f} beats per member and second; calls late {late}, failed {failed}")
         return cores
 
 
