@@ -16,6 +16,7 @@ import structlog
 
 from shoal_client.beat_board import BeatSlot
 from shoal_client.channel import BackOff, Coordinators, Method
+from shoal_client.patience import Patience
 from shoal_client.shown import ShownRoster
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, RetryError, ShoalError
@@ -27,6 +28,8 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 log = structlog.get_logger(__name__)
 
 ATTEND_TIMEOUT_S = 10.0
+FIRST_ANSWER_S = 1.0
+"""A coordinator that says nothing for so long is left for another, twice as late each time."""
 LEAVE_TIMEOUT_S = 3.0
 
 
@@ -383,7 +386,7 @@ class Membership:
 
     def _listen(self) -> None:
         """Hold the stream; after a failure find who leads now and attend again."""
-        back_off = BackOff()
+        back_off, patience = BackOff(), Patience(FIRST_ANSWER_S)
         while not self._closing.is_set() and self._failure is None:
             address = self._coordinators.current
             error: ShoalError | None
@@ -392,12 +395,14 @@ class Membership:
                 stream = stub.Attend(self._attend_request())
                 with self._changed:
                     self._stream = stream
-                for notice in stream:
-                    back_off.reset()
-                    self._take(notice)
+                with patience.until_answered(stream):
+                    for notice in stream:
+                        patience.answered()
+                        back_off.reset()
+                        self._take(notice)
                 error = None
             except grpc.RpcError as rpc_error:
-                error = from_rpc_error(rpc_error, address)
+                error = patience.error(address) or from_rpc_error(rpc_error, address)
             except ShoalError as answer_error:
                 # An answer to a notice did not get through, or came too late to count.
                 error = answer_error

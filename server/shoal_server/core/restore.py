@@ -10,6 +10,8 @@ from shoal_server.core.member import Member
 from shoal_server.core.phases import Phase
 from shoal_server.core.roster import Generation, JobSpec, Record, Roster
 
+GRACE_LEASES = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
@@ -36,7 +38,8 @@ def restored(
     """The job with what was durable of it.
 
     Whether the newest generation already ran is not recorded: its members say so again when they
-    attend. They get the time of a lease for that before they count as disconnected.
+    attend. They get the time of three leases for that before they count as disconnected: the
+    replica that they ask first may be the one that hangs.
     """
     job = Job(spec=spec, limits=limits, digest_of=digest_of, phase_since_s=now_s)
     job.last_generation, job.reason = saved.last_generation, "a new leader took over"
@@ -45,7 +48,7 @@ def restored(
         return job
     for member in saved.members:
         job.attendance.admit(member)
-        job.attendance.disconnect(member, now_s + limits.lease_s)
+        job.attendance.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
     if saved.record is not None:
         _continue_generation(job, saved.record, saved.before, now_s)
     return job

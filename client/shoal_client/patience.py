@@ -1,0 +1,67 @@
+"""How long to wait for a stream's first answer before another replica is asked."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from shoal_proto.errors import Unavailable
+
+MAX_FACTOR = 8
+
+
+class Cancellable(Protocol):
+    """A gRPC stream, as far as its end goes."""
+
+    def cancel(self) -> bool: ...
+
+
+class Patience:
+    """Cancels a stream on which nothing came in time. Waits twice as long after each silence.
+
+    A replica may live and yet answer nothing, because its process is stopped or starved; a
+    connection alone does not tell.
+    """
+
+    def __init__(self, first_s: float) -> None:
+        self._first_s = first_s
+        self._limit_s = first_s
+        self._timer: threading.Timer | None = None
+        self._waited_s = 0.0
+
+    @contextmanager
+    def until_answered(self, stream: Cancellable) -> Iterator[None]:
+        """Within the block the stream has the limit's time for its first answer."""
+        limit_s, self._waited_s = self._limit_s, 0.0
+
+        def give_up() -> None:
+            self._waited_s = limit_s
+            stream.cancel()
+
+        self._timer = threading.Timer(limit_s, give_up)
+        self._timer.daemon = True
+        self._timer.start()
+        try:
+            yield
+        finally:
+            self._timer.cancel()
+
+    def answered(self) -> None:
+        """Something came: from now on the stream may be silent."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._limit_s = self._first_s
+
+    def error(self, address: str) -> Unavailable | None:
+        """What to say of the stream that just ended, if silence ended it."""
+        if not self._waited_s:
+            return None
+        self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)
+        return Unavailable(
+            f"the coordinator at {address} accepts connections and does not answer",
+            seen=f"nothing for {self._waited_s:g} s",
+            expected="to be admitted, or to hear who leads",
+        )
+
+
+__all__ = ["Patience"]
