@@ -132,16 +132,10 @@ def leader_loss_time_s() -> float:
         config = LocalClusterConfig(directory=directory, num_parameter_servers=0)
         with LocalCluster(config) as cluster:
             ready = directory / "second.json"
-            arguments = [
-                sys.executable,
-                "-m",
-                "shoal_client",
-                "coordinator",
-                "--etcd",
-                cluster.etcd,
-            ]
-            arguments += ["--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
-            arguments += ["--ready-file", str(ready)]
+            arguments = (
+                *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", cluster.etcd),
+                *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--ready-file", str(ready)),
+            )
             supervisor.spawn(
                 Command(name="second", arguments=arguments, log_path=directory / "second.log")
             )
