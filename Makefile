@@ -4,7 +4,7 @@ BIN := .venv/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
+.PHONY: help demo test nightly check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -20,9 +20,13 @@ demo: .venv/.installed ## train on a local cluster, kill a worker on the way, pr
 	$(BIN)/shoal demo
 
 test: .venv/.installed ## every test that needs neither Docker nor a browser
-	$(BIN)/python -m pytest -m "not docker and not browser"
+	$(BIN)/python -m pytest -m "not docker and not browser and not nightly"
 
 check: lint types contracts proto-check test ## what CI runs
+
+nightly: .venv/.installed ## the longer tests, and 10,000 seeds of the simulation
+	$(BIN)/python -m pytest -m "nightly and not docker and not browser"
+	SHOAL_SIMULATION_SEEDS=10000 $(BIN)/python -m pytest tests/server/core/test_job_simulation.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

@@ -8,16 +8,20 @@ from typing import Any, Self
 
 import grpc
 import httpx
+import pytest
 from coordinator_processes import Replicas, awaited
+from coordinator_world import FIELDS
 from ranks import Ranks
 from scripted_member import MemberProcess, Script, ScriptedMember
 
 from shoal_client.channel import Coordinators
 from shoal_client.local.etcd import RunningEtcd, start_members
 from shoal_client.local.process import Supervisor
+from shoal_proto.errors import Fenced
 from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import MaintenanceStub
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 CALL_S = 30.0
@@ -68,6 +72,7 @@ class Cast:
     replicas: Replicas
     ranks: Ranks
     members: list[ScriptedMember] = field(default_factory=list)
+    processes: list[MemberProcess] = field(default_factory=list)
 
     def joins(
         self, name: str, *withholds: str, at: Sequence[str] = (), **options: Any
@@ -81,7 +86,8 @@ class Cast:
     def process(self, name: str, *withholds: str, **options: Any) -> MemberProcess:
         """A member in a process of its own."""
         script = self._script(name, *withholds, **options)
-        return MemberProcess(self.ranks, self.replicas.addresses, script)
+        self.processes.append(MemberProcess(self.ranks, self.replicas.addresses, script))
+        return self.processes[-1]
 
     def training(self, *names: str, **options: Any) -> list[ScriptedMember]:
         """Members that train together in the first generation."""
@@ -116,7 +122,7 @@ class Cast:
         )
 
     def runs(self, generation: int) -> None:
-        """Wait until whoever leads says that the job runs in that generation."""
+        """Wait until whoever leads says that the job runs, and knows of that generation."""
         awaited(lambda: self._runs(generation), CALL_S, f"{self.job} runs in {generation}")
 
     def _runs(self, generation: int) -> bool | None:
@@ -127,7 +133,29 @@ class Cast:
         if answer.status_code != httpx.codes.OK:
             return None
         summary = answer.json()["summary"]
-        return (summary["phase"], summary["generation"]) == ("running", generation) or None
+        # Its number is the newest that was given, to an attempt that failed maybe.
+        return (summary["phase"] == "running" and summary["generation"] >= generation) or None
+
+    def is_fenced(self, token: Token) -> None:
+        """Fail unless every call with the token is refused, and changes nothing."""
+        before = self.record()
+        generation = before.roster.generation
+        calls = {
+            "Propose": pb.ProposeRequest(token=token, proposal=pb.Proposal(fields=FIELDS)),
+            "Answer": pb.AnswerRequest(token=token, generation=generation, digest=before.digest),
+            "Offer": pb.OfferRequest(token=token, generation=generation, next_step=9),
+            "Ready": pb.ReadyRequest(token=token),
+            "Settle": pb.SettleRequest(token=token, step=9, has_state=True),
+            "ReportBroken": pb.ReportBrokenRequest(token=token, error="late"),
+            "Leave": pb.LeaveRequest(token=token, completed=True, reason="late"),
+        }
+        for act, request in calls.items():
+            with pytest.raises(Fenced):
+                self.members[0].call(act, request)
+        beat = pb.HeartbeatRequest(beats=[pb.Beat(token=token)])
+        (reply,) = self.members[0].call("Heartbeat", beat).replies
+        assert reply.error.kind == Fenced.__name__
+        assert self.record() == before
 
     def agrees(self) -> None:
         """Fail unless all members were told the same, and the same as is durable.
@@ -149,6 +177,9 @@ class Cast:
                 assert durable == final or (aborted_since and member.failure is not None), (
                     f"{member.name} holds another record of {number} than etcd"
                 )
+        for process in self.processes:
+            for record in process.outcomes():
+                rosters.setdefault(record.roster.generation, set()).add(record.digest)
         several = {number: digests for number, digests in rosters.items() if len(digests) > 1}
         assert not several, f"more than one roster of a generation: {several}"
 

@@ -135,6 +135,19 @@ def in_aborted(cast: Cast) -> Held:
     return Held(cast=cast, trains=("a", "b"))
 
 
+def between_the_boundarys_notices(cast: Cast) -> Held:
+    """The boundary is agreed, and one of those who train has not heard of it."""
+    a, b = cast.training("a", "b")
+    a.withhold(OFFER)
+    cast.joins("c")
+    a.has_withheld(OFFER)
+    b.has_done(OFFER)
+    b.hang_up()
+    a.release(OFFER)
+    a.told("stop_at")
+    return Held(cast=cast, release=b.call_again, trains=("a", "b", "c"), decided=2)
+
+
 HELD: Mapping[str, Callable[[Cast], Held]] = {
     build.__name__: build
     for build in (
@@ -147,7 +160,9 @@ HELD: Mapping[str, Callable[[Cast], Held]] = {
         running,
         broken,
         in_prepare_after_a_loss,
-        in_aborted,  # last: it goes on by itself
+        # The last two do not wait for long.
+        in_aborted,
+        between_the_boundarys_notices,
     )
 }
 

@@ -66,6 +66,7 @@ class ScriptedMember:
         coordinators: Sequence[str],
         script: Script,
         on_notice: Callable[[str, pb.Notice], None] = lambda kind, notice: None,
+        on_withheld: Callable[[str], None] = lambda act: None,
     ) -> None:
         self.script = script
         self.incarnation = new_incarnation()
@@ -75,12 +76,14 @@ class ScriptedMember:
         """The newest generation it trains in or brings up."""
         self._coordinators = Coordinators(coordinators)
         self._on_notice = on_notice
+        self._on_withheld = on_withheld
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._connected = threading.Event()
         self._connected.set()
         self._withheld = set(script.withholds)
         self._pending: list[tuple[str, Any]] = []
+        self._done: list[str] = []
         self._wrong_digests = script.num_wrong_digests
         self._change = 0
         self._crossed = False
@@ -88,6 +91,7 @@ class ScriptedMember:
         self._stands: pb.SettleRequest | None = None
         self._broken: set[int] = set()
         self._stream: grpc.Call | None = None
+        self._hears = False
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._listen, self._beat)
         ]
@@ -132,6 +136,7 @@ class ScriptedMember:
             self._pending = [pending for pending in self._pending if pending[0] not in acts]
         for act, request in due:
             self.call(act, request)
+            self._has_done(act)
 
     def call(self, act: str, request: Any, timeout_s: float = WAIT_S) -> Any:
         """One call to whoever leads. Raises what it refuses with."""
@@ -155,12 +160,20 @@ class ScriptedMember:
         if self._stream is not None:
             self._stream.cancel()
 
+    def hears_nothing(self) -> None:
+        """Wait until its stream has broken."""
+        self._await(lambda: not self._hears, "its stream breaks")
+
     def call_again(self) -> None:
         self._connected.set()
 
     def has_withheld(self, act: str) -> None:
         """Wait until the member has put something of the kind off."""
         self._await(lambda: any(a == act for a, _ in self._pending), f"it withholds {act}")
+
+    def has_done(self, act: str) -> None:
+        """Wait until an act of the kind was taken."""
+        self._await(lambda: act in self._done, f"it has done {act}")
 
     def told(
         self, kind: str, wanted: Callable[[pb.Notice], bool] = lambda notice: True
@@ -175,8 +188,11 @@ class ScriptedMember:
         assert notice is not None
         return notice
 
-    def trains_with(self, *names: str) -> int:
-        """Wait until it trains with exactly these, itself among them; returns the generation."""
+    def trains_with(self, *names: str, above: int = 0) -> int:
+        """Wait until it trains with exactly these, itself among them; returns the generation.
+
+        `above`: in a generation with a higher number than this.
+        """
 
         def wanted() -> int:
             running = {n.running.generation for k, n in self.notices if k == "running"}
@@ -189,7 +205,7 @@ class ScriptedMember:
             ]
             return max(fits, default=0)
 
-        self._await(lambda: wanted() > 0, f"it trains with {', '.join(names)}")
+        self._await(lambda: wanted() > above, f"it trains with {', '.join(names)}")
         return wanted()
 
     def outcomes(self) -> list[pb.GenerationRecord]:
@@ -236,6 +252,7 @@ class ScriptedMember:
                 error = from_rpc_error(rpc_error, address)
             except ShoalError as call_error:
                 error = call_error
+            self._hear(False)
             if self._closing.is_set() or not self._connected.is_set():
                 continue
             if error is not None and not isinstance(error, RetryError):
@@ -255,11 +272,17 @@ class ScriptedMember:
         self._stream = stream
         for notice in stream:
             kind = notice.WhichOneof("kind")
+            self._hear(True)
             with self._changed:
                 self.notices.append((kind, notice))
                 self._changed.notify_all()
             self._on_notice(kind, notice)
             self._take(kind, notice)
+
+    def _hear(self, hears: bool) -> None:
+        with self._changed:
+            self._hears = hears
+            self._changed.notify_all()
 
     def _beat(self) -> None:
         while not self._closing.wait(self._heartbeat_s or PAUSE_S):
@@ -304,8 +327,15 @@ class ScriptedMember:
             if act in self._withheld:
                 self._pending.append((act, request))
                 self._changed.notify_all()
+                self._on_withheld(act)
                 return
         self.call(act, request)
+        self._has_done(act)
+
+    def _has_done(self, act: str) -> None:
+        with self._changed:
+            self._done.append(act)
+            self._changed.notify_all()
 
     def _admitted(self, admitted: pb.Admitted) -> None:
         self._heartbeat_s = admitted.limits.heartbeat_s
@@ -375,6 +405,7 @@ def live(report: Report, coordinators: Sequence[str], script: Script) -> None:
         coordinators,
         replace(script, pid=os.getpid()),
         lambda kind, notice: report(kind, notice=notice.SerializeToString()),
+        lambda act: report("withheld", act=act),
     )
     member.start()
     report("started", incarnation=member.incarnation)
@@ -400,6 +431,19 @@ class MemberProcess:
 
     def send_signal(self, number: int) -> None:
         self.rank.send_signal(number)
+
+    def has_withheld(self, act: str) -> None:
+        """Wait until the member has put something of the kind off."""
+        while self.rank.expect("withheld")["act"] != act:
+            pass
+
+    def outcomes(self) -> list[pb.GenerationRecord]:
+        """The records it was sent so far as they were waited for."""
+        return [
+            pb.Notice.FromString(data["notice"]).outcome
+            for kind, data in self.rank.seen
+            if kind == "outcome"
+        ]
 
     def token(self, generation: int) -> Token:
         return Token(

@@ -49,6 +49,7 @@ class Membership(MembershipServicer):
                 fix="Set min_members <= desired_members <= max_members.",
             )
         actor = self._registry.find_or_create(spec)
+        _check_not_expelled(actor, token)
         stream = actor.open(token.member_id, token.incarnation, keeps_prepare=request.keeps_prepare)
         try:
             await actor.submit(
@@ -207,6 +208,16 @@ def _check_attendance(request: pb.AttendRequest) -> None:
         )
     if not request.token.incarnation:
         raise Fenced("the token has no incarnation", expected="a fresh UUID for each process start")
+
+
+def _check_not_expelled(actor: JobActor, token: Token) -> None:
+    """Raise Fenced for who was a member, and is none any more.
+
+    Whom an earlier leader has lost, this one does not know by name; but whoever speaks of a
+    generation that it holds was a member once, and only the lost are members no longer.
+    """
+    if token.generation and not actor.job.completing:
+        actor.authorize(token)
 
 
 def _identity(token: Token) -> dict[str, str]:

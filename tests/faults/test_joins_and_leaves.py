@@ -1,0 +1,63 @@
+"""Members that come and go at once, too many of them, and one that does not fit."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from fault_world import Cast
+
+from shoal_proto.errors import ProposalConflict
+from shoal_proto.v1 import membership_pb2 as pb
+
+OTHER_FIELDS = {"strategy": "ddp", "schema": "s2"}
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_two_joiners_race_a_leave(cast: Cast, attempt: int) -> None:
+    """Whatever comes first: all who are there then train together, with one record of each."""
+    _, _, c = cast.training("a", "b", "c")
+    acts = [lambda: cast.joins("d", desired=3), lambda: cast.joins("e", desired=3), c.leave]
+    with ThreadPoolExecutor(len(acts)) as threads:
+        # Another one is handed to a thread first each time.
+        for running in [threads.submit(act) for act in acts[attempt:] + acts[:attempt]]:
+            running.result()
+    names = ("a", "b", "d", "e")
+    (generation,) = {cast[name].trains_with(*names) for name in names}
+    cast.runs(generation)
+    cast.agrees()
+
+
+def test_who_is_surplus_stands_by_and_takes_a_free_place(cast: Cast) -> None:
+    """It is no error, disturbs nobody, and needs no further call once somebody leaves."""
+    a, b = cast.training("a", "b", high=2)
+    c = cast.joins("c", high=2)
+    assert c.told("standby").standby.position == 1
+    assert (cast.record().roster.generation, a.breaks(), b.breaks()) == (1, [], [])
+    b.leave()
+    (generation,) = {member.trains_with("a", "c") for member in (a, c)}
+    cast.runs(generation)
+    cast.agrees()
+
+
+def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> None:
+    """No majority wins: all three have one aborted record that names the field and its values."""
+    fitting = [cast.joins(name, desired=3) for name in ("a", "b")]
+    odd = cast.joins("c", desired=3, fields=OTHER_FIELDS)
+    members = [*fitting, odd]
+    records = [member.told("outcome").outcome for member in members]
+    assert records[0] == records[1] == records[2] == cast.record(1)
+    assert records[0].verdict == pb.VERDICT_ABORTED
+    (conflict,) = records[0].conflicts
+    assert conflict.field == "schema"
+    for member in members:
+        assert isinstance(member.failed(), ProposalConflict)
+
+
+def test_a_newcomer_that_differs_disturbs_nobody(cast: Cast) -> None:
+    """It is refused by name and value; who trains hears nothing of it."""
+    a, b = cast.training("a", "b")
+    odd = cast.joins("c", fields=OTHER_FIELDS)
+    assert isinstance(odd.failed(), ProposalConflict)
+    assert [kind for kind, _ in a.notices] == [kind for kind, _ in b.notices]
+    assert a.notices[-1][0] == "running"
+    assert cast.record().roster.generation == 1
+    cast.runs(1)

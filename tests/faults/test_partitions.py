@@ -1,0 +1,100 @@
+"""The network between workers and the coordinator that leads, and between that and etcd."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+from coordinator_processes import Replicas, awaited
+from fault_world import Cast, Etcd
+from network import Network, Wire
+from scripted_member import ANSWER
+
+from shoal_proto.errors import Fenced
+
+AWAY_S = 30.0
+
+
+@pytest.fixture
+def wire(network: Network, replicas: Replicas) -> Iterator[Wire]:
+    """A way to the coordinator that leads, which no other member goes."""
+    wire = network.wire(replicas.leader().grpc)
+    yield wire
+    wire.restore()
+
+
+def test_a_network_that_comes_back_in_time_costs_nothing(cast: Cast, wire: Wire) -> None:
+    """Every connection broke: the members are back before anybody counts as lost."""
+    members = cast.training("a", "b", at=wire.endpoints)
+    wire.cut()
+    for member in members:
+        member.hears_nothing()
+    wire.restore()
+    for member in members:
+        member.told("admitted", lambda notice: "generation 1 runs" in notice.reason)
+    c = cast.joins("c")
+    assert c.trains_with("a", "b", "c") == 2
+    assert not any(member.breaks() for member in members)
+    cast.agrees()
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["a change forms", "a generation runs"])
+def test_who_is_cut_off_for_long_is_lost_and_comes_as_another(
+    cast: Cast, wire: Wire, held: bool
+) -> None:
+    """The rest go on. It learns that it is fenced as soon as it is heard again."""
+    for name in ("a", "b"):
+        cast.joins(name, desired=3)
+    cut_off = cast.joins("c", at=wire.endpoints, desired=3)
+    first = cut_off.trains_with("a", "b", "c")
+    if held:
+        cut_off.withhold(ANSWER)
+        cast.joins("d", desired=3)
+        cut_off.has_withheld(ANSWER)
+    names = ("a", "b", "d") if held else ("a", "b")
+    wire.silence()
+    second = cast["a"].trains_with(*names)
+    assert second > first
+    assert cast["a"].breaks() == [first]
+    wire.restore()
+    assert isinstance(cut_off.failed(), Fenced)
+    cast.is_fenced(cut_off.token())
+    cast.joins("c", at=wire.endpoints, desired=3)
+    assert cast["c"].trains_with(*names, "c") > second
+    cast.agrees()
+
+
+def test_who_joins_while_etcd_is_away_is_in_once_it_is_back(
+    cast: Cast, replicas: Replicas, etcd: Etcd
+) -> None:
+    """The generation that runs runs on, and nobody is declared lost, the newcomer included."""
+    a, b = cast.training("a", "b")
+    leader = replicas.leader()
+    etcd.signal_all(signal.SIGSTOP)
+    try:
+        c = cast.joins("c")
+        # Nobody leads without etcd. Until then the newcomer's attendance waited to be written.
+        awaited(lambda: not leader.leads() or None, AWAY_S, "without etcd nobody leads")
+    finally:
+        etcd.restore()
+    (generation,) = {member.trains_with("a", "b", "c") for member in (a, b, c)}
+    cast.runs(generation)
+    assert not a.breaks() + b.breaks() + c.breaks()
+    cast.agrees()
+
+
+def test_a_lost_member_stays_fenced_under_the_next_leader(cast: Cast, replicas: Replicas) -> None:
+    """A process that was halted wakes up when another coordinator leads: it changes nothing."""
+    victim = cast.process("victim")
+    a = cast.joins("a")
+    a.trains_with("a", "victim")
+    victim.send_signal(signal.SIGSTOP)
+    generation = a.trains_with("a")
+    old = replicas.leader()
+    old.process.send_signal(signal.SIGKILL)
+    replicas.leader(other_than=old)
+    cast.runs(generation)
+    victim.send_signal(signal.SIGCONT)
+    assert victim.rank.expect("ended") == {"error": "Fenced"}
+    cast.is_fenced(victim.token(generation))
+    assert a.breaks() == [generation - 1]
+    cast.agrees()
