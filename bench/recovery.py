@@ -49,10 +49,14 @@ TORCHFT_MISSING = f"""torchft is not installed in {TORCHFT_PYTHON}: its rows are
 or set SHOAL_BENCH_TORCHFT to the interpreter of an environment with torchft-nightly."""
 
 
+class Stuck(RuntimeError):
+    """Nobody trained, or not again, for two minutes."""
+
+
 def await_training(steps: Steps, directory: Path) -> list[int]:
     """Process ids of the workers once all of a full roster train."""
     if not steps.await_true(lambda: bool(steps.training(NUM_WORKERS, STEPS_BETWEEN)), START_S):
-        raise SystemExit(f"no {NUM_WORKERS} workers train:\n{logs_in(directory)}")
+        raise Stuck(f"no {NUM_WORKERS} workers train:\n{logs_in(directory)}")
     return steps.training(NUM_WORKERS, STEPS_BETWEEN)
 
 
@@ -73,7 +77,7 @@ def strike(steps: Steps, directory: Path, number: int) -> float:
     if number == signal.SIGSTOP:
         os.kill(victim, signal.SIGKILL)
     if not recovered:
-        raise SystemExit(f"no step within {RECOVERY_S:g} s:\n{logs_in(directory)}")
+        raise Stuck(f"no step within {RECOVERY_S:g} s:\n{logs_in(directory)}")
     return (again() or struck_s) - struck_s
 
 
@@ -113,7 +117,7 @@ def join_pauses(cluster: LocalCluster, directory: Path, num_runs: int) -> list[f
             if not job.steps.await_true(
                 lambda: bool(job.steps.training(NUM_WORKERS + 1, STEPS_BETWEEN)), START_S
             ):
-                raise SystemExit(f"the fifth did not join:\n{logs_in(directory)}")
+                raise Stuck(f"the fifth did not join:\n{logs_in(directory)}")
             (fifth,) = set(job.steps.training(NUM_WORKERS + 1, STEPS_BETWEEN)) - set(pids)
             joined_s = job.steps.by_pid[fifth][0].at_s
             # The gaps of the time after it count too.
@@ -134,7 +138,7 @@ def takeovers(cluster: LocalCluster, directory: Path, num_runs: int) -> list[flo
         while len(seen) < num_runs:
             pids = await_training(job.steps, directory)
             if not job.steps.await_true(lambda: job.num_standbys() == 1, START_S):
-                raise SystemExit(f"nobody stands by:\n{logs_in(directory)}")
+                raise Stuck(f"nobody stands by:\n{logs_in(directory)}")
             seen.append(takeover(job, directory, pids))
             print(f"{directory.name}: {seen[-1]:.3f} s", flush=True)
     return seen
@@ -154,7 +158,7 @@ def takeover(job: ShoalJob, directory: Path, pids: Sequence[int]) -> float:
         return sorted(at_s for at_s in first if at_s is not None)
 
     if not job.steps.await_true(lambda: len(four()) >= NUM_WORKERS, RECOVERY_S):
-        raise SystemExit(f"no step of four within {RECOVERY_S:g} s:\n{logs_in(directory)}")
+        raise Stuck(f"no step of four within {RECOVERY_S:g} s:\n{logs_in(directory)}")
     return four()[NUM_WORKERS - 1] - struck_s
 
 
@@ -180,10 +184,21 @@ def measure_peers(directory: Path) -> dict[str, list[float]]:
     if has_torchft():
         place = directory / "torchft"
         with torchft_job(TORCHFT_PYTHON, place) as steps:
-            seen["torchft-nightly"] = strikes(steps, place, signal.SIGKILL, NUM_TORCHFT)
+            seen["torchft-nightly"] = peer_kills(steps, place, NUM_TORCHFT)
     place = directory / "torchrun"
     with torchrun_job(place, free_port()) as steps:
-        seen["torchrun-c10d"] = strikes(steps, place, signal.SIGKILL, NUM_TORCHRUN)
+        seen["torchrun-c10d"] = peer_kills(steps, place, NUM_TORCHRUN)
+    return {peer: values for peer, values in seen.items() if values}
+
+
+def peer_kills(steps: Steps, directory: Path, num_runs: int) -> list[float]:
+    """As `strikes`, up to the run from which the peer did not come back: that one is left out."""
+    seen: list[float] = []
+    try:
+        for _ in range(num_runs):
+            seen += strikes(steps, directory, signal.SIGKILL, 1)
+    except Stuck as error:
+        print(f"{directory.name}: {error}\nleft out after {len(seen)} runs", flush=True)
     return seen
 
 
