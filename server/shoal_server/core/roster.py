@@ -109,6 +109,11 @@ class Roster:
     def _incarnations(self) -> dict[str, str]:
         return {entry.member_id: entry.incarnation for entry in self.entries}
 
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """Rank by member_id."""
+        return {entry.member_id: entry.rank for entry in self.entries}
+
     def holds(self, member_id: str, incarnation: str) -> bool:
         return self._incarnations.get(member_id) == incarnation
 

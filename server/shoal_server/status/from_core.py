@@ -107,7 +107,6 @@ def _member_view(
 ) -> MemberView:
     info, proposed = member.info, member.proposal
     roster = _roster_of(job, member)
-    ranks = {entry.member_id: entry.rank for entry in roster.entries} if roster else {}
     last_seen_s = max(member.attended_s, seen.at_s if seen else member.attended_s)
     return MemberView(
         member_id=member.member_id,
@@ -115,7 +114,7 @@ def _member_view(
         state=_state(job, member),
         waiting_for=member.waiting_for,
         waiting_since_unix_s=to_unix_s(member.waiting_since_s),
-        rank=ranks.get(member.member_id),
+        rank=roster.ranks.get(member.member_id) if roster else None,
         generation=roster.generation if roster else 0,
         host=info.host,
         pid=info.pid,
