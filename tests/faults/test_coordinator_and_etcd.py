@@ -13,6 +13,7 @@ from held_jobs import HELD, Held
 from .conftest import NUM_REPLICAS, new_cast
 
 DEPOSED_S = 30.0
+pytestmark = pytest.mark.timeout(300)
 
 Fault = Callable[[Replicas, Etcd], AbstractContextManager[None]]
 
@@ -86,6 +87,25 @@ def _etcd_away(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def _killed_twice(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    with _killed(replicas, etcd), _killed(replicas, etcd):
+        yield
+
+
+@contextmanager
+def _etcd_without_a_majority(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
+    old = replicas.leader()
+    for each in etcd.members[1:]:
+        each.process.send_signal(signal.SIGKILL)
+    try:
+        awaited(lambda: not old.leads() or None, DEPOSED_S, "without etcd nobody leads")
+    finally:
+        etcd.restore()
+    replicas.leader()
+    yield
+
+
 FAULTS: Mapping[str, Fault] = {
     "leader killed": _killed,
     "leader ended": _ended,
@@ -94,9 +114,17 @@ FAULTS: Mapping[str, Fault] = {
     "leader of etcd killed": _etcd_leader_killed,
     "all of etcd away": _etcd_away,
 }
+NIGHTLY: Mapping[str, Fault] = {
+    "two leaders killed": _killed_twice,
+    "majority of etcd killed": _etcd_without_a_majority,
+}
+PARAMS = [
+    *FAULTS,
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY),
+]
 
 
-@pytest.fixture(scope="module", params=FAULTS)
+@pytest.fixture(scope="module", params=PARAMS)
 def struck(
     request: pytest.FixtureRequest, replica_pool: Replicas, etcd: Etcd
 ) -> Iterator[Mapping[str, Future[None]]]:
@@ -107,7 +135,7 @@ def struck(
         held: dict[str, Held] = {}
         for name, hold in HELD.items():
             held[name] = hold(stack.enter_context(new_cast(replicas)))
-        with FAULTS[request.param](replicas, etcd):
+        with {**FAULTS, **NIGHTLY}[request.param](replicas, etcd):
             outcomes = {name: threads.submit(job.goes_on) for name, job in held.items()}
             wait(outcomes.values())
         yield outcomes
