@@ -1,0 +1,43 @@
+"""Which method of the membership stub a call goes to, on whatever channel leads at the time."""
+
+import grpc
+
+from shoal_client.channel import Method
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+
+def propose(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Propose
+
+
+def answer(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Answer
+
+
+def settle(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Settle
+
+
+def offer(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Offer
+
+
+def ready(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Ready
+
+
+def report_broken(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).ReportBroken
+
+
+def leave(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Leave
+
+
+def drain(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Drain
+
+
+def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
+    return MembershipStub(channel).Heartbeat
