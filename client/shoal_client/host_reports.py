@@ -9,8 +9,10 @@ from types import TracebackType
 import grpc
 import structlog
 
+from shoal_client.channel import BackOff
 from shoal_proto.errors import (
     InvalidSpec,
+    NotLeader,
     RejoinError,
     RetryError,
     ShoalError,
@@ -49,34 +51,44 @@ def parse_coordinators(text: str) -> tuple[str, ...]:
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
-    """Return as soon as one of the coordinators answers.
+    """Return as soon as one of the coordinators leads, or knows who does.
 
-    Raises Unavailable with every address and what was seen there, once `timeout_s` is over.
+    Replicas that answer while nobody leads yet are asked again. Raises Unavailable with every
+    address and what was seen there: at once if none answers at all, else when `timeout_s` is over.
     """
-    seen: dict[str, str] = {}
-    for address in coordinators:
-        with grpc.insecure_channel(address) as channel:
-            # A share for each, so that a dead first one does not hide the second.
-            budget_s = timeout_s / len(coordinators)
-            try:
-                # Any job will do: an answer that there is no such job is an answer.
-                request = GetGenerationRequest(job="reachable")
-                MembershipStub(channel).GetGeneration(
-                    request, timeout=budget_s, wait_for_ready=False
-                )
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error, address)
-                if not isinstance(failure, RetryError) or failure.details.get("leader"):
-                    return
-                seen[address] = failure.seen or failure.what
-            else:
-                return
+    give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
+    while True:
+        # A share for each, so that a dead first one does not hide the second.
+        failures = {
+            address: failure
+            for address in coordinators
+            if (failure := _try_to_reach(address, timeout_s / len(coordinators))) is not None
+        }
+        if len(failures) < len(coordinators):
+            return
+        elected_soon = any(isinstance(each, NotLeader) for each in failures.values())
+        if not elected_soon or time.monotonic() >= give_up_s:
+            break
+        time.sleep(back_off.pause_s())
     raise Unavailable(
         f"no coordinator answers at {', '.join(coordinators)}",
-        seen="; ".join(f"{address}: {text}" for address, text in seen.items()),
+        seen="; ".join(f"{address}: {e.seen or e.what}" for address, e in failures.items()),
         expected="a Shoal coordinator listening there",
         fix="Start one with `shoal up` or `shoal coordinator`, or name another --coordinator.",
     )
+
+
+def _try_to_reach(address: str, timeout_s: float) -> ShoalError | None:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            # Any job will do: an answer that there is no such job is an answer.
+            request = GetGenerationRequest(job="reachable")
+            MembershipStub(channel).GetGeneration(request, timeout=timeout_s, wait_for_ready=False)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, address)
+            if isinstance(failure, RetryError) and not failure.details.get("leader"):
+                return failure
+    return None
 
 
 Report = ReportExitRequest | ReportHaltRequest
