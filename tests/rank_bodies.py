@@ -108,6 +108,27 @@ def stuck_collective(report: Report, path: str, rank: int, world_size: int, how:
     group.retire()
 
 
+class CountingStore(AbortableFileStore):
+    """Counts the calls that would go over the network."""
+
+    num_waits = 0
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
+        self.num_waits += 1
+        super().wait(keys)
+
+
+def counted_bring_up(report: Report, path: str, rank: int, world_size: int) -> None:
+    """Brings one group up and tells how often it waited for the store."""
+    store = CountingStore(path, world_size)
+    group = _group(path, rank, world_size, store=store)
+    group.open()
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    report("up", num_waits=store.num_waits, total=float(ones))
+    group.retire()
+
+
 def _bystander() -> tuple[socket.socket, socket.socket, socket.socket]:
     """A connection within the process that is none of the group's."""
     listener = socket.create_server(("127.0.0.1", 0))

@@ -65,3 +65,14 @@ def test_a_collective_that_runs_out_of_time_is_told_from_an_error_of_the_user(
             failed = crew[0].expect("failed")
             assert failed["recognised"], failed["text"]
         assert crew[0].join() == 0
+
+
+def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: Path) -> None:
+    """Else the calls of a generation grow with the square of its ranks."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.counted_bring_up, path, r, 4) for r in range(4)]
+        for rank in crew:
+            up = rank.expect("up")
+            assert up["num_waits"] == 1
+            assert up["total"] == 4

@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from shoal.backends.base import Seat
 from shoal.backends.sockets import listening, shut_connections
+from shoal.backends.stores import AddressStore, AnnouncingStore
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -32,8 +32,6 @@ MAX_RETIRED = 64
 """More old groups than this are freed in any case, oldest first."""
 RETIRED_S = 1.0
 """An old group's threads are idle by then, so that freeing it waits for nothing."""
-MAX_ANNOUNCED_BYTES = 1 << 16
-"""A longer value in the store is no Gloo address."""
 # Gloo's errors have no class of their own. Most begin with the place in its source.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
 # Gloo tries to connect this many times, each with its own timeout.
@@ -143,7 +141,7 @@ class GlooGroup:
         options._devices = [make.create_device(hostname=seat.address)]
         options._timeout = timedelta(seconds=seat.bring_up_s / _ATTEMPTS)
         try:
-            gloo = make(store, rank, world_size, options)
+            gloo = make(AddressStore(store, rank, world_size), rank, world_size, options)
         except RuntimeError:
             self._raise_if_cut()
             raise
@@ -171,90 +169,6 @@ class GlooGroup:
                 except OSError as error:
                     log.info("listener_gone", address=address, reason=str(error))
                     break
-
-
-class AnnouncingStore(Store):
-    """Passes everything on, and keeps the values in which members announce their listeners."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self._inner = inner
-        self._values: list[bytes] = []
-        self._aborted = ""
-
-    def announced(self, end: bytes) -> bool:
-        """Whether a value that went through contains this socket address."""
-        return any(end in value for value in list(self._values))
-
-    def abort(self, reason: str) -> None:
-        self._aborted = reason
-        self._inner.abort(reason)
-
-    def _keep(self, value: Any) -> bytes:
-        if self._aborted:
-            raise GenerationBroken("the store was aborted", seen=self._aborted)
-        kept = value.encode() if isinstance(value, str) else bytes(value)
-        if len(kept) <= MAX_ANNOUNCED_BYTES and kept not in self._values:
-            self._values.append(kept)
-        return kept
-
-    def set(self, key: str, value: Any) -> None:
-        self._inner.set(key, self._keep(value))
-
-    def get(self, key: str) -> bytes:
-        return self._keep(self._inner.get(key))
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [self._keep(value) for value in self._inner.multi_get(keys)]
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
-        self._inner.multi_set(keys, [self._keep(value) for value in values])
-
-    def append(self, key: str, value: Any) -> None:
-        self._inner.append(key, value)
-
-    def add(self, key: str, value: int) -> int:
-        count: int = self._inner.add(key, value)
-        return count
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._inner.check(keys))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._inner.wait(keys, timeout) if timeout is not None else self._inner.wait(keys)
-
-    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
-        value: bytes = self._inner.compare_set(key, expected_value, desired_value)
-        return value
-
-    compareSet = compare_set  # noqa: N815
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._inner.delete_key(key))
-
-    deleteKey = delete_key  # noqa: N815
-
-    def num_keys(self) -> int:
-        count: int = self._inner.num_keys()
-        return count
-
-    getNumKeys = num_keys  # noqa: N815
-
-    def has_extended_api(self) -> bool:
-        return bool(self._inner.has_extended_api())
-
-    hasExtendedApi = has_extended_api  # noqa: N815
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inner.set_timeout(timeout)
-
-    @property
-    def timeout(self) -> timedelta:
-        timeout: timedelta = self._inner.timeout
-        return timeout
-
-    def clone(self) -> "AnnouncingStore":
-        return self
 
 
 class _Ready:
@@ -287,4 +201,4 @@ def _create(options: Any, ready: Any) -> Any:
 
 dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])
 
-__all__ = ["AnnouncingStore", "GlooBackend", "GlooGroup", "free_retired"]
+__all__ = ["GlooBackend", "GlooGroup", "free_retired"]

@@ -1,0 +1,128 @@
+"""What stands between Gloo and the store of its generation."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from shoal_proto.errors import GenerationBroken
+
+MAX_ANNOUNCED_BYTES = 1 << 16
+"""A longer value in the store is no Gloo address."""
+
+
+class AnnouncingStore(Store):
+    """Passes everything on, and keeps the values in which members announce their listeners."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self._inner = inner
+        self._values: list[bytes] = []
+        self._aborted = ""
+
+    def announced(self, end: bytes) -> bool:
+        """Whether a value that went through contains this socket address."""
+        return any(end in value for value in list(self._values))
+
+    def abort(self, reason: str) -> None:
+        self._aborted = reason
+        self._inner.abort(reason)
+
+    def _keep(self, value: Any) -> bytes:
+        if self._aborted:
+            raise GenerationBroken("the store was aborted", seen=self._aborted)
+        kept = value.encode() if isinstance(value, str) else bytes(value)
+        if len(kept) <= MAX_ANNOUNCED_BYTES and kept not in self._values:
+            self._values.append(kept)
+        return kept
+
+    def set(self, key: str, value: Any) -> None:
+        self._inner.set(key, self._keep(value))
+
+    def get(self, key: str) -> bytes:
+        return self._keep(self._inner.get(key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self._keep(value) for value in self._inner.multi_get(keys)]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Any]) -> None:
+        self._inner.multi_set(keys, [self._keep(value) for value in values])
+
+    def append(self, key: str, value: Any) -> None:
+        self._inner.append(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        count: int = self._inner.add(key, value)
+        return count
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._inner.check(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._inner.wait(keys, timeout) if timeout is not None else self._inner.wait(keys)
+
+    def compare_set(self, key: str, expected_value: Any, desired_value: Any) -> bytes:
+        value: bytes = self._inner.compare_set(key, expected_value, desired_value)
+        return value
+
+    compareSet = compare_set  # noqa: N815
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._inner.delete_key(key))
+
+    deleteKey = delete_key  # noqa: N815
+
+    def num_keys(self) -> int:
+        count: int = self._inner.num_keys()
+        return count
+
+    getNumKeys = num_keys  # noqa: N815
+
+    def has_extended_api(self) -> bool:
+        return bool(self._inner.has_extended_api())
+
+    hasExtendedApi = has_extended_api  # noqa: N815
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inner.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        timeout: timedelta = self._inner.timeout
+        return timeout
+
+    def clone(self) -> "AnnouncingStore":
+        return self
+
+
+class AddressStore(AnnouncingStore):
+    """For Gloo's bring-up: the addresses of all ranks are waited for in one call, not in n.
+
+    Gloo sets PREFIX/RANK and then waits for PREFIX/0, PREFIX/1, ... and reads each. The first wait
+    is widened to all of them; a store that keeps what it waited for answers the reads without a
+    call. Keys of another form go through as they are.
+    """
+
+    def __init__(self, inner: Any, rank: int, world_size: int) -> None:
+        super().__init__(inner)
+        self._rank, self._world_size = rank, world_size
+        self._awaited: list[str] = []
+        self._there = False
+
+    def set(self, key: str, value: Any) -> None:
+        super().set(key, value)
+        prefix, _, last = key.rpartition("/")
+        if last == str(self._rank):
+            self._awaited = [f"{prefix}/{rank}" for rank in range(self._world_size)]
+            self._there = False
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        own = set(keys) <= set(self._awaited)
+        if own and self._there:
+            return
+        super().wait(self._awaited if own else keys, timeout)
+        self._there = own
+
+
+__all__ = ["AddressStore", "AnnouncingStore"]
