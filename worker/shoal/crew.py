@@ -211,8 +211,7 @@ class Crew:
         membership = self.membership
         if membership.is_broken(number):
             return
-        if not isinstance(error, GenerationBroken):
-            membership.report_broken(f"{type(error).__name__}: {error}")
+        membership.report_broken(f"{type(error).__name__}: {error}")
         if not membership.wait_broken(number, membership.limits.collective_s):
             raise error
 

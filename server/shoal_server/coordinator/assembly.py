@@ -97,6 +97,7 @@ class Coordinator:
     async def step_down(self) -> None:
         """Let go of every job: another coordinator leads, or this one ends."""
         self._conditions = None
+        self.rendezvous.forget_all()
         await self.registry.step_down()
         await self.samples.hand_over()
 

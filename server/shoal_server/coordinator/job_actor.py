@@ -61,6 +61,8 @@ class JobActor:
         self, job: Job, surroundings: Surroundings, records: Sequence[Record] = ()
     ) -> None:
         self.job = job
+        self.inherited_generation = job.last_generation
+        """The newest that another leader formed; 0 if this one has seen the whole job."""
         self.records = Records(job.spec.job, records)
         self._around = surroundings
         self._liveness = Liveness(job.limits, job.members, surroundings.clock())

@@ -1,13 +1,13 @@
 """The Rendezvous service: a key-value space for each generation that is in force.
 
-It lives in memory only. If the leader dies while a generation is brought up, the bring-up fails
-and the members form the next one; once it is up, torch.distributed does not ask it again.
+It lives in memory only. If the leader dies while a generation is brought up, its successor says so
+at once and the members form the next one; once it is up, torch.distributed does not ask it again.
 """
 
 import asyncio
 from dataclasses import dataclass, field
 
-from shoal_proto.errors import DeadlineExceeded, GenerationBroken, Overloaded
+from shoal_proto.errors import DeadlineExceeded, GenerationBroken, NotLeader, Overloaded
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousServicer
@@ -67,8 +67,17 @@ class Rendezvous(RendezvousServicer):
 
     def _space(self, token: Token) -> Space:
         """The space of the token's generation. Raises Fenced, GenerationBroken."""
-        self._registry.find(token.job).authorize_generation(token)
-        return self._spaces.setdefault((token.job, token.generation), Space())
+        actor = self._registry.find(token.job)
+        actor.authorize_generation(token)
+        key = (token.job, token.generation)
+        if key not in self._spaces and token.generation <= actor.inherited_generation:
+            # Who waits for a key that was set there would wait for nothing.
+            raise GenerationBroken(
+                f"the keys of generation {token.generation} of job {token.job} are lost",
+                seen="a coordinator that took over after they were set",
+                fix="Report it as broken; the next generation has keys of its own.",
+            )
+        return self._spaces.setdefault(key, Space())
 
     def drop_dead(self, job: str) -> None:
         """Free what belongs to generations of the job that are over; who waits there is told."""
@@ -81,6 +90,12 @@ class Rendezvous(RendezvousServicer):
                     fix="Settle and wait for the next generation.",
                 )
             )
+
+    def forget_all(self) -> None:
+        """Let every key go: another coordinator leads, which has none of them."""
+        spaces, self._spaces = list(self._spaces.values()), {}
+        for space in spaces:
+            space.give_up(NotLeader("this coordinator does not lead any more"))
 
     async def Set(self, request: pb.StoreSetRequest, context: Context) -> pb.StoreReply:
         space = self._space(request.token)

@@ -1,0 +1,64 @@
+"""The rendezvous keys of a generation, when the coordinator that kept them is gone."""
+
+import asyncio
+
+import grpc.aio
+import pytest
+from coordinator_world import Served, entered, served
+
+from shoal_proto.errors import GenerationBroken, ShoalError
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import rendezvous_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
+from shoal_server.etcd.memory import MemoryStore
+
+WAIT_S = 60.0
+
+
+async def get(world: Served, token: Token, key: str) -> bytes:
+    """The key's value, waited for as torch does it. Raises what the coordinator refuses with."""
+    async with grpc.aio.insecure_channel(world.address) as channel:
+        request = pb.StoreGetRequest(token=token, keys=[key], timeout_s=WAIT_S)
+        try:
+            reply = await RendezvousStub(channel).Get(request)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, world.address) from None
+        return reply.values[0]
+
+
+async def set_key(world: Served, token: Token, key: str) -> None:
+    async with grpc.aio.insecure_channel(world.address) as channel:
+        pairs = [pb.StorePair(key=key, value=b"1")]
+        await RendezvousStub(channel).Set(pb.StoreSetRequest(token=token, pairs=pairs))
+
+
+async def test_who_waits_for_keys_of_the_last_leader_is_told_at_once() -> None:
+    """Nobody sets them again; the next generation, formed by the new leader, has its own."""
+    async with served(MemoryStore()) as world:
+        a, b = await world.training("a", "b")
+        await set_key(world, a.token, "address/0")
+        assert await get(world, b.token, "address/0") == b"1"
+        await world.coordinator.step_down()
+        await world.coordinator.lead(())
+        with pytest.raises(GenerationBroken, match="lost"):
+            await asyncio.wait_for(admitted_get(world, b.token, "address/0"), WAIT_S / 2)
+        for member in (a, b):
+            await asyncio.to_thread(member.report_broken, "the keys are lost")
+        for member in (a, b):
+            assert await asyncio.to_thread(member.wait_broken, 1, WAIT_S / 2)
+            await asyncio.to_thread(lambda m=member: m.settle(0, has_state=False))
+        await asyncio.gather(entered(a, 1), entered(b, 1))
+        await set_key(world, a.token, "address/0")
+        assert await get(world, b.token, "address/0") == b"1"
+
+
+async def admitted_get(world: Served, token: Token, key: str) -> bytes:
+    """As `get`, once the new leader knows the member again."""
+    while True:
+        try:
+            return await get(world, token, key)
+        except GenerationBroken:
+            raise
+        except ShoalError:
+            await asyncio.sleep(0)  # it attends again in a thread of its own
