@@ -1,5 +1,6 @@
-"""The compose file trains the demo's job for real, and goes on when a worker is killed."""
+"""The compose file trains the demo's job for real, through the loss and the stop of workers."""
 
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -39,6 +40,11 @@ class Training:
         """Start three workers, in place of those of the job before."""
         self.stack.compose("up", "--detach", "--no-build", "worker", settings=self._settings)
 
+    def scale(self, workers: int) -> None:
+        """Have as many workers, and wait until surplus ones have ended."""
+        command = ("up", "--detach", "--no-build", "--no-recreate", f"--scale=worker={workers}")
+        self.stack.compose(*command, "worker", settings=self._settings)
+
     def job(self) -> dict[str, Any]:
         detail: dict[str, Any] = self.stack.get(f"/api/v1/jobs/{self.name}")
         return detail
@@ -61,6 +67,15 @@ class Training:
             for generation in reversed(self.job()["generations"])
             if generation["generation"] > above and generation["verdict"] == "committed"
         ]
+
+    def removed(self) -> dict[str, str]:
+        """Who has left the job or was lost, and why."""
+        events = self.stack.get(f"/api/v1/jobs/{self.name}/events")["events"]
+        return {
+            event["member_id"]: event["reason"].removeprefix(f"{event['member_id']}: ")
+            for event in events
+            if event["kind"] == "member_removed"
+        }
 
 
 def roster(generation: dict[str, Any]) -> dict[str, str]:
@@ -125,6 +140,40 @@ def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
     workers = stack.containers("worker").values()
     assert [container["RestartCount"] for container in workers] == [0, 0, 0]
     stack.compose("stop", "worker", timeout_s=120)
+
+
+def test_a_stopped_worker_drains(stack: Stack) -> None:
+    """Scaled down, the one that is to go hands over: the others stop at a step that was agreed.
+
+    When all are told to stop, nobody can take over: they end as drained, and nobody waits.
+    """
+    training = Training(stack, "ddp", "digits-drained", epochs=100_000)
+    training.start()
+    job = stack.wait_for("training with three workers", training.under_way, 180)
+    incarnations = {
+        each["member"]["member_id"]: each["member"]["incarnation"] for each in job["members"]
+    }
+    for member in incarnations:
+        asked = ("shoal", "why", member, f"--job={training.name}")
+        assert "it trains" in stack.compose("exec", "-T", "coordinator", *asked)
+    status = stack.compose("exec", "-T", "coordinator", "shoal", "status", "--json")
+    assert training.name in {each["summary"]["job"] for each in json.loads(status)}
+
+    training.scale(2)
+    rest = stack.containers("worker")
+    [gone] = set(incarnations) - set(rest)
+    after = training.committed(job["summary"]["generation"])[0]
+    assert after["planned"], "nobody broke off"
+    assert roster(after) == {member: incarnations[member] for member in rest}
+    assert training.removed() == {gone: "drained: SIGTERM"}
+    step = training.job()["summary"]["step"]
+    stack.wait_for("going on", lambda: training.job()["summary"]["step"] > step or None, 60)
+
+    stack.compose("stop", "worker", timeout_s=120)
+    ended = stack.containers("worker").values()
+    assert [container["State"]["ExitCode"] for container in ended] == [143, 143]
+    assert set(training.removed()) == set(incarnations)
+    assert training.job()["members"] == []
 
 
 def check_outcome(stack: Stack, job: dict[str, Any]) -> None:

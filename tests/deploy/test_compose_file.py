@@ -1,11 +1,14 @@
 """docker-compose.yml agrees with itself and with the program; test_compose.py runs it."""
 
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from shoal.commands import read_config
 from shoal_client.cli import build_parser
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +57,26 @@ def test_workers_come_back_when_they_fail_only(compose: dict[str, Any]) -> None:
     for name, service in compose["services"].items():
         assert service["restart"] == ("on-failure:3" if name == "worker" else "unless-stopped")
         assert service["stop_grace_period"]
+
+
+def test_the_worker_is_started_by_shoal_run(compose: dict[str, Any]) -> None:
+    """With the job's own settings, under the container's name, and with time to drain."""
+    worker = compose["services"]["worker"]
+    shell, _, script, _ = worker["entrypoint"]
+    assert shell == "sh"
+    setting, execute, *command = shlex.split(script.replace("$$", "$"))
+    assert setting == "SHOAL_MEMBER_ID=$HOSTNAME"
+    assert [execute, command[0]] == ["exec", "shoal"]
+    settings = worker["environment"]
+    words = [*command[1:-1], *worker["command"]]
+    options = [re.sub(r"\$([A-Z_]+)$", lambda match: settings[match[1]], each) for each in words]
+    run = read_config(build_parser().parse_args(options), settings["SHOAL_COORDINATOR"])
+    assert run.job == settings["SHOAL_JOB"]
+    bounds = (run.min_members, run.desired_members, run.max_members)
+    names = ("SHOAL_MIN_MEMBERS", "SHOAL_DESIRED_MEMBERS", "SHOAL_MAX_MEMBERS")
+    assert bounds == tuple(int(settings[name]) for name in names)
+    assert run.target[:2] == ("-m", "shoal.demo.digits")
+    assert run.grace_s + 10 <= float(worker["stop_grace_period"].removesuffix("s"))
 
 
 def test_one_image_and_no_privileges(compose: dict[str, Any]) -> None:

@@ -54,6 +54,10 @@ def test_every_role_becomes_ready_and_a_worker_drains(image: str) -> None:
         run("docker", "stop", "--time", "60", pods["worker-1"].docker_name)
         took_s = time.monotonic() - began_s
         assert took_s < worker["terminationGracePeriodSeconds"] / 2, log(pods["worker-1"])
+        ended = run(
+            "docker", "inspect", "--format={{.State.ExitCode}}", pods["worker-1"].docker_name
+        )
+        assert ended.strip() == "143", "it drained, and was not killed"
         events = ask(pods["worker-0"], f"{url}/events")["events"]
         last = [event for event in events if event["member_id"] == "worker-1"][-1]
         assert any(word in last["reason"] for word in ("left", "drained")), "it was not lost"
