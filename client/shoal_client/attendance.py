@@ -248,6 +248,7 @@ class Attendance:
             self._take_stop_at(notice.stop_at)
         elif kind == "break":
             self._take_break(getattr(notice, "break").generation, notice.reason)
+            self._stand_still()
         elif kind == "drain":
             self._take_drain(notice.drain.now, notice.reason)
         elif kind == "refused":
@@ -336,6 +337,17 @@ class Attendance:
             self._changed.notify_all()
         if was_committed:
             self._take_break(number, record.reason)
+            self._stand_still()
+
+    def _stand_still(self) -> None:
+        """Speak for a trainer that never saw the generation that is over: it has not moved."""
+        with self._changed:
+            request = self._stood_at
+            if request is None and self._generation == 0 and self._proposal is not None:
+                step, has_state = self._proposal.step, self._proposal.has_state
+                request = pb.SettleRequest(token=self.token, step=step, has_state=has_state)
+        if request is not None:
+            self._call(membership_calls.settle, request)
 
     def _take_stop_at(self, stop: pb.StopAt) -> None:
         with self._changed:
