@@ -301,7 +301,12 @@ class World:
             step = Step(max(member.begun, 0))
             self.send(
                 member,
-                events.Settled(**self._who(member), step=step, has_state=member.begun > 0),
+                events.Settled(
+                    **self._who(member),
+                    step=step,
+                    has_state=member.begun > 0,
+                    left=Generation(member.generation),
+                ),
             )
 
     # --- what tests ask ---

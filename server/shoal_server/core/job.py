@@ -66,6 +66,7 @@ from shoal_server.core.phases import Phase, Trigger
 from shoal_server.core.ranges import confined_members, device_problem
 from shoal_server.core.reach import whom_to_exclude
 from shoal_server.core.roster import (
+    NO_GENERATION,
     Candidate,
     Conflict,
     Generation,
@@ -197,7 +198,9 @@ class Job(JobState):
             self._log("member_continued", f"{member.member_id} goes on", member)
 
     def _left(self, member: Member, event: Left, now_s: float) -> None:
-        if event.completed and not self.completing:
+        # Who comes with all its work behind it does not end the training of the others.
+        concerns_all = self.running is None or member.is_in(self.running)
+        if event.completed and concerns_all and not self.completing:
             self._complete(member, now_s)
         self._remove(member, f"left: {event.reason}", now_s, completed=event.completed)
 
@@ -279,13 +282,17 @@ class Job(JobState):
             raise Refused(refusals.empty_proposal(member.member_id))
         if conflicts := self._conflicts_with_trainers(member, proposal):
             raise Refused(refusals.conflict(self.spec.job, conflicts))
-        again = member.proposal is not None
+        known = member.proposal
+        if known is not None and known.fields == proposal.fields:
+            # Said again after a reconnection, or a call that comes late: what it said since stands.
+            step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
+            proposal = replace(proposal, step=step, has_state=has_state)
         self.attendance.propose(member, proposal)
         if self.first_proposal_s is None:
             self.first_proposal_s = now_s
         if self.overdue_check_s is None:
             self.overdue_check_s = now_s + self.limits.join_s
-        if not again:
+        if known is None:
             member.waits("other members", now_s)
             self._log("member_proposed", f"{member.member_id} is ready to train", member)
 
@@ -329,8 +336,12 @@ class Job(JobState):
 
     def _change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
         """Why the running generation is to be changed ("": it is not), and to whom."""
+        assert self.running is not None
         newcomer = any(not m.is_in(self.running) for m in self.attendance.candidates.values())
         if not newcomer and not self.attendance.draining:
+            return "", []
+        if any(m.proposal is None for m in self.members_of(self.running)):
+            # After a change of leaders: a roster without them would leave behind who trains.
             return "", []
         chosen = self._chosen(now_s)
         joiners = [m for m in chosen if not m.is_in(self.running)]
@@ -384,8 +395,7 @@ class Job(JobState):
             self._advance(now_s)
             return
         generation = Generation(self.last_generation + 1)
-        planned = self.running is not None
-        roster = draw_up(generation, candidates, previous=self.previous, planned=planned)
+        roster = draw_up(generation, candidates, previous=self.previous, running=self.running)
         old = self.running.member_ids if self.running is not None else ()
         self.last_generation = generation
         self.agreement = Agreement.on(roster, self.digest_of(roster), stopping=old)
@@ -468,6 +478,8 @@ class Job(JobState):
         self._to(Trigger.ACCEPTED, reason, now_s)
         record = self._record(Verdict.COMMITTED, reason, now_s)
         self.previous, self.record = roster, record
+        # Who was waited for after a break has settled or is gone.
+        self.broken_since_s = None
         self._do(Write(record=record))
         to_boundary_s = self.limits.collective_s if self._stops_old else 0.0
         self.deadline_s = now_s + to_boundary_s + self.limits.bring_up_s
@@ -502,6 +514,7 @@ class Job(JobState):
         agreement = self.agreement_of(member, event.generation, Phase.COMMITTED)
         if agreement is None:
             return
+        member.entered = agreement.generation
         if not agreement.ready(member.member_id):
             member.waits(f"the others' first collective in {agreement.generation}", now_s)
             return
@@ -519,10 +532,19 @@ class Job(JobState):
                 # Whatever it proposed with: from here on it holds what all hold.
                 step = agreement.stop_at or roster.step
                 trainer.proposal = replace(trainer.proposal, step=step, has_state=True)
-        for leaver in self.members_of(old) if old is not None and roster.synchronous else []:
-            if leaver.draining_s is not None and not leaver.is_in(roster):
+        if old is not None and roster.synchronous:
+            self._part_leavers(old, roster, now_s)
+
+    def _part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
+        """Let those go who trained in the old generation and are not in the one that runs now."""
+        for leaver in [m for m in self.members_of(old) if not m.is_in(roster)]:
+            if leaver.draining_s is not None:
                 self._tell(leaver, DrainNotice(reason=leaver.drain_reason, now=True))
                 self._remove(leaver, f"drained: {leaver.drain_reason}", now_s)
+            else:
+                # It asked a leader before this one, and will ask again: it waits at the boundary.
+                self.attendance.settle((leaver,), settled=False)
+                self._tell(leaver, self._break_notice(old.generation))
 
     # --- what goes wrong ---
 
@@ -537,7 +559,12 @@ class Job(JobState):
             self._abort(f"the old generation broke under {member.member_id}", now_s)
             return
         running = self.running
-        if running is None or event.generation != running.generation or not running.synchronous:
+        if running is None or event.generation != running.generation:
+            if NO_GENERATION < event.generation <= self.last_generation:
+                # Its end was told by a leader that is gone, or while this member was away.
+                self._tell(member, self._break_notice(event.generation))
+            return
+        if not running.synchronous:
             return
         self.reason = f"a collective failed under {member.member_id}: {event.error}"
         self._log("collective_failed", self.reason, member)
@@ -585,8 +612,12 @@ class Job(JobState):
     def _settled(self, member: Member, event: Settled, now_s: float) -> None:
         if self.completing:
             raise Refused(refusals.finished(self.spec.job, self.reason))
+        if event.left < member.entered:
+            return  # Late: it has trained since.
+        member.entered = event.left
         self._believe_left(member, event.left, now_s)
-        if member.is_in(self.running) or member.is_in(self.attempt):
+        committed = self.attempt if self.phase is Phase.COMMITTED else None
+        if member.is_in(self.running) or member.is_in(committed):
             return
         if member.proposal is not None:
             step, has_state = event.step, event.has_state
@@ -631,17 +662,20 @@ class Job(JobState):
         record = self._record(Verdict.ABORTED, reason, now_s, conflicts)
         self.agreement, self.failures = None, self.failures + 1
         self._do(Write(record=record))
+        if brought_up and old_is_over and self.running is not None:
+            # First of all: who waits at the boundary must not take the abort for leave to train on.
+            old, self.running = self.running, None
+            self._tell_broken(old, (), reason, now_s)
         notice = OutcomeNotice(reason=reason, record=record)
         for member in concerned:
             self._tell(member, notice)
         if brought_up and old_is_over:
-            old, self.running = self.running, None
-            if old is not None:
-                self._tell_broken(old, (), reason, now_s)
             self._tell_broken(roster, (), reason, now_s)
         elif brought_up:
             newcomers = [m for m in self.members_of(roster) if not m.is_in(self.running)]
-            self.attendance.settle(newcomers, settled=True)
+            # They had begun to bring it up. Or, where a new leader took the old generation for the
+            # one that runs, they have trained in it since.
+            self.attendance.settle(newcomers, settled=False)
         self.previous = self.running or self.previous
         back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self.failures - 1), MAX_BACK_OFF_S)
         # One loss is news, not a failure to agree: the survivors need not wait to try again.

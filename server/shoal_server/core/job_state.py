@@ -136,10 +136,10 @@ class JobState:
             self._tell(member, RunningNotice(reason=self.reason, generation=running.generation))
         elif not member.settled:
             # It missed the break of the last generation it was part of.
-            generation = self.last_generation
-            self._tell(
-                member, BreakNotice(reason=self.reason, generation=generation, lost_member_ids=())
-            )
+            self._tell(member, self._break_notice(self.last_generation))
+
+    def _break_notice(self, generation: Generation) -> BreakNotice:
+        return BreakNotice(reason=self.reason, generation=generation, lost_member_ids=())
 
     def _prepare_notice(self, agreement: Agreement) -> PrepareNotice:
         return PrepareNotice(reason=self.reason, roster=agreement.roster, digest=agreement.digest)

@@ -24,6 +24,8 @@ class Member:
     """Stands still and can be part of the next roster. False while a synchronous one trains."""
     reported_broken: Generation = NO_GENERATION
     """The newest generation in which a collective failed under it."""
+    entered: Generation = NO_GENERATION
+    """The newest generation that it is known to have been in."""
     disconnected_s: float | None = None
     halted_s: float | None = None
     """Since when a signal has halted its process."""

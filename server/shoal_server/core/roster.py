@@ -198,11 +198,18 @@ def draw_up(
     candidates: Sequence[Candidate],
     *,
     previous: Roster | None,
-    planned: bool,
+    running: Roster | None,
 ) -> Roster:
-    """The roster of a new generation, ranks and states assigned."""
+    """The roster of a new generation, ranks and states assigned.
+
+    Who trains in `running` comes to stand at one step that is not known yet, beyond whatever they
+    last reported. A newcomer may hold state too (from a checkpoint), but of another time: it
+    receives theirs.
+    """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
-    source = choose_source(candidates, ranks)
+    trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]
+    source = choose_source(trainers or candidates, ranks)
+    standing = {c.member_id for c in trainers or candidates if _stands_with(c, source, trainers)}
     entries = tuple(
         RosterEntry(
             member_id=c.member_id,
@@ -211,7 +218,7 @@ def draw_up(
             host=c.info.host,
             address=c.info.address,
             probe_port=c.info.probe_port,
-            state=_state_action(c, source, planned=planned),
+            state=_state_action(source, stands=c.member_id in standing),
             step=c.proposal.step,
         )
         for c in sorted(candidates, key=lambda c: ranks[c.member_id])
@@ -221,17 +228,19 @@ def draw_up(
         entries=entries,
         source_member_id=source.member_id,
         step=source.proposal.step,
-        planned=planned,
+        planned=running is not None,
         synchronous=source.proposal.synchronous,
         fields=dict(source.proposal.fields),
     )
 
 
-def _state_action(candidate: Candidate, source: Candidate, *, planned: bool) -> StateAction:
+def _stands_with(candidate: Candidate, source: Candidate, trainers: Sequence[Candidate]) -> bool:
+    """Whether the candidate holds the very state that the source holds when both start."""
+    same_step = bool(trainers) or candidate.proposal.step == source.proposal.step
+    return candidate.proposal.has_state and same_step
+
+
+def _state_action(source: Candidate, *, stands: bool) -> StateAction:
     if not source.proposal.has_state:
         return StateAction.INITIAL
-    # In a planned change all who train stand at the same boundary, whatever they last reported.
-    stands_there = planned or candidate.proposal.step == source.proposal.step
-    if candidate.proposal.has_state and stands_there:
-        return StateAction.KEEP
-    return StateAction.RECEIVE
+    return StateAction.KEEP if stands else StateAction.RECEIVE

@@ -144,7 +144,14 @@ def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
     assert odd.refused is not None
     a = w.members["a"]
     w.send(
-        a, events.Settled(member_id="a", incarnation=a.incarnation, step=Step(0), has_state=False)
+        a,
+        events.Settled(
+            member_id="a",
+            incarnation=a.incarnation,
+            step=Step(0),
+            has_state=False,
+            left=Generation(1),
+        ),
     )
     a.paused = False
     w.run(1.3)
