@@ -1,0 +1,27 @@
+"""How a simulated call or wait fails: the kinds that the real client tells apart."""
+
+from shoal_server.core.events import Refusal
+
+
+class Unavailable(Exception):
+    """Nobody who leads answered; asked again."""
+
+
+class DeadlineExceeded(Exception):
+    """A limit of the client's own passed."""
+
+
+class RefusedCall(Exception):
+    """The coordinator refused, or ended the membership."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.what)
+        self.refusal = refusal
+
+
+class CollectiveFailed(Exception):
+    """A peer is gone, or the collective was cut."""
+
+
+class Drained(Exception):
+    """Nobody needs this member any more: it may go."""
