@@ -92,6 +92,7 @@ class SimWorld:
         if member.stream is not None:
             member.stream.break_off()
         self.ended(member)
+        self.clock.later(self.limits.silence_s, lambda: self._miss(member))
         if seen_by_launcher:
             self._report(events.Lost(**member.who, reason="its launcher saw it exit"))
 
@@ -190,14 +191,16 @@ class SimWorld:
         self.clock.soon(say, 0.1)
 
     def _miss(self, member: SimMember) -> None:
-        """Who is halted does not beat: whoever leads notices, if it has for long enough."""
-        if not member.process.halted:
+        """Who is halted or dead does not beat: whoever leads for long enough notices."""
+        if member.process.alive and not member.process.halted:
             return
         leader = self.find_leader()
         if leader is not None and not leader.process.halted:
             known = leader.job.members.get(member.name)
             beaten = known is not None and known.incarnation == member.incarnation
             long = self.clock.now_s - leader.started_s > self.limits.lease_s
+            if not beaten and not member.process.alive:
+                return
             if beaten and long and known is not None and known.disconnected_s is None:
                 leader.submit(events.Lost(**member.who, reason="no heartbeat"))
         self.clock.later(0.5, lambda: self._miss(member))
@@ -378,8 +381,10 @@ class SimWorld:
 
     def ended(self, member: SimMember) -> None:
         self.note(f"{member.name} ends: {member.end!r}")
-        if isinstance(member.end, RefusedCall) and not member.process.was_halted:
-            # Who answers comes to a stand long before anybody loses patience.
+        # Who answers comes to a stand long before anybody loses patience. (While the store is away
+        # nobody can be told to.)
+        untroubled = self.clock.now_s - self.troubled_s > self.limits.collective_s + 1.0
+        if isinstance(member.end, RefusedCall) and not member.process.was_halted and untroubled:
             assert "come to a stand" not in member.end.refusal.what, member.end
         for number, group in self.groups.items():
             if member.is_in(group.record.roster):
@@ -421,7 +426,7 @@ class SimWorld:
             for number, records in member.records.items():
                 for record in records:
                     assert record in self.store.records[record.roster.generation], number
-            if not member.living or member.process.halted or member.failure is not None:
+            if not member.living or member.process.was_halted or member.failure is not None:
                 continue
             for number, (since_s, stream) in list(member.prepared.items()):
                 if number in member.records or stream is not member.stream or stream.broken:

@@ -61,7 +61,7 @@ def _run(world: SimWorld, seed: int) -> None:
         _disturb(world, chance, fresh)
     world.run(chance.choice([0.0, 0.5]))
     world.calm()
-    world.run(1.0)
+    world.run(4.0)  # Who still waits for a leader that stood still looks for the next one.
     limits = world.limits
     bound_s = 3 * limits.join_s + limits.collective_s
     rested = world.run(bound_s, until=world.at_rest)
