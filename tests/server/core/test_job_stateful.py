@@ -5,7 +5,7 @@ import os
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from job_world import digest_of
 
 from shoal_proto.incarnation import new_incarnation
@@ -22,7 +22,7 @@ from shoal_server.core.roster import (
     Verdict,
 )
 
-NUM_EXAMPLES = int(os.environ.get("SHOAL_STATEFUL_EXAMPLES", "100"))
+NUM_EXAMPLES = int(os.environ.get("SHOAL_STATEFUL_EXAMPLES", "200"))
 NUM_STEPS = 40
 MAX_TICKS_AT_ONCE = 5
 
@@ -36,8 +36,15 @@ SHARED = {"schema": "s1"}
 FIELDS = st.sampled_from([SHARED, SHARED, SHARED, {"schema": "s2"}])
 
 
+INCARNATIONS = {
+    (name, start): new_incarnation(10 * start + position)
+    for start in (1, 2)
+    for position, name in enumerate("abcd")
+}
+
+
 def who(name: str, start: int) -> dict[str, str]:
-    return {"member_id": name, "incarnation": new_incarnation(10 * start + ord(name) - 96)}
+    return {"member_id": name, "incarnation": INCARNATIONS[name, start]}
 
 
 class JobMachine(RuleBasedStateMachine):
@@ -71,6 +78,16 @@ class JobMachine(RuleBasedStateMachine):
 
     def generation(self, back: int) -> Generation:
         return Generation(max(self.job.last_generation - back, 0))
+
+    @initialize(members=st.sampled_from(["", "ab", "ab", "abc"]), runs=st.booleans())
+    def begin(self, members: str, runs: bool) -> None:
+        """Most begin where a generation has formed: chance alone seldom gets there."""
+        for name in members:
+            self.attend(name, 1)
+            self.propose(name, 1, 0, SHARED)
+        self.all_answer()
+        if runs:
+            self.all_ready()
 
     @rule(name=NAMES, start=STARTS)
     def attend(self, name: str, start: int) -> None:
