@@ -5,6 +5,7 @@ coordinator/durable.py (what a write holds, what a new leader loads).
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -187,6 +188,7 @@ class Leader:
         self._failure: Exception | None = None
         self._waiting: list[tuple[Sequence[events.Effect], Box]] = []
         self._carrying = False
+        self._carries_since_s = math.inf
         self._members: dict[str, Member | None] = {}
         self._state_changed = self._finished = False
         self._wakes_s: float | None = None
@@ -293,7 +295,7 @@ class Leader:
     # --- time ---
 
     def _plan(self) -> None:
-        deadline_s = self.job.next_deadline_s()
+        deadline_s = self._next_deadline_s()
         if deadline_s is None or not self.leads:
             return
         if self._wakes_s is None or deadline_s < self._wakes_s:
@@ -305,7 +307,7 @@ class Leader:
         if self._wakes_s != planned_s:
             return
         self._wakes_s = None
-        deadline_s, now_s = self.job.next_deadline_s(), self.clock.now_s
+        deadline_s, now_s = self._next_deadline_s(), self.clock.now_s
         if self._ticking or not self.leads:
             return
         if deadline_s is None or now_s < deadline_s:
@@ -324,6 +326,15 @@ class Leader:
             self._plan()
 
         self._carried(effects, Box(ticked))
+
+    @property
+    def writes(self) -> bool:
+        """Whether something that it decided is not durable yet."""
+        return self._carrying
+
+    def _next_deadline_s(self) -> float | None:
+        stalled_s = self.clock.now_s - self._carries_since_s
+        return None if stalled_s > self.job.limits.heartbeat_s else self.job.next_deadline_s()
 
     # --- effects ---
 
@@ -344,6 +355,7 @@ class Leader:
     def _carry_on(self) -> Steps[None]:
         while self._waiting:
             batch, self._waiting = self._waiting, []
+            self._carries_since_s = self.clock.now_s
             try:
                 for effects, _ in batch:
                     for effect in effects:
@@ -355,12 +367,16 @@ class Leader:
                 self._failure = Unavailable("this coordinator no longer leads")
                 batch += self._waiting
                 self._waiting = []
+            waited_s = self.clock.now_s - self._carries_since_s
+            if waited_s > self.job.limits.heartbeat_s:
+                self.job.postpone(waited_s)
             for _, box in batch:
                 box.set(self._failure)
             if self._failure is not None:
                 self.end()
                 return
-        self._carrying = False
+        self._carrying, self._carries_since_s = False, math.inf
+        self._plan()
 
     def _crashes(self) -> bool:
         if self.effects_left is not None:

@@ -51,6 +51,8 @@ class SimWorld:
         self.groups: dict[int, Group] = {}
         self.cut: set[tuple[str, str]] = set()
         self.troubled_s = 0.0
+        self.leaderless_s = 0.0
+        """When the last trouble with leaders was over, as `troubled_s` for any."""
         """When leader or store last were away."""
         self._starts = 0
         self.leader = self._elect()
@@ -137,7 +139,8 @@ class SimWorld:
         if not leader.process.alive or leader.process.halted:
             return
         self.note(f"the leader is halted for {for_s:.2f} s")
-        self.troubled_s = self.clock.now_s + for_s
+        self.leaderless_s = max(self.leaderless_s, self.clock.now_s + for_s)
+        self.troubled_s = max(self.troubled_s, self.leaderless_s)
         leader.process.halt()
         for box in list(leader.pending):
             self._time_out(leader, box)
@@ -156,11 +159,10 @@ class SimWorld:
         self.troubled_s = max(self.troubled_s, self.store.back_s)
 
     def calm(self) -> None:
-        """From now on nothing fails."""
+        """From now on nothing more fails; an outage of etcd runs its course."""
         self.note("all faults stop")
         self.faulty = False
         self.cut.clear()
-        self.store.back_s = 0.0
         self.leader.effects_left = None
         self._wake_leader(self.leader)
         for member in self.members.values():
@@ -223,6 +225,7 @@ class SimWorld:
         self.leader = self._elect()
         self.note("another leader took over")
         self.troubled_s = max(self.troubled_s, self.clock.now_s)
+        self.leaderless_s = max(self.leaderless_s, self.clock.now_s)
 
     def _crashed(self, leader: Leader) -> None:
         self.note("the leader crashes")
@@ -231,6 +234,7 @@ class SimWorld:
         leader.end()
         away_s = self.random.choice([0.05, 0.5, 2.0])
         self.troubled_s = max(self.troubled_s, self.clock.now_s + away_s)
+        self.leaderless_s = max(self.leaderless_s, self.clock.now_s + away_s)
         if self.store.leader is leader:
             self.store.leader = None
             self.clock.later(away_s, self._succeed)
@@ -381,9 +385,9 @@ class SimWorld:
 
     def ended(self, member: SimMember) -> None:
         self.note(f"{member.name} ends: {member.end!r}")
-        # Who answers comes to a stand long before anybody loses patience. (While the store is away
-        # nobody can be told to.)
-        untroubled = self.clock.now_s - self.troubled_s > self.limits.collective_s + 1.0
+        # Who answers comes to a stand long before anybody loses patience, whether or not the store
+        # is away meanwhile.
+        untroubled = self.clock.now_s - self.leaderless_s > self.limits.collective_s + 1.0
         if isinstance(member.end, RefusedCall) and not member.process.was_halted and untroubled:
             assert "come to a stand" not in member.end.refusal.what, member.end
         for number, group in self.groups.items():
@@ -453,7 +457,7 @@ class SimWorld:
         """All who live train in one generation or stand by; or the job is finished."""
         leader, living = self.leader, [m for m in self.members.values() if m.living]
         job = leader.job
-        if not leader.leads or any(m.to_leave for m in living):
+        if not leader.leads or leader.writes or any(m.to_leave for m in living):
             return False
         if job.phase is Phase.FINISHED:
             return not living

@@ -205,7 +205,7 @@ class JobActor:
         """Wake the state machine at its deadlines, and find members that fell silent."""
         clock, heartbeat_s = self._around.clock, self.job.limits.heartbeat_s
         while True:
-            deadline_s, scan_s = self.job.next_deadline_s(), self._scanned_s + heartbeat_s
+            deadline_s, scan_s = self._next_deadline_s(), self._scanned_s + heartbeat_s
             self._wakes_s = scan_s if deadline_s is None else min(scan_s, deadline_s)
             try:
                 async with asyncio.timeout(max(self._wakes_s - clock(), 0)):
@@ -215,9 +215,14 @@ class JobActor:
             self._woken.clear()
             if clock() >= scan_s:
                 self._scan()
-            deadline_s = self.job.next_deadline_s()
+            deadline_s = self._next_deadline_s()
             if deadline_s is not None and clock() >= deadline_s:
                 await self._follow(self.job.tick(clock()))
+
+    def _next_deadline_s(self) -> float | None:
+        """While etcd is away no time passes for the members: they cannot hear what to do."""
+        stalled_s = self._around.clock() - self._carries_since_s
+        return None if stalled_s > self.job.limits.heartbeat_s else self.job.next_deadline_s()
 
     def _scan(self) -> None:
         """Declare lost who was silent for longer than the unevenness of its heartbeats explains."""
@@ -282,11 +287,15 @@ class JobActor:
                 self._fail(error)
                 batch += self._waiting
                 self._waiting = []
+            waited_s = self._around.clock() - self._carries_since_s
+            if waited_s > self.job.limits.heartbeat_s:
+                self.job.postpone(waited_s)
             for _, done in batch:
                 # The call that waited may have been cancelled.
                 if not done.done():
                     _settle(done, self._failure)
         self._carrying, self._carries_since_s = False, math.inf
+        self._woken.set()
 
     def _fail(self, error: Exception) -> None:
         """Let nothing leave any more: the state is ahead of what is durable."""

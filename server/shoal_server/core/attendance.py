@@ -89,6 +89,15 @@ class Attendance:
         self._disconnected.pop(member.member_id, None)
         self.go_on(member)
 
+    def postpone(self, by_s: float) -> None:
+        """Give everybody so much more time: see `JobState.postpone`."""
+        for member in self._disconnected.values():
+            assert member.disconnected_s is not None
+            member.disconnected_s += by_s
+        for member in self.draining.values():
+            assert member.draining_s is not None
+            member.draining_s += by_s
+
     # --- questions ---
 
     @property

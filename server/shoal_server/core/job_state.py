@@ -96,6 +96,17 @@ class JobState:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
+    def postpone(self, by_s: float) -> None:
+        """Move every limit that runs: for so long nobody could be told anything.
+
+        What was decided waited to become durable, so no member is late for not acting on it.
+        """
+        for name in ("deadline_s", "broken_since_s", "suspect_since_s", "overdue_check_s"):
+            since_s: float | None = getattr(self, name)
+            if since_s is not None:
+                setattr(self, name, since_s + by_s)
+        self.attendance.postpone(by_s)
+
     # --- effects ---
 
     def _do(self, effect: Effect) -> None:

@@ -442,3 +442,17 @@ def test_limits_out_of_order_are_refused_by_name(
     """The message says which limit, and what to change."""
     with pytest.raises(ValueError, match=word):
         Limits(heartbeat_s=heartbeat_s, join_s=join_s)
+
+
+def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
+    """While etcd is away a break is decided and not told: nobody is late for not settling."""
+    w = running("a", "b", "c")
+    w.members["a"].paused = True  # it has not heard of the break
+    w.kill("c", seen_by_launcher=True)
+    w.run(1.1)
+    w.job.postpone(100.0)
+    w.run(1.0 + w.job.limits.collective_s + 50.0)
+    assert "a" in w.job.members
+    w.run(1.2 + w.job.limits.collective_s + 100.0)
+    assert "a" not in w.job.members
+    assert w.roster() == ["b"]

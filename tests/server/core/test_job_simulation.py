@@ -34,7 +34,7 @@ def _disturb(world: SimWorld, chance: random.Random, fresh: int) -> None:
         "crash leader": world.crash_leader,
         "crash midway": lambda: world.crash_leader(after_effects=chance.randint(1, 25)),
         "halt leader": lambda: world.halt_leader(chance.choice([0.3, 2.0, 4.0])),
-        "etcd": lambda: world.stop_etcd(chance.choice([0.2, 1.0, 4.0])),
+        "etcd": lambda: world.stop_etcd(chance.choice([0.2, 1.0, 8.0])),
     }
     losses: dict[str, Callable[[], object]] = {
         "kill": lambda: world.kill(name, seen_by_launcher=coin),
@@ -61,7 +61,8 @@ def _run(world: SimWorld, seed: int) -> None:
         _disturb(world, chance, fresh)
     world.run(chance.choice([0.0, 0.5]))
     world.calm()
-    world.run(4.0)  # Who still waits for a leader that stood still looks for the next one.
+    etcd_away_s = max(world.store.back_s - world.clock.now_s, 0.0)
+    world.run(etcd_away_s + 4.0)  # Who still waits for a leader that stood still looks for the next one.
     limits = world.limits
     bound_s = 3 * limits.join_s + limits.collective_s
     rested = world.run(bound_s, until=world.at_rest)
