@@ -30,43 +30,36 @@ from dataclasses import dataclass, replace
 
 from shoal_server.core import refusals
 from shoal_server.core.agreement import Agreement
+from shoal_server.core.departures import Departures, names_of, passed
 from shoal_server.core.events import (
     Admit,
     Answered,
     Attended,
     BecameReady,
-    BreakNotice,
     Broke,
     Continued,
     Disconnected,
     DrainAsked,
-    DrainNotice,
     Effect,
     Event,
-    Expel,
-    Finish,
     Halted,
     Left,
     Lost,
     Offered,
     OutcomeNotice,
     Proposed,
-    Refusal,
     Refused,
-    RefusedNotice,
     RunningNotice,
     Settled,
     StandbyNotice,
     Write,
 )
 from shoal_server.core.incarnations import is_older
-from shoal_server.core.job_state import JobState
 from shoal_server.core.member import Member
 from shoal_server.core.phases import Phase, Trigger
 from shoal_server.core.ranges import confined_members, device_problem
 from shoal_server.core.reach import whom_to_exclude
 from shoal_server.core.roster import (
-    NO_GENERATION,
     Candidate,
     Conflict,
     Generation,
@@ -77,13 +70,9 @@ from shoal_server.core.roster import (
     find_conflicts,
 )
 
-FIRST_BACK_OFF_S = 0.05
-MAX_BACK_OFF_S = 5.0
-MAX_NAMES = 10
-
 
 @dataclass(kw_only=True)
-class Job(JobState):
+class Job(Departures):
     """One job's state machine. `handle` and `tick` change it; the edge only reads it."""
 
     # --- what the edge calls ---
@@ -102,9 +91,9 @@ class Job(JobState):
         for member, reason in self.attendance.overdue(now_s):
             if self.members.get(member.member_id) is member:
                 self._remove(member, reason, now_s)
-        if _passed(self.suspect_since_s, self.limits.reconnect_s, now_s):
+        if passed(self.suspect_since_s, self.limits.reconnect_s, now_s):
             self._break((), f"{self.reason}; all members still answer", now_s)
-        if _passed(self.broken_since_s, self.limits.collective_s, now_s):
+        if passed(self.broken_since_s, self.limits.collective_s, now_s):
             self._drop_unsettled(now_s)
         if self.overdue_check_s is not None and now_s >= self.overdue_check_s:
             self._drop_overdue(now_s)
@@ -204,75 +193,6 @@ class Job(JobState):
             self._complete(member, now_s)
         self._remove(member, f"left: {event.reason}", now_s, completed=event.completed)
 
-    def _remove(
-        self, member: Member, reason: str, now_s: float, *, completed: bool = False
-    ) -> None:
-        """Take a member out, and with it whatever it was needed for."""
-        trained, attempted = member.is_in(self.running), member.is_in(self.attempt)
-        reason = f"{member.member_id}: {reason}"
-        self.attendance.remove(member)
-        self._do(Expel(member_id=member.member_id, incarnation=member.incarnation, reason=reason))
-        self._log("member_completed" if completed else "member_removed", reason, member)
-        if not self.attendance.candidates:
-            self.first_proposal_s = None
-        if self.completing:
-            roster = self.running or self.attempt
-            if (trained or attempted) and not completed and roster is not None:
-                self._tell_broken(roster, (member.member_id,), reason, now_s)
-            if self.agreement is not None:
-                self.agreement.forget(member.member_id)
-            if not self.members:
-                self._finish(now_s)
-            return
-        if attempted:
-            self._abort(reason, now_s)
-        if trained and self.running is not None:
-            self._break((member.member_id,), reason, now_s)
-
-    def _refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
-        self._tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
-        self._remove(member, f"refused: {refusal.what}", now_s)
-
-    # --- who is to leave ---
-
-    def _drain_asked(self, member: Member, event: DrainAsked, now_s: float) -> None:
-        if member.draining_s is None:
-            self.attendance.drain(member, event.reason, now_s)
-            self._log("drain_asked", f"{member.member_id} is to leave: {event.reason}", member)
-        self._tell(member, DrainNotice(reason=event.reason, now=member.let_go))
-
-    def _let_go(self, now_s: float) -> None:
-        """Tell those to leave now whom no planned change can spare the others."""
-        for member in list(self.attendance.draining.values()):
-            if member.let_go or self._is_worth_waiting(member, now_s):
-                continue
-            member.let_go = True
-            member.waits("nothing: it leaves at its next step boundary", now_s)
-            self._tell(member, DrainNotice(reason=member.drain_reason, now=True))
-
-    def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
-        """Whether a generation without the member may soon follow the one it trains in."""
-        roster = self.attempt if member.is_in(self.attempt) else self.running
-        if roster is None or not roster.synchronous or not member.is_in(roster):
-            return False
-        if self.completing or _passed(member.draining_s, self.limits.drain_s, now_s):
-            return False
-        candidates = self.attendance.candidates
-        if len(candidates) >= self.spec.min_members and any(
-            m.is_in(roster) for m in candidates.values()
-        ):
-            return True
-        # Else its state has to be handed to somebody who is only on the way.
-        return any(m.draining_s is None and not m.is_in(roster) for m in self.members.values())
-
-    def _leavers(self, chosen: list[Member]) -> list[Member]:
-        """Who trains and would not be in a roster of the chosen."""
-        if self.running is None or not self.attendance.draining:
-            return []
-        staying = {m.member_id for m in chosen}
-        draining = self.attendance.draining.values()
-        return [m for m in draining if m.is_in(self.running) and m.member_id not in staying]
-
     # --- COLLECT ---
 
     def _proposed(self, member: Member, proposal: Proposal, now_s: float) -> None:
@@ -331,7 +251,7 @@ class Job(JobState):
             self._to(Trigger.CHANGE_WANTED, wanted, now_s)
         # Members that have not proposed yet are on their way: one stop takes them along.
         coming = len(self.attendance.candidates) + len(self.attendance.draining) < len(self.members)
-        if not coming or _passed(self.phase_since_s, self.limits.gather_s, now_s):
+        if not coming or passed(self.phase_since_s, self.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
 
     def _change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
@@ -348,8 +268,8 @@ class Job(JobState):
         leavers = self._leavers(chosen)
         if len(chosen) < self.spec.min_members or not (joiners or leavers):
             return "", []
-        texts = [f"{_names(joiners)} joins"] if joiners else []
-        texts += [f"{_names(leavers)} leaves"] if leavers else []
+        texts = [f"{names_of(joiners)} joins"] if joiners else []
+        texts += [f"{names_of(leavers)} leaves"] if leavers else []
         return ", ".join(texts), chosen
 
     def _chosen(self, now_s: float) -> list[Member]:
@@ -375,7 +295,7 @@ class Job(JobState):
             return False
         if num_ready + self.num_excluded >= self.spec.desired_members or self._has_survivors:
             return True
-        return _passed(self.first_proposal_s, self._last_call_s, now_s)
+        return passed(self.first_proposal_s, self._last_call_s, now_s)
 
     @property
     def _last_call_s(self) -> float:
@@ -399,7 +319,7 @@ class Job(JobState):
         old = self.running.member_ids if self.running is not None else ()
         self.last_generation = generation
         self.agreement = Agreement.on(roster, self.digest_of(roster), stopping=old)
-        self._to(Trigger.FROZEN, f"{_names(chosen)} form generation {generation}", now_s)
+        self._to(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
         if conflicts := find_conflicts(candidates):
             self._abort_conflicting(conflicts, now_s)
             return
@@ -535,225 +455,6 @@ class Job(JobState):
         if old is not None and roster.synchronous:
             self._part_leavers(old, roster, now_s)
 
-    def _part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
-        """Let those go who trained in the old generation and are not in the one that runs now."""
-        for leaver in [m for m in self.members_of(old) if not m.is_in(roster)]:
-            if leaver.draining_s is not None:
-                self._tell(leaver, DrainNotice(reason=leaver.drain_reason, now=True))
-                self._remove(leaver, f"drained: {leaver.drain_reason}", now_s)
-            else:
-                # It asked a leader before this one, and will ask again: it waits at the boundary.
-                self.attendance.settle((leaver,), settled=False)
-                self._tell(leaver, self._break_notice(old.generation))
-
-    # --- what goes wrong ---
-
-    def _broke(self, member: Member, event: Broke, now_s: float) -> None:
-        """A collective failed. Who is also disconnected is lost; else word of a loss may follow."""
-        agreement = self.agreement
-        if self.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
-            self._abort(f"{member.member_id} could not bring it up: {event.error}", now_s)
-            return
-        if agreement is not None and self._lost_its_old(agreement, member):
-            # A new leader could not know that the old generation still had to be trained in.
-            self._abort(f"the old generation broke under {member.member_id}", now_s)
-            return
-        running = self.running
-        if running is None or event.generation != running.generation:
-            if NO_GENERATION < event.generation <= self.last_generation:
-                # Its end was told by a leader that is gone, or while this member was away.
-                self._tell(member, self._break_notice(event.generation))
-            return
-        if not running.synchronous:
-            return
-        self.reason = f"a collective failed under {member.member_id}: {event.error}"
-        self._log("collective_failed", self.reason, member)
-        if self.suspect_since_s is None:
-            self.suspect_since_s = now_s
-        member.reported_broken = running.generation
-        for other in self.members_of(running):
-            if other.disconnected_s is not None:
-                self._remove(other, "its stream broke, and so did a collective", now_s)
-        trainers = self.members_of(running)
-        if all(m.reported_broken == running.generation for m in trainers):
-            # Every one of them is here and says so: there is nobody's loss to wait for.
-            self._break((), f"{self.reason}; all members answer", now_s)
-
-    def _lost_its_old(self, agreement: Agreement, member: Member) -> bool:
-        """Whether a member on its way to a planned generation comes from none that runs."""
-        waits = self.phase is Phase.COMMITTED and agreement.has_boundary
-        return waits and self.running is None and member.member_id in agreement.unready
-
-    def _break(self, lost: tuple[str, ...], reason: str, now_s: float) -> None:
-        """End the running generation now. Its survivors settle, then the next one forms."""
-        if self.agreement is not None:
-            self._abort(reason, now_s)
-        running, self.running, self.suspect_since_s = self.running, None, None
-        if running is None:
-            return  # the abort took it along and told its members
-        if self.phase is not Phase.ABORTED:
-            self._to(Trigger.BROKEN, reason, now_s)
-        self._tell_broken(running, lost, reason, now_s)
-
-    def _tell_broken(
-        self, roster: Roster, lost: tuple[str, ...], reason: str, now_s: float
-    ) -> None:
-        if not roster.synchronous:
-            return
-        self.broken_since_s = now_s
-        generation = roster.generation
-        members = self.members_of(roster)
-        self.attendance.settle(members, settled=False)
-        notice = BreakNotice(reason=reason, generation=generation, lost_member_ids=lost)
-        for member in members:
-            member.waits(f"its trainer to stop after the break ({reason})", now_s)
-            self._tell(member, notice)
-
-    def _settled(self, member: Member, event: Settled, now_s: float) -> None:
-        if self.completing:
-            raise Refused(refusals.finished(self.spec.job, self.reason))
-        if event.left < member.entered:
-            return  # Late: it has trained since.
-        member.entered = event.left
-        self._believe_left(member, event.left, now_s)
-        committed = self.attempt if self.phase is Phase.COMMITTED else None
-        if member.is_in(self.running) or member.is_in(committed):
-            return
-        if member.proposal is not None:
-            step, has_state = event.step, event.has_state
-            member.proposal = replace(member.proposal, step=step, has_state=has_state)
-        self.attendance.settle((member,), settled=True)
-        member.waits("the other members to settle", now_s)
-        if self.attendance.all_settled:
-            self.broken_since_s = None
-
-    def _believe_left(self, member: Member, left: Generation, now_s: float) -> None:
-        """It was told of a break by a leader whose word is lost: what it left does not run."""
-        reason = f"{member.member_id} has left generation {left}"
-        agreement, running = self.agreement, self.running
-        committed = self.phase is Phase.COMMITTED and agreement is not None
-        if committed and member.is_in(self.attempt) and left >= self.last_generation:
-            self._abort(reason, now_s)
-        if running is not None and member.is_in(running) and left >= running.generation:
-            self._break((), reason, now_s)
-
-    def _abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
-        """Nobody in conflict trains; members of a generation that still runs are not to blame."""
-        roster = self.attempt
-        assert roster is not None
-        at_fault = [m for m in self.members_of(roster) if not m.is_in(self.running)]
-        reason = "members differ in " + "; ".join(str(c) for c in conflicts)
-        self._abort(reason, now_s, conflicts)
-        for member in at_fault:
-            self._refuse(member, refusals.conflict(self.spec.job, conflicts), now_s)
-
-    def _abort(self, reason: str, now_s: float, conflicts: tuple[Conflict, ...] = ()) -> None:
-        """End the attempt with one record for all.
-
-        Once the boundary is agreed, members may have begun to leave the old generation: then that
-        is over too. Before, it goes on as if nothing had been.
-        """
-        agreement = self.agreement
-        assert agreement is not None
-        roster, concerned = agreement.roster, self.concerned(agreement.roster)
-        brought_up = self.phase is Phase.COMMITTED and roster.synchronous
-        old_is_over = self.running is None or agreement.stop_at is not None
-        self._to(Trigger.FAILED, reason, now_s)
-        record = self._record(Verdict.ABORTED, reason, now_s, conflicts)
-        self.agreement, self.failures = None, self.failures + 1
-        self._do(Write(record=record))
-        if brought_up and old_is_over and self.running is not None:
-            # First of all: who waits at the boundary must not take the abort for leave to train on.
-            old, self.running = self.running, None
-            self._tell_broken(old, (), reason, now_s)
-        notice = OutcomeNotice(reason=reason, record=record)
-        for member in concerned:
-            self._tell(member, notice)
-        if brought_up and old_is_over:
-            self._tell_broken(roster, (), reason, now_s)
-        elif brought_up:
-            newcomers = [m for m in self.members_of(roster) if not m.is_in(self.running)]
-            # They had begun to bring it up. Or, where a new leader took the old generation for the
-            # one that runs, they have trained in it since.
-            self.attendance.settle(newcomers, settled=False)
-        self.previous = self.running or self.previous
-        back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self.failures - 1), MAX_BACK_OFF_S)
-        # One loss is news, not a failure to agree: the survivors need not wait to try again.
-        again_s = now_s + (back_off_s if self.failures > 1 else 0.0)
-        self.deadline_s = None if self.completing else again_s
-
-    def _deadline_passed(self, now_s: float) -> None:
-        self.deadline_s = None
-        agreement = self.agreement
-        if self.phase is Phase.ABORTED:
-            intact = self.running is not None
-            self._to(Trigger.INTACT if intact else Trigger.BACKED_OFF, self.reason, now_s)
-        elif self.phase is Phase.PREPARE and agreement is not None:
-            self._expel_late(agreement.unanswered, "accept or reject the roster", now_s)
-        elif self.phase is Phase.COMMITTED and agreement is not None:
-            to_stop = self.running is not None and agreement.stop_at is None
-            late = agreement.unoffered if to_stop and agreement.unoffered else agreement.unready
-            self._expel_late(late, "bring the generation up", now_s)
-
-    def _expel_late(self, names: set[str], task: str, now_s: float) -> None:
-        late = [self.members[name] for name in sorted(names) if name in self.members]
-        reason = f"{_names(late)} did not {task} in time"
-        self._abort(reason, now_s)
-        for member in late:
-            self._refuse(member, refusals.timeout(reason), now_s)
-
-    def _drop_unsettled(self, now_s: float) -> None:
-        self.broken_since_s = None
-        limit = f"{self.limits.collective_s:g} s"
-        for member in self.attendance.unsettled():
-            if self.members.get(member.member_id) is member:
-                reason = f"{member.member_id} did not come to a stand within {limit} of the break"
-                self._refuse(member, refusals.timeout(reason), now_s)
-
-    def _drop_overdue(self, now_s: float) -> None:
-        """Nobody waits for a generation for longer than the join limit."""
-        self.overdue_check_s = None
-        if self.running is not None or self.phase is not Phase.COLLECT:
-            return
-        ready = list(self.attendance.candidates.values())
-        for member in [m for m in ready if now_s >= self._overdue_s(m)]:
-            reason = (
-                f"no generation formed within {self.limits.join_s:g} s:"
-                f" {len(ready)} of at least {self.spec.min_members} members were ready"
-            )
-            self._refuse(member, refusals.timeout(reason), now_s)
-        left = self.attendance.candidates.values()
-        self.overdue_check_s = min((self._overdue_s(m) for m in left), default=None)
-
-    def _overdue_s(self, member: Member) -> float:
-        return max(member.waiting_since_s, self.phase_since_s) + self.limits.join_s
-
-    # --- the end ---
-
-    def _complete(self, leaver: Member, now_s: float) -> None:
-        """Nobody else needs to join. Who trains finishes; an attempt to change is called off."""
-        self.completing = True
-        reason = f"{leaver.member_id} completed its work"
-        self._log("job_completing", reason)
-        if self.agreement is not None and (self.running or self.phase is Phase.PREPARE):
-            self.agreement.stop_at = None  # who has steps left goes on with them
-            self._abort(reason, now_s)
-            if self.running is not None:
-                self._to(Trigger.INTACT, reason, now_s)
-        self.deadline_s, self.reason = None, reason
-        # Who trained before finishes by itself, in a generation or (asynchronous) between two.
-        trained = self.running or self.previous
-        newcomers = [m for m in self.members.values() if not m.is_in(trained)]
-        for member in [m for m in newcomers if m is not leaver]:
-            self._refuse(member, refusals.finished(self.spec.job, reason), now_s)
-
-    def _finish(self, now_s: float) -> None:
-        self._to(Trigger.COMPLETED, self.reason, now_s)
-        self.running = self.agreement = None
-        self.deadline_s = self.broken_since_s = self.suspect_since_s = None
-        self.overdue_check_s = None
-        self._do(Finish(reason=self.reason))
-
     # --- time ---
 
     def _deadlines(self) -> Iterator[float]:
@@ -779,14 +480,3 @@ class Job(JobState):
         formable = len(self.attendance.candidates) >= self.spec.min_members
         if formable and self.attendance.all_settled and self.first_proposal_s is not None:
             yield self.first_proposal_s + self._last_call_s
-
-
-def _passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
-    return since_s is not None and now_s >= since_s + limit_s
-
-
-def _names(members: list[Member]) -> str:
-    names = sorted(m.member_id for m in members)
-    shown = ", ".join(names[:MAX_NAMES])
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return shown + more or "nobody"
