@@ -16,6 +16,8 @@ from shoal_proto.errors import InternalError, ShoalError, Unavailable
 
 DEFAULT_URL = "http://127.0.0.1:7780"
 ANSWER_WITHIN_S = 5.0
+WIDE = 100
+"""Columns from which on a terminal has room for the hosts of members."""
 
 Json = Any
 """What an endpoint answered, decoded."""
@@ -161,8 +163,12 @@ def _print_job(console: Console, job: Json) -> None:
 
 
 def _print_members(console: Console, members: Json) -> None:
-    table = _table("member", "rank>", "state", "host", "step>", "loss>", "samples/s>", "stale>")
-    table.add_column("seen", justify="right")
+    # In a narrow terminal the words that explain a wait need the room.
+    wide = console.width >= WIDE
+    stale = any((entry["health"] or {}).get("staleness_steps") is not None for entry in members)
+    names = ["member", "rank>", "state", "step>", "loss>", "samples/s>", "seen>"]
+    names += ["host"] * wide + ["stale>"] * stale
+    table = _table(*names)
     table.add_column("waits for", overflow="fold", ratio=1)
     now_s = time.time()
     for entry in members:
@@ -171,12 +177,12 @@ def _print_members(console: Console, members: Json) -> None:
             escape(member["member_id"]),
             _number(member["rank"], "d"),
             escape(member["state"]),
-            escape(member["host"]),
             _number(max(member["step"], health.get("step") or 0), "d"),
             _number(health.get("loss"), ".4g"),
             _number(health.get("samples_per_s"), ".0f"),
-            _number(health.get("staleness_steps"), ".1f"),
             _duration(now_s - member["last_seen_unix_s"]),
+            *([escape(member["host"])] * wide),
+            *([_number(health.get("staleness_steps"), ".1f")] * stale),
             escape(member["waiting_for"]),
         )
     console.print(table if members else "no members", highlight=False)
