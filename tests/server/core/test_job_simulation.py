@@ -62,7 +62,8 @@ def _run(world: SimWorld, seed: int) -> None:
     world.run(chance.choice([0.0, 0.5]))
     world.calm()
     etcd_away_s = max(world.store.back_s - world.clock.now_s, 0.0)
-    world.run(etcd_away_s + 4.0)  # Who still waits for a leader that stood still looks for the next one.
+    # Who still waits for a leader that stood still looks for the next one.
+    world.run(etcd_away_s + 4.0)
     limits = world.limits
     bound_s = 3 * limits.join_s + limits.collective_s
     rested = world.run(bound_s, until=world.at_rest)
