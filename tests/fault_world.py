@@ -9,10 +9,11 @@ from typing import Any, Self
 import grpc
 import httpx
 import pytest
-from coordinator_processes import Replicas, awaited
+from coordinator_processes import Replicas
 from coordinator_world import FIELDS
 from ranks import Ranks
 from scripted_member import MemberProcess, Script, ScriptedMember
+from served_process import awaited
 
 from shoal_client.channel import Coordinators
 from shoal_client.local.etcd import RunningEtcd, start_members

@@ -6,9 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
-from coordinator_processes import Replica, Replicas, awaited
+from coordinator_processes import Replica, Replicas
 from fault_world import Etcd
 from held_jobs import HELD, Held
+from served_process import awaited
 
 from .conftest import NUM_REPLICAS, new_cast
 
@@ -52,7 +53,7 @@ def _cut_off_from_etcd(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
     old.to_etcd.silence()
     try:
         new = replicas.leader(other_than=old)
-        awaited(lambda: not old.leads() or None, DEPOSED_S, "the one cut off lets go")
+        awaited(lambda: not old.leads(), DEPOSED_S, "the one cut off lets go")
         yield
     finally:
         old.to_etcd.restore()
@@ -61,7 +62,7 @@ def _cut_off_from_etcd(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
 
 def _is_deposed(old: Replica, new: Replica) -> None:
     """Once it is back it follows, and the other one leads on."""
-    awaited(lambda: old.follows(new.grpc) or None, DEPOSED_S, "it follows")
+    awaited(lambda: old.follows(new.grpc), DEPOSED_S, "it follows")
     assert new.leads()
 
 
@@ -80,7 +81,7 @@ def _etcd_away(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
     etcd.signal_all(signal.SIGSTOP)
     try:
         # By its own clock its lease may have run out: nobody leads until etcd is back.
-        awaited(lambda: not old.leads() or None, DEPOSED_S, "without etcd nobody leads")
+        awaited(lambda: not old.leads(), DEPOSED_S, "without etcd nobody leads")
     finally:
         etcd.restore()
     replicas.leader()
@@ -99,7 +100,7 @@ def _etcd_without_a_majority(replicas: Replicas, etcd: Etcd) -> Iterator[None]:
     for each in etcd.members[1:]:
         each.process.send_signal(signal.SIGKILL)
     try:
-        awaited(lambda: not old.leads() or None, DEPOSED_S, "without etcd nobody leads")
+        awaited(lambda: not old.leads(), DEPOSED_S, "without etcd nobody leads")
     finally:
         etcd.restore()
     replicas.leader()

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from coordinator_processes import Replicas, awaited
+from coordinator_processes import Replicas
 from coordinator_world import FIELDS
+from served_process import awaited
 
 from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation

@@ -1,6 +1,5 @@
 """Coordinator processes on a real etcd: starting, ending, being killed."""
 
-import json
 import signal
 import sys
 import time
@@ -12,10 +11,11 @@ from typing import Any
 
 import httpx
 import pytest
+from coordinator_processes import CoordinatorProcess
 from coordinator_world import FIELDS
 from etcd_fixture import etcd_processes, running_etcd
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import Command, Supervisor
 from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
@@ -24,30 +24,10 @@ START_S = 30.0
 TAKE_OVER_S = 20.0
 
 
-class Replica:
-    """A `shoal coordinator` process."""
-
-    def __init__(self, supervisor: Supervisor, directory: Path, name: str, etcd: str) -> None:
-        self.ready_path = directory / f"{name}.json"
-        self.log_path = directory / f"{name}.log"
-        arguments = [
-            *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", etcd),
-            *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"),
-            *("--heartbeat-s", "0.2", "--leader-lease-s", "2"),
-            *("--ready-file", str(self.ready_path)),
-        ]
-        command = Command(name=name, arguments=arguments, log_path=self.log_path)
-        self.process: Process = supervisor.spawn(command)
-
-    def ready(self) -> "Replica":
-        """Wait until it serves; its own log explains a failure."""
-        deadline_s = time.monotonic() + START_S
-        while not self.ready_path.exists():
-            assert self.process.wait(0.02) is None, self.log_path.read_text()
-            assert time.monotonic() < deadline_s, self.log_path.read_text()
-        addresses = json.loads(self.ready_path.read_text())
-        self.grpc, self.http = addresses["grpc"], addresses["http"]
-        return self
+def replica(supervisor: Supervisor, directory: Path, name: str, etcd: str) -> CoordinatorProcess:
+    """A coordinator with the shortest lease, that serves."""
+    found = CoordinatorProcess(supervisor, directory, name, etcd, heartbeat_s=0.2, lease_s=2)
+    return found.ready()
 
 
 def member(name: str, coordinators: list[str], desired: int) -> Membership:
@@ -100,8 +80,8 @@ def closing(members: list[Membership]) -> Iterator[list[Membership]]:
 def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Path) -> None:
     """The members find the new leader; the generation that ran before runs on."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        first = Replica(supervisor, tmp_path, "first", etcd).ready()
-        second = Replica(supervisor, tmp_path, "second", etcd).ready()
+        first = replica(supervisor, tmp_path, "first", etcd)
+        second = replica(supervisor, tmp_path, "second", etcd)
         assert httpx.get(f"{first.http}/readyz").status_code == 200
         assert httpx.get(f"{second.http}/readyz").status_code == 503
         addresses = [first.grpc, second.grpc]
@@ -121,8 +101,8 @@ def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
 ) -> None:
     """A worker may be given any replica's address."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        Replica(supervisor, tmp_path, "first", etcd).ready()
-        second = Replica(supervisor, tmp_path, "second", etcd).ready()
+        replica(supervisor, tmp_path, "first", etcd)
+        second = replica(supervisor, tmp_path, "second", etcd)
         with closing([member("a", [second.grpc], 1)]) as members:
             record = form(members)
             assert [e.member_id for e in record.roster.entries] == ["a"]
@@ -131,25 +111,25 @@ def test_members_of_a_replica_that_does_not_lead_are_sent_to_the_leader(
 def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
     """Nobody is declared lost for it; once etcd is back, a change that waited is made."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
-        replica = Replica(supervisor, tmp_path, "c", etcd.endpoint).ready()
-        with closing([member(name, [replica.grpc], 2) for name in ("a", "b")]) as members:
+        only = replica(supervisor, tmp_path, "c", etcd.endpoint)
+        with closing([member(name, [only.grpc], 2) for name in ("a", "b")]) as members:
             form(members)
             etcd.process.send_signal(signal.SIGSTOP)
             # Longer than a member's lease: were that enough to declare one lost, it would be now.
             assert not members[0].wait_broken(1, timeout_s=2.0)
             assert members[0].begin_step(0) is None
             etcd.process.send_signal(signal.SIGCONT)
-            job_when_running(replica.http, TAKE_OVER_S)
+            job_when_running(only.http, TAKE_OVER_S)
             assert not any(one.is_broken(1) for one in members)
 
 
 def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     """Exit code 0, and its successor leads at once, without waiting for a lease."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        first = Replica(supervisor, tmp_path, "first", etcd).ready()
+        first = replica(supervisor, tmp_path, "first", etcd)
         assert first.process.stop(10) == 0, first.log_path.read_text()
         started_s = time.monotonic()
-        second = Replica(supervisor, tmp_path, "second", etcd).ready()
+        second = replica(supervisor, tmp_path, "second", etcd)
         assert httpx.get(f"{second.http}/readyz").status_code == 200
         assert time.monotonic() - started_s < START_S
 
@@ -187,7 +167,7 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: st
 def test_a_busy_port_is_named(tmp_path: Path) -> None:
     """For gRPC and for HTTP: the address, and that port 0 takes a free one."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        holder = Replica(supervisor, tmp_path, "holder", etcd).ready()
+        holder = replica(supervisor, tmp_path, "holder", etcd)
         http_address = holder.http.removeprefix("http://")
         for option, address in (("--listen", holder.grpc), ("--http", http_address)):
             log_path = tmp_path / f"{option}.log"

@@ -1,23 +1,22 @@
 """When a replica takes a leader for gone, and when it leaves the judgement to the lease."""
 
 import asyncio
-import json
 import signal
 import socket
-import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
 import httpx
+from coordinator_processes import CoordinatorProcess
 from coordinator_world import FIELDS
 from etcd_fixture import running_etcd
 from etcd_gate import open_gate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from served_process import awaited
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import Supervisor
 from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
@@ -37,75 +36,45 @@ LONG_LEASE_S = 600
 """Nothing in these tests can wait for its end."""
 
 
-def awaited(holds: Callable[[], bool], what: str) -> None:
-    """Return once it holds in another process, which can only be asked."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while not holds():
-        assert time.monotonic() < deadline_s, what
-        time.sleep(0.02)
+def started(
+    supervisor: Supervisor, directory: Path, etcd: str, lease_s: int, listen: str = "127.0.0.1:0"
+) -> CoordinatorProcess:
+    """One more coordinator, that serves."""
+    name = f"coordinator-{len(list(directory.glob('*.log')))}"
+    process = CoordinatorProcess(supervisor, directory, name, etcd, lease_s=lease_s, listen=listen)
+    return process.ready()
 
 
-class Replica:
-    """A `shoal coordinator` process."""
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        directory: Path,
-        etcd: str,
-        lease_s: int,
-        listen: str = "127.0.0.1:0",
-    ) -> None:
-        number = len(list(directory.glob("*.log")))
-        ready_path = directory / f"coordinator-{number}.json"
-        arguments = [
-            *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", etcd),
-            *("--listen", listen, "--http", "127.0.0.1:0"),
-            *("--leader-lease-s", str(lease_s), "--ready-file", str(ready_path)),
-        ]
-        log_path = directory / f"coordinator-{number}.log"
-        name = f"coordinator-{number}"
-        self.process: Process = supervisor.spawn(
-            Command(name=name, arguments=arguments, log_path=log_path)
-        )
-        awaited(ready_path.exists, "a replica serves")
-        addresses = json.loads(ready_path.read_text())
-        self.grpc, self.http = addresses["grpc"], addresses["http"]
-
-    def leads(self) -> bool:
-        return self._readyz().status_code == 200
-
-    def follows(self, leader: "Replica") -> bool:
-        answer = self._readyz()
-        return answer.status_code == 503 and leader.grpc in answer.text
-
-    def _readyz(self) -> httpx.Response:
-        return httpx.get(f"{self.http}/readyz", timeout=DEADLINE_S, trust_env=False)
-
-    def health(self, service: str) -> int:
-        with grpc.insecure_channel(self.grpc) as channel:
-            request = health_pb2.HealthCheckRequest(service=service)
-            return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status)
+def health(process: CoordinatorProcess, service: str) -> int:
+    with grpc.insecure_channel(process.grpc) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status)
 
 
 def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path) -> None:
     """Its process is gone, which the kernel says at once; and probes are told who leads."""
     serving = health_pb2.HealthCheckResponse.SERVING
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        first = Replica(supervisor, tmp_path, etcd, LONG_LEASE_S)
-        second = Replica(supervisor, tmp_path, etcd, LONG_LEASE_S)
-        third = Replica(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        second = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        third = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
         assert first.leads()
-        assert [each.health(LEADER) == serving for each in (first, second)] == [True, False]
-        assert second.health("") == serving
-        awaited(lambda: second.follows(first) and third.follows(first), "both follow")
+        assert [health(each, LEADER) == serving for each in (first, second)] == [True, False]
+        assert health(second, "") == serving
+        awaited(
+            lambda: second.follows(first.grpc) and third.follows(first.grpc),
+            DEADLINE_S,
+            "both follow",
+        )
         first.process.kill()
-        awaited(lambda: second.leads() or third.leads(), "one of the two succeeds it")
+        awaited(lambda: second.leads() or third.leads(), DEADLINE_S, "one of the two succeeds it")
         successor, other = (second, third) if second.leads() else (third, second)
-        awaited(lambda: other.follows(successor), "the other follows the successor")
-        awaited(lambda: successor.health(LEADER) == serving, "it tells probes so")
+        awaited(
+            lambda: other.follows(successor.grpc), DEADLINE_S, "the other follows the successor"
+        )
+        awaited(lambda: health(successor, LEADER) == serving, DEADLINE_S, "it tells probes so")
         successor.process.kill()
-        awaited(other.leads, "the last succeeds the successor")
+        awaited(other.leads, DEADLINE_S, "the last succeeds the successor")
 
 
 def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
@@ -113,11 +82,11 @@ def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
 ) -> None:
     """It listens where the leader's key says the leader does, so that one is dead."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        first = Replica(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
         first.process.kill()
         first.process.wait()
-        again = Replica(supervisor, tmp_path, etcd, LONG_LEASE_S, listen=first.grpc)
-        awaited(again.leads, "the restarted one leads")
+        again = started(supervisor, tmp_path, etcd, LONG_LEASE_S, listen=first.grpc)
+        awaited(again.leads, DEADLINE_S, "the restarted one leads")
 
 
 async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) -> None:
@@ -138,19 +107,19 @@ async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) 
 def test_a_halted_leader_wakes_up_deposed_and_changes_nothing(tmp_path: Path) -> None:
     """Its port answers, so its lease decides; what its successor wrote stays as it is."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        first = Replica(supervisor, tmp_path, etcd, 2)
-        second = Replica(supervisor, tmp_path, etcd, 2)
+        first = started(supervisor, tmp_path, etcd, 2)
+        second = started(supervisor, tmp_path, etcd, 2)
         one = _member([first.grpc, second.grpc])
         try:
             one.attend()
             one.propose(FIELDS, synchronous=True, step=0, has_state=False)
             one.ready(one.await_generation(0, DEADLINE_S))
             first.process.send_signal(signal.SIGSTOP)
-            awaited(second.leads, "the other leads")
-            awaited(lambda: _runs(second), "the member attends the other")
+            awaited(second.leads, DEADLINE_S, "the other leads")
+            awaited(lambda: _runs(second), DEADLINE_S, "the member attends the other")
             before = asyncio.run(_jobs_in(etcd))
             first.process.send_signal(signal.SIGCONT)
-            awaited(lambda: first.follows(second), "the old leader follows")
+            awaited(lambda: first.follows(second.grpc), DEADLINE_S, "the old leader follows")
             assert asyncio.run(_jobs_in(etcd)) == before
             assert second.leads()
             assert not one.is_broken(1)
@@ -172,7 +141,7 @@ def _member(coordinators: list[str]) -> Membership:
     )
 
 
-def _runs(replica: Replica) -> bool:
+def _runs(replica: CoordinatorProcess) -> bool:
     answer = httpx.get(f"{replica.http}/api/v1/jobs/j", timeout=DEADLINE_S, trust_env=False)
     return answer.status_code == 200 and answer.json()["summary"]["phase"] == "running"
 

@@ -1,6 +1,5 @@
 """`shoal ps` processes on a real etcd: starting, serving, ending, and etcd going away."""
 
-import json
 import signal
 import sys
 import time
@@ -9,8 +8,9 @@ from pathlib import Path
 
 from etcd_fixture import etcd_processes, running_etcd
 from parameter_servers import ParameterServers
+from served_process import ServedProcess
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import Command, Supervisor
 from shoal_client.parameters import ParameterClient
 from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -22,27 +22,10 @@ SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 
-class Server:
-    """A `shoal ps` process."""
-
-    def __init__(self, supervisor: Supervisor, directory: Path, name: str, etcd: str) -> None:
-        self.ready_path = directory / f"{name}.json"
-        self.log_path = directory / f"{name}.log"
-        arguments = [
-            *(sys.executable, "-m", "shoal_client", "ps", "--etcd", etcd, "--id", name),
-            *("--listen", "127.0.0.1:0", "--ready-file", str(self.ready_path)),
-        ]
-        command = Command(name=name, arguments=arguments, log_path=self.log_path)
-        self.process: Process = supervisor.spawn(command)
-
-    def ready(self) -> "Server":
-        """Wait until it serves; its own log explains a failure."""
-        deadline_s = time.monotonic() + START_S
-        while not self.ready_path.exists():
-            assert self.process.wait(0.02) is None, self.log_path.read_text()
-            assert time.monotonic() < deadline_s, self.log_path.read_text()
-        self.address = json.loads(self.ready_path.read_text())["grpc"]
-        return self
+def server(supervisor: Supervisor, directory: Path, name: str, etcd: str) -> ServedProcess:
+    """A `shoal ps` process that is starting."""
+    arguments = ("ps", "--etcd", etcd, "--id", name, "--listen", "127.0.0.1:0")
+    return ServedProcess(supervisor, directory, name, *arguments)
 
 
 def filled(value: float) -> memoryview:
@@ -62,13 +45,13 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
     """Both hold a part of it; SIGTERM ends a server with exit code 0 and takes its key away; a
     busy port and a bad argument end it with an error that says so."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
-        starting = [Server(supervisor, tmp_path, f"ps-{i}", etcd) for i in range(2)]
-        first, second = (server.ready() for server in starting)
+        starting = [server(supervisor, tmp_path, f"ps-{i}", etcd) for i in range(2)]
+        first, second = (each.ready() for each in starting)
         with ParameterServers(0, etcd=etcd) as servers:
             client = trained(servers)
             assert {s.address for s in client.fetch_map().shards} == {
-                first.address,
-                second.address,
+                first.grpc,
+                second.grpc,
             }
             values = filled(9.0)
             client.push({"w": filled(-1.0)}, into={"w": values})
@@ -79,7 +62,7 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
             assert servers.run(servers.store.get(keys.server("ps-0"))) is not None
         arguments = [sys.executable, "-m", "shoal_client", "ps", "--etcd", etcd]
         for more, told in (
-            (["--listen", first.address], first.address),
+            (["--listen", first.grpc], first.grpc),
             (["--listen", "nowhere"], "host:port"),
         ):
             log_path = tmp_path / "refused.log"
@@ -92,7 +75,7 @@ def test_training_goes_on_while_etcd_is_away(tmp_path: Path) -> None:
     """Known members push on without etcd, for longer than a server's lease; once etcd is back
     the server is registered (again)."""
     with etcd_processes(tmp_path) as (_, (etcd,)), Supervisor() as supervisor:
-        Server(supervisor, tmp_path, "ps-0", etcd.endpoint).ready()
+        server(supervisor, tmp_path, "ps-0", etcd.endpoint).ready()
         with ParameterServers(0, etcd=etcd.endpoint) as servers:
             client = trained(servers)
             values = filled(9.0)

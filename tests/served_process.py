@@ -1,0 +1,61 @@
+"""A server of ours as a process: started, and awaited until it serves."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self, TypeVar
+
+from shoal_client.local.process import Command, Process, Supervisor
+
+START_S = 60.0
+
+Found = TypeVar("Found")
+
+
+def awaited(look: Callable[[], Found | None], within_s: float, what: str) -> Found:
+    """What `look` finds in another process, which can only be asked again and again."""
+    deadline_s = time.monotonic() + within_s
+    while not (found := look()):
+        assert time.monotonic() < deadline_s, f"{what}: not within {within_s:g} s"
+        time.sleep(0.02)
+    return found
+
+
+class ServedProcess:
+    """`shoal SUBCOMMAND ...`, which writes its addresses into a file once it serves."""
+
+    def __init__(self, supervisor: Supervisor, directory: Path, name: str, *arguments: str) -> None:
+        self.name = name
+        self.log_path = directory / f"{name}.log"
+        self._ready_path = directory / f"{name}.json"
+        command = (sys.executable, "-m", "shoal_client", *arguments)
+        self.process: Process = supervisor.spawn(
+            Command(
+                name=name,
+                arguments=(*command, "--ready-file", str(self._ready_path)),
+                log_path=self.log_path,
+            )
+        )
+        self.grpc = self.http = ""
+
+    @property
+    def runs(self) -> bool:
+        return self.process.exit_code is None
+
+    def ready(self) -> Self:
+        """Wait until it serves; its own log explains a failure."""
+        awaited(self._addresses, START_S, f"{self.name} serves")
+        return self
+
+    def _addresses(self) -> bool | None:
+        assert self.runs, self.log_path.read_text()
+        if not self._ready_path.exists():
+            return None
+        addresses = json.loads(self._ready_path.read_text())
+        self.grpc, self.http = addresses["grpc"], addresses.get("http", "")
+        return True
+
+
+__all__ = ["ServedProcess", "awaited"]
