@@ -142,6 +142,8 @@ class JobActor:
         """Raise Fenced unless the token's incarnation is a member now."""
         member = self.job.members.get(token.member_id)
         if member is None or member.incarnation != token.incarnation:
+            if refusal := self.job.attendance.expelled.get(token.incarnation):
+                raise codec.refusal_to_error(refusal, self.job.last_generation)
             raise Fenced(
                 f"{token.member_id} is not a member of job {token.job}",
                 seen=f"incarnation {token.incarnation}",

@@ -7,6 +7,7 @@ an event costs the same in a job of ten thousand as in one of ten.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from shoal_server.core.events import Refusal
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
 from shoal_server.core.roster import Proposal, Roster
@@ -24,8 +25,9 @@ class Attendance:
     """Those who have proposed and are to stay, in the order in which they proposed."""
     draining: dict[str, Member] = field(default_factory=dict)
     """Those who are to leave, in the order in which they were asked to."""
-    expelled: dict[str, None] = field(default_factory=dict)
-    """Incarnations that were members and are not to come back, the oldest first."""
+    expelled: dict[str, Refusal | None] = field(default_factory=dict)
+    """Incarnations that were members and are not to come back, the oldest first, and what they
+    were refused with: a call that was under way is answered with the same."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: what is entered later counts from a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)
@@ -37,14 +39,14 @@ class Attendance:
         if not member.settled:
             self._unsettled.add(member.member_id)
 
-    def remove(self, member: Member) -> None:
+    def remove(self, member: Member, refusal: Refusal | None = None) -> None:
         """Let the member go; its incarnation never comes back."""
         name = member.member_id
         for table in (self.members, self.candidates, self.draining, self._disconnected):
             table.pop(name, None)
         self._halted.pop(name, None)
         self._unsettled.discard(name)
-        self.expelled[member.incarnation] = None
+        self.expelled[member.incarnation] = refusal
         if len(self.expelled) > MAX_EXPELLED:
             del self.expelled[next(iter(self.expelled))]
 

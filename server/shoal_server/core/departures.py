@@ -13,6 +13,7 @@ from shoal_server.core.events import (
     Finish,
     OutcomeNotice,
     Refusal,
+    RefusalKind,
     Refused,
     RefusedNotice,
     Settled,
@@ -39,12 +40,18 @@ class Departures(JobState):
     """What of a job's state machine takes members or generations away."""
 
     def _remove(
-        self, member: Member, reason: str, now_s: float, *, completed: bool = False
+        self,
+        member: Member,
+        reason: str,
+        now_s: float,
+        *,
+        completed: bool = False,
+        refusal: Refusal | None = None,
     ) -> None:
         """Take a member out, and with it whatever it was needed for."""
         trained, attempted = member.is_in(self.running), member.is_in(self.attempt)
         reason = f"{member.member_id}: {reason}"
-        self.attendance.remove(member)
+        self.attendance.remove(member, refusal)
         self._do(Expel(member_id=member.member_id, incarnation=member.incarnation, reason=reason))
         self._log("member_completed" if completed else "member_removed", reason, member)
         if not self.attendance.candidates:
@@ -65,7 +72,9 @@ class Departures(JobState):
 
     def _refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
         self._tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
-        self._remove(member, f"refused: {refusal.what}", now_s)
+        # Who was too late may join again, and so is fenced like any that was lost.
+        lasting = refusal if refusal.kind != RefusalKind.TIMEOUT else None
+        self._remove(member, f"refused: {refusal.what}", now_s, refusal=lasting)
 
     # --- who is to leave ---
 

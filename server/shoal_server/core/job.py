@@ -108,6 +108,9 @@ class Job(Departures):
 
     def _known(self, event: Event) -> Member:
         member = self.members.get(event.member_id)
+        if refusal := self.attendance.expelled.get(event.incarnation):
+            # The notice that says so is on its way; whichever comes first, the reason is one.
+            raise Refused(refusal)
         if member is None:
             raise Refused(refusals.not_a_member(self.spec.job, event, self.last_generation))
         if member.incarnation != event.incarnation:
@@ -154,7 +157,9 @@ class Job(Departures):
             self._tell_again(known)
             return
         if event.incarnation in self.attendance.expelled:
-            raise Refused(refusals.not_a_member(self.spec.job, event, self.last_generation))
+            refusal = self.attendance.expelled[event.incarnation]
+            fenced = refusals.not_a_member(self.spec.job, event, self.last_generation)
+            raise Refused(refusal or fenced)
         if known is not None and is_older(event.incarnation, known.incarnation):
             raise Refused(refusals.replaced(event, known.incarnation, self.last_generation))
         if event.spec != self.spec and self.members:

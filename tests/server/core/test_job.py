@@ -456,3 +456,21 @@ def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
     w.run(1.2 + w.job.limits.collective_s + 100.0)
     assert "a" not in w.job.members
     assert w.roster() == ["b"]
+
+
+def test_a_call_under_way_is_refused_with_the_reason_that_its_sender_is_told() -> None:
+    """A rejects while B's own answer is on its way: B hears the conflict, whichever comes first."""
+    w = world(desired=2)
+    a, b = w.join("a"), w.join("b")
+    a.paused = b.paused = True  # they answer when the test says
+    w.run(1.0)
+    generation = Generation(w.job.last_generation)
+    rejection = events.Rejection(field="scratch", seen="1 GiB", expected="10 GiB")
+    answer = events.Answered(**w._who(a), generation=generation, digest="", rejections=(rejection,))
+    w.job.handle(answer, w.now_s)
+    late = events.Answered(**w._who(b), generation=generation, digest="whatever")
+    for event in (late, events.Settled(**w._who(b), step=Step(0), has_state=False)):
+        with pytest.raises(events.Refused) as refused:
+            w.job.handle(event, w.now_s)
+        assert refused.value.refusal.kind == RefusalKind.CONFLICT
+        assert "scratch" in refused.value.refusal.seen
