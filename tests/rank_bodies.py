@@ -171,6 +171,45 @@ def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -
     group.retire()
 
 
+def stuck_for_good(report: Report, path: str, rank: int) -> None:
+    """Rank 1 of two stops. Rank 0's group is cut as if there were no connection to shut down any
+    more, which is how Gloo may hang."""
+    group = _group(path, rank, 2)
+    process_group = group.open()
+    model = torch.nn.Linear(4, 4)
+    ddp = DistributedDataParallel(model, process_group=process_group, init_sync=False)
+    exchange = GradientExchange(process_group, lambda _: "w")
+    ddp.register_comm_hook(None, exchange.average)
+    for _ in range(2):  # in its second step DDP orders its buckets anew, together
+        ddp(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        report("going")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begun = threading.Event()
+
+    def free() -> None:
+        begun.wait(30)
+        while not exchange.waits:
+            begun.wait(0.01)
+        group.keep_for_ever()
+        exchange.give_up("test")
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    exchange.begin()
+    begun.set()
+    try:
+        ddp(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        recognised = GlooBackend().is_failure(error)
+        error.__traceback__ = None
+        report("freed", recognised=recognised)
+    thread.join()
+    del ddp.logger, ddp.reducer
+    group.retire()
+    report("retired")
+
+
 def many_generations(report: Report, path: str, rank: int, world_size: int, number: int) -> None:
     """Makes and leaves one group after the other, every second one in the middle of a step."""
     ticks = [time.perf_counter()]

@@ -76,3 +76,14 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
             up = rank.expect("up")
             assert up["num_waits"] == 1
             assert up["total"] == 4
+
+
+def test_a_trainer_leaves_a_collective_that_never_ends_and_its_process_too(tmp_path: Path) -> None:
+    """Gloo's thread waits on, for a minute; neither the trainer nor the exit waits for it."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.stuck_for_good, path, r) for r in range(2)]
+        crew[1].expect("going")
+        assert crew[0].expect("freed", timeout_s=30)["recognised"]
+        crew[0].expect("retired", timeout_s=30)
+        assert crew[0].join(timeout_s=30) == 0

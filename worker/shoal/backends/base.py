@@ -46,6 +46,9 @@ class Group(Protocol):
         Operations that peers still have under way are not disturbed, unless the group was cut.
         """
 
+    def keep_for_ever(self) -> None:
+        """An operation of the group does not end: never wait for it, not even at exit."""
+
 
 class Backend(Protocol):
     """Makes groups of one kind."""

@@ -7,6 +7,7 @@ each member runs on through the ring. While the group still connects there may b
 down: a member that waits for a peer's call is then called by itself and hung up on.
 """
 
+import ctypes
 import socket
 import struct
 import sys
@@ -133,6 +134,12 @@ class GlooGroup:
             _retired.append((time.monotonic(), groups))
         while len(_retired) > MAX_RETIRED:
             _retired.popleft()
+
+    def keep_for_ever(self) -> None:
+        # Freeing it would join the thread that is stuck, with the interpreter locked. So it is
+        # never freed; one group for an accident that is rare.
+        for group in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat

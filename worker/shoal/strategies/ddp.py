@@ -38,6 +38,8 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
+STUCK_AFTER_S = 1.0
+"""A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
 
 
 class DDP(Strategy):
@@ -132,7 +134,25 @@ class DDP(Strategy):
             self._cut_up_to = max(self._cut_up_to, generation)
             group = self._group if self._number <= generation else None
         if group is not None:
-            group.cut(f"generation {generation} is over")
+            reason = f"generation {generation} is over"
+            group.cut(reason)
+            self._watch_for_stuck(group, reason)
+
+    def _watch_for_stuck(self, group: Group, reason: str) -> None:
+        """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
+        exchange = self._exchange
+        if exchange is None:
+            return
+
+        def give_up() -> None:
+            if exchange.waits:
+                log.warning("collective_stuck", reason=reason)
+                group.keep_for_ever()
+                exchange.give_up(reason)
+
+        timer = threading.Timer(STUCK_AFTER_S, give_up)
+        timer.daemon = True
+        timer.start()
 
     def abandon(self) -> None:
         if self._in_step:

@@ -1,6 +1,8 @@
 """Gradients averaged over the members, and who is at fault when the average is not a number."""
 
+import threading
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,7 +13,12 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
 class GradientExchange:
-    """Averages the gradients of one generation; `average` is its hook in DDP."""
+    """Averages the gradients of one generation; `average` is its hook in DDP.
+
+    What DDP waits for is a gate of our own behind Gloo's work: a write to a connection that was
+    just reset can leave Gloo waiting for as long as a collective may take, with nothing left to
+    shut down. `give_up` opens the gate, and the trainer goes on without that thread.
+    """
 
     def __init__(self, group: dist.ProcessGroup, name_of: Callable[[Tensor], str]) -> None:
         self._group = group
@@ -19,6 +26,8 @@ class GradientExchange:
         self._averaged: list[Tensor] = []
         self._fault = ""
         self._complete = False
+        self._lock = threading.Lock()
+        self._gates: list[torch.futures.Future[Tensor | str]] = []
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
@@ -31,8 +40,36 @@ class GradientExchange:
         self._complete = self._complete or bucket.is_last()
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
-        reduced: torch.futures.Future[Tensor] = work.get_future().then(_first)
-        return reduced
+        gate: torch.futures.Future[Tensor | str] = torch.futures.Future()
+        self._gates.append(gate)
+        work.get_future().add_done_callback(partial(self._finished, gate))
+        return gate.then(_average)
+
+    def _finished(
+        self,
+        gate: torch.futures.Future[Tensor | str],
+        future: torch.futures.Future[list[Tensor]],
+    ) -> None:
+        """Gloo's thread is done with a bucket, well or not."""
+        try:
+            result: Tensor | str = future.value()[0]
+        except RuntimeError as error:
+            result = str(error)
+        with self._lock:
+            if not gate.done():
+                gate.set_result(result)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a bucket is still on its way. Any thread."""
+        return any(not gate.done() for gate in list(self._gates))
+
+    def give_up(self, reason: str) -> None:
+        """Let nobody wait for Gloo any longer. Any thread."""
+        with self._lock:
+            for gate in self._gates:
+                if not gate.done():
+                    gate.set_result(f"gloo did not end what it did before the cut: {reason}")
 
     @property
     def complete(self) -> bool:
@@ -42,6 +79,7 @@ class GradientExchange:
     def begin(self) -> None:
         """Forget the last step."""
         self._averaged.clear()
+        self._gates.clear()
         self._fault = ""
         self._complete = False
 
@@ -86,8 +124,11 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def _first(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-    return future.value()[0]
+def _average(gate: torch.futures.Future[Tensor | str]) -> Tensor:
+    result = gate.value()
+    if isinstance(result, str):
+        raise RuntimeError(result)
+    return result
 
 
 __all__ = ["GradientExchange", "is_finite"]
