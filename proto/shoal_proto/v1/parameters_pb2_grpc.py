@@ -97,7 +97,7 @@ class ParametersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Forgets all shards of a job.
+        """Forgets all shards of the job; only one of its members can ask for it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

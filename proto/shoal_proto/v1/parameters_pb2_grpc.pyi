@@ -45,7 +45,7 @@ class ParametersStub:
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]
     Drop: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]
-    """Forgets all shards of a job."""
+    """Forgets all shards of the job; only one of its members can ask for it."""
 
 @_typing.type_check_only
 class ParametersAsyncStub(ParametersStub):
@@ -64,7 +64,7 @@ class ParametersAsyncStub(ParametersStub):
     """
     Describe: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]  # type: ignore[assignment]
     Drop: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]  # type: ignore[assignment]
-    """Forgets all shards of a job."""
+    """Forgets all shards of the job; only one of its members can ask for it."""
 
 class ParametersServicer(metaclass=_abc_1.ABCMeta):
     """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
@@ -110,6 +110,6 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         request: _parameters_pb2.DropRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.DropReply, _abc.Awaitable[_parameters_pb2.DropReply]]:
-        """Forgets all shards of a job."""
+        """Forgets all shards of the job; only one of its members can ask for it."""
 
 def add_ParametersServicer_to_server(servicer: ParametersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

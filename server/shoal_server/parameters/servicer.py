@@ -11,7 +11,7 @@ from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
-from shoal_proto.errors import MalformedMessage, ShoalError, UnknownJob
+from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
     CreateReply,
@@ -28,7 +28,6 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 from shoal_proto.v1.parameters_pb2_grpc import ParametersServicer
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
@@ -160,9 +159,8 @@ class Servicer(ParametersServicer):
         return reply
 
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
-        if not is_name(request.job):
-            raise UnknownJob("no such job", seen=repr(request.job), expected=NAME_RULE)
-        return DropReply(dropped=self._catalog.drop(request.job))
+        await self._fence.check(request.token)
+        return DropReply(dropped=self._catalog.drop(request.token.job))
 
     def _run(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
         """The result of `work`, which touches so many bytes, without holding up the event loop."""

@@ -442,7 +442,12 @@ async def test_describe_and_drop(world: World) -> None:
     assert described.memory_bytes == 4 * (NUM_ELEMENTS[SMALL] + NUM_ELEMENTS[LARGE])
     small = described.shards[0]
     assert (small.shard_id, small.version, small.pushes, small.staleness_counts[0]) == (0, 2, 1, 1)
-    assert (await world.stub.Drop(DropRequest(job=JOB))).dropped == 2
+    stranger = Token(job=JOB, generation=1, member_id="w0", incarnation="zero")
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await world.stub.Drop(DropRequest(token=stranger))
+    assert isinstance(from_rpc_error(failed.value, "ps-0"), Fenced)
+    assert len((await world.stub.Describe(DescribeRequest())).shards) == 2
+    assert (await world.stub.Drop(DropRequest(token=TOKEN))).dropped == 2
     assert not (await world.stub.Describe(DescribeRequest())).shards
     with pytest.raises(ShardNotReady):
         await pull(world, SMALL)
