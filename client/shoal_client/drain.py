@@ -4,14 +4,12 @@ import argparse
 import os
 import time
 
-import grpc
-
-from shoal_client.channel import Coordinators, Method
+from shoal_client import membership_calls
+from shoal_client.channel import Coordinators
 from shoal_client.host_reports import parse_coordinators
 from shoal_client.status import Json, StatusClient, add_http
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Unavailable
-from shoal_proto.v1.membership_pb2 import Ack, DrainRequest
-from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.membership_pb2 import DrainRequest
 
 DEFAULT_COORDINATOR = "127.0.0.1:7700"
 DEFAULT_TIMEOUT_S = 60.0
@@ -85,7 +83,9 @@ def _drained(
         try:
             if not asked:
                 left_s = max(POLL_S, give_up_s - time.monotonic())
-                coordinators.call(_method, request, timeout_s=min(left_s, ANSWER_WITHIN_S))
+                coordinators.call(
+                    membership_calls.drain, request, timeout_s=min(left_s, ANSWER_WITHIN_S)
+                )
                 asked = True
             detail = status.job(request.job)
         except Unavailable as error:
@@ -115,10 +115,6 @@ def _what_runs(detail: Json) -> str:
     numbers = [entry["member"]["generation"] for entry in detail["members"]]
     members = "member" if summary["num_training"] == 1 else "members"
     return f"generation {max(numbers)} runs with {summary['num_training']} {members}"
-
-
-def _method(channel: grpc.Channel) -> Method[Ack]:
-    return MembershipStub(channel).Drain
 
 
 __all__ = ["add"]

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-import grpc
 import structlog
 
+from shoal_client import membership_calls
 from shoal_client.beat_board import BeatSlot, Claim
-from shoal_client.channel import Coordinators, Method
+from shoal_client.channel import Coordinators
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
-from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 log = structlog.get_logger(__name__)
 
@@ -95,7 +94,9 @@ class HostBeats:
             beats=[pb.Beat(token=claim.token, step=claim.step) for _, claim in claims]
         )
         try:
-            reply = self._coordinators.call(_heartbeat, request, timeout_s=CALL_TIMEOUT_S)
+            reply = self._coordinators.call(
+                membership_calls.heartbeat, request, timeout_s=CALL_TIMEOUT_S
+            )
         except ShoalError as error:
             if self._reached and not self._closing.is_set():
                 log.info("host_beats_failed", num_members=len(claims), reason=str(error))
@@ -105,10 +106,6 @@ class HostBeats:
         for (slot, claim), answer in zip(claims, reply.replies, strict=True):
             if not answer.HasField("error"):
                 slot.accepted(claim)
-
-
-def _heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
-    return MembershipStub(channel).Heartbeat
 
 
 __all__ = ["HostBeats"]
