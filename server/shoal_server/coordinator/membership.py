@@ -138,7 +138,7 @@ class Membership(MembershipServicer):
         member = _process(actor, request)
         if member is not None:
             reason = _exit_reason(request.exit_code)
-            await actor.submit(events.Lost(**_who(member), reason=reason))
+            await actor.submit(events.Lost(**_identity(member), reason=reason))
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
@@ -147,7 +147,7 @@ class Membership(MembershipServicer):
         member = _process(actor, request)
         if member is not None:
             event = events.Halted if request.halted else events.Continued
-            await actor.submit(event(**_who(member)))
+            await actor.submit(event(**_identity(member)))
         return _ack(actor)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
@@ -161,7 +161,7 @@ class Membership(MembershipServicer):
                 expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
             )
         reason = request.reason[:MAX_ERROR] or "asked to"
-        await actor.submit(events.DrainAsked(**_who(member), reason=reason))
+        await actor.submit(events.DrainAsked(**_identity(member), reason=reason))
         return _ack(actor)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
@@ -220,8 +220,8 @@ def _check_not_expelled(actor: JobActor, token: Token) -> None:
         actor.authorize(token)
 
 
-def _identity(token: Token) -> dict[str, str]:
-    return {"member_id": token.member_id, "incarnation": token.incarnation}
+def _identity(who: Token | Member) -> dict[str, str]:
+    return {"member_id": who.member_id, "incarnation": who.incarnation}
 
 
 def _process(
@@ -232,10 +232,6 @@ def _process(
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
         return None
     return member
-
-
-def _who(member: Member) -> dict[str, str]:
-    return {"member_id": member.member_id, "incarnation": member.incarnation}
 
 
 def _ack(actor: JobActor) -> pb.Ack:

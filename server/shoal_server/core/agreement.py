@@ -29,14 +29,10 @@ class Agreement:
     def on(cls, roster: Roster, digest: str, stopping: Iterable[str] = ()) -> "Agreement":
         """Nobody has said anything yet. `stopping`: the members of the old generation."""
         names = roster.member_ids
-        boundary = roster.planned and roster.synchronous
-        return cls(
-            roster=roster,
-            digest=digest,
-            unanswered=set(names),
-            unready=set(names),
-            unoffered=set(stopping) if boundary else set(),
-        )
+        agreement = cls(roster=roster, digest=digest, unanswered=set(names), unready=set(names))
+        if agreement.has_boundary:
+            agreement.unoffered.update(stopping)
+        return agreement
 
     @property
     def generation(self) -> Generation:

@@ -211,9 +211,8 @@ class Departures(JobState):
     def _believe_left(self, member: Member, left: Generation, now_s: float) -> None:
         """It was told of a break by a leader whose word is lost: what it left does not run."""
         reason = f"{member.member_id} has left generation {left}"
-        agreement, running = self.agreement, self.running
-        committed = self.phase is Phase.COMMITTED and agreement is not None
-        if committed and member.is_in(self.attempt) and left >= self.last_generation:
+        running, newest = self.running, self.last_generation
+        if left >= newest and self.agreement_of(member, newest, Phase.COMMITTED) is not None:
             self._abort(reason, now_s)
         if running is not None and member.is_in(running) and left >= running.generation:
             self._break((), reason, now_s)

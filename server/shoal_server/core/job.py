@@ -64,7 +64,6 @@ from shoal_server.core.roster import (
     Conflict,
     Generation,
     Proposal,
-    Roster,
     Verdict,
     draw_up,
     find_conflicts,
@@ -379,7 +378,7 @@ class Job(Departures):
             if agreement.unreachable:
                 self._exclude_unreachable(agreement, now_s)
             else:
-                self._commit(agreement.roster, now_s)
+                self._commit(agreement, now_s)
 
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
         """Members that cannot reach each other never start: the fewest go, the rest try again."""
@@ -391,14 +390,15 @@ class Job(Departures):
             kept={m.member_id for m in members if m.is_in(self.running)},
         )
         if not excluded:
-            self._commit(agreement.roster, now_s)
+            self._commit(agreement, now_s)
             return
         self._abort(f"unreachable: {'; '.join(excluded.values())}", now_s)
         self.num_excluded += len(excluded)
         for name, seen in excluded.items():
             self._refuse(self.members[name], refusals.unreachable(self.spec.job, name, seen), now_s)
 
-    def _commit(self, roster: Roster, now_s: float) -> None:
+    def _commit(self, agreement: Agreement, now_s: float) -> None:
+        roster = agreement.roster
         reason = f"all {len(roster.entries)} members accepted generation {roster.generation}"
         self._to(Trigger.ACCEPTED, reason, now_s)
         record = self._record(Verdict.COMMITTED, reason, now_s)
@@ -406,7 +406,7 @@ class Job(Departures):
         # Who was waited for after a break has settled or is gone.
         self.broken_since_s = None
         self._do(Write(record=record))
-        to_boundary_s = self.limits.collective_s if self._stops_old else 0.0
+        to_boundary_s = self.limits.collective_s if agreement.has_boundary else 0.0
         self.deadline_s = now_s + to_boundary_s + self.limits.bring_up_s
         self.attendance.settle(self.members_of(roster), settled=not roster.synchronous)
         notice = OutcomeNotice(reason=reason, record=record)
@@ -415,10 +415,6 @@ class Job(Departures):
             self._tell(member, notice)
 
     # --- COMMITTED ---
-
-    @property
-    def _stops_old(self) -> bool:
-        return self.agreement is not None and self.agreement.has_boundary
 
     def _offered(self, member: Member, event: Offered) -> None:
         agreement = self.agreement
