@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import queue
-import signal
 import threading
 import traceback
 from collections.abc import Callable
@@ -100,8 +99,8 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         for rank in self._ranks:
-            if rank.process.is_alive():
-                rank.send_signal(signal.SIGKILL)
+            # Not `send_signal`: one that ends just now is gone before its end is known here.
+            rank.process.kill()
         for rank in self._ranks:
             rank.process.join(10)
 

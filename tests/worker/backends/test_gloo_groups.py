@@ -76,6 +76,7 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
             up = rank.expect("up")
             assert up["num_waits"] == 1
             assert up["total"] == 4
+        assert [rank.join() for rank in crew] == [0] * 4
 
 
 def test_a_trainer_leaves_a_collective_that_never_ends_and_its_process_too(tmp_path: Path) -> None:
