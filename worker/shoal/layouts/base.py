@@ -1,0 +1,168 @@
+"""What every way to lay a model over ranks has in common, and what each answers for itself.
+
+A layout is made anew for each generation, from the same model and for the group of that
+generation; it knows nothing of membership. Its life, all on the trainer's thread:
+
+    lay_out(model on meta, world) -> its parameters are filled in
+      -> [begin -> forward and backward, once or more -> reduce -> clip -> optimizer -> stepped]
+
+It is dropped as a whole when the group is. Errors of a collective are the group's, as they come.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from shoal.state.pieces import Box, Piece
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""(outputs, targets) -> the mean loss over the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks a model is laid out over, and the one that this process is."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    """Where this rank computes."""
+    group: dist.ProcessGroup
+    """All ranks; also torch's default group, so that a DeviceMesh can be made."""
+
+
+class Layout(ABC):
+    """One rank's part of a model, and how a step is computed on it together with the others."""
+
+    module: nn.Module
+    """What a forward pass of the user's model goes through on this rank."""
+    data_index: int = 0
+    """Which share of each batch is this rank's; ranks that work on the same samples share one."""
+    data_count: int = 1
+    """How many shares there are."""
+    elementwise: bool = True
+    """Whether parameters are cut, so that only optimizers which treat each element by itself do
+    what they would do in one process."""
+
+    @property
+    @abstractmethod
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        """What this rank's optimizer steps (plain or DTensor), by name in the user's model.
+
+        A rank that holds nothing of a parameter may leave it out.
+        """
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        """Parameters and persistent buffers that this rank holds, if only as a copy, by name in
+        the user's model: its part of the model's state. At least `parameters`."""
+        return {**self.parameters, **persistent_buffers(self.module)}
+
+    def piece(self, name: str, tensor: Tensor) -> Piece:
+        """Which box of the whole the tensor is, for one of `held` or of optimizer state that has
+        the same shape as the parameter of this name. The piece's tensor is a view: writing it
+        writes the parameter."""
+        return piece_of(tensor)
+
+    def counts(self, name: str) -> bool:
+        """Whether this rank answers for its piece of the parameter where sums go over ranks.
+
+        For each element of each parameter exactly one rank does: norms are computed from it, and
+        checkpoints are written by it.
+        """
+        return True
+
+    # --- a step ---
+
+    def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
+        """Called at the beginning of a step, with no gradients there. May communicate."""
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        """Add this rank's gradients of a loss that is the mean over its own samples.
+
+        `weight` is its share of the global batch times `data_count`.
+        """
+        (loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def forward_backward(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        """The forward and backward pass in one, for layouts that interleave them.
+
+        Returns the mean loss over this rank's samples, detached.
+        """
+        loss = loss_function(self.module(inputs), targets)
+        self.backward(loss, weight)
+        return loss.detach()
+
+    def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
+        """Complete the gradients: from here on those of `parameters` are the global batch's."""
+
+    def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
+        """Called right behind `optimizer.step()`. May communicate."""
+
+    def synchronised(self) -> bool:
+        """Whether every gradient of the step went through the layout, so that ranks cannot drift.
+
+        False: the loss came from some other module.
+        """
+        return True
+
+    def groups(self) -> Iterator[dist.ProcessGroup]:
+        """Groups beside the default one that were made for this layout."""
+        return iter(())
+
+
+LayOut = Callable[[nn.Module, World], Layout]
+"""Lay a model over a world. The model's parameters are on the meta device, its buffers are real.
+The layout's own parameters are memory with nothing in it; their content comes afterwards."""
+
+
+def piece_of(tensor: Tensor) -> Piece:
+    """The box that a plain tensor (all of it) or this rank's part of a DTensor is."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return Piece.whole(tensor)
+    local = tensor.to_local()
+    sizes, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    box = Box(offsets=tuple(offsets), sizes=tuple(sizes))
+    return Piece(shape=tuple(tensor.shape), box=box, tensor=local)
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are in the module's state_dict, by name."""
+    found = {}
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+def materialise(module: nn.Module, device: torch.device) -> None:
+    """Give parameters on the meta device memory; buffers, which are real, move to the device."""
+    real = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
+    module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        if name in real:
+            buffer.detach().copy_(real[name])
+
+
+__all__ = [
+    "LayOut",
+    "Layout",
+    "LossFunction",
+    "World",
+    "materialise",
+    "persistent_buffers",
+    "piece_of",
+]

@@ -1,0 +1,112 @@
+"""The parts of a state that one rank holds.
+
+A state is a set of named tensors; each rank holds boxes of some of them. However a model is laid
+out (whole copies, rows, columns, stages), its state has the same names and whole shapes, so that
+what one layout wrote another can read:
+
+    model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
+
+where <parameter> is the fully qualified name in the user's model.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.strategies.base import Json
+from shoal_proto.errors import InternalError
+
+MODEL = "model."
+OPTIM = "optim."
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Box:
+    """A part of a tensor: where it starts and how far it reaches in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...] | torch.Size) -> "Box":
+        return cls(offsets=(0,) * len(shape), sizes=tuple(shape))
+
+    @property
+    def num_elements(self) -> int:
+        return torch.Size(self.sizes).numel()
+
+    def overlap(self, other: "Box") -> "Box | None":
+        """What both have in common; None if that is nothing."""
+        offsets, sizes = [], []
+        for a, a_size, b, b_size in zip(
+            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            start, stop = max(a, b), min(a + a_size, b + b_size)
+            if start >= stop:
+                return None
+            offsets.append(start)
+            sizes.append(stop - start)
+        return Box(offsets=tuple(offsets), sizes=tuple(sizes))
+
+    def within(self, outer: "Box") -> tuple[slice, ...]:
+        """The slices that cut this box out of a tensor that holds `outer`."""
+        return tuple(
+            slice(own - base, own - base + size)
+            for own, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A box of one tensor, with what stands in it."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    box: Box
+    tensor: Tensor
+    """Of shape `box.sizes`; contiguous or not, on any device."""
+
+    def __post_init__(self) -> None:
+        if tuple(self.tensor.shape) != self.box.sizes:
+            raise InternalError(
+                "a piece does not fill its box",
+                seen=f"a tensor of {tuple(self.tensor.shape)}",
+                expected=f"{self.box.sizes}",
+            )
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "Piece":
+        return cls(shape=tuple(tensor.shape), box=Box.whole(tensor.shape), tensor=tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one rank holds of the state after `step` committed steps."""
+
+    step: int
+    pieces: Mapping[str, Piece]
+    """By name; a rank holds at most one box of a tensor. Empty boxes are left out."""
+    values: Mapping[str, Json] = field(default_factory=dict)
+    """What is no tensor: settings of the optimizer's groups, counters. The same on all ranks."""
+
+    def copied(self) -> "Holding":
+        """The same in memory of its own, on the host."""
+        pieces = {
+            name: Piece(shape=piece.shape, box=piece.box, tensor=_on_host(piece.tensor))
+            for name, piece in self.pieces.items()
+        }
+        return Holding(step=self.step, pieces=pieces, values=self.values)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.tensor.nbytes for piece in self.pieces.values())
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return copy.copy_(tensor.detach())
+
+
+__all__ = ["MODEL", "OPTIM", "Box", "Holding", "Piece"]
