@@ -41,6 +41,7 @@ class World:
 class Layout(ABC):
     """One rank's part of a model, and how a step is computed on it together with the others."""
 
+    world: World
     module: nn.Module
     """What a forward pass of the user's model goes through on this rank."""
     data_index: int = 0
@@ -72,12 +73,12 @@ class Layout(ABC):
         return piece_of(tensor)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank answers for its piece of the parameter where sums go over ranks.
+        """Whether this rank answers for its piece of one of `held` where sums go over ranks.
 
-        For each element of each parameter exactly one rank does: norms are computed from it, and
-        checkpoints are written by it.
+        For each element exactly one rank does: norms are computed from it, and checkpoints are
+        written by it. As it stands: every rank for its `parameters`, the first for all else.
         """
-        return True
+        return name in self.parameters or self.world.rank == 0
 
     # --- a step ---
 

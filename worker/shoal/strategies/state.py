@@ -57,7 +57,7 @@ class ReplicatedState:
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{name}/{key}"] = value.detach()
                 else:
-                    own[key] = _json(value, f"state {key!r} of {name}", self._optimizer)
+                    own[key] = as_json(value, f"state {key!r} of {name}", self._optimizer)
         groups: list[Json] = []
         for index, group in enumerate(self._optimizer.param_groups):
             settings: dict[str, Json] = {}
@@ -67,7 +67,7 @@ class ReplicatedState:
                 if isinstance(value, Tensor):
                     tensors[f"group/{index}/{key}"] = value.detach()
                 else:
-                    settings[key] = _json(value, f"setting {key!r}", self._optimizer)
+                    settings[key] = as_json(value, f"setting {key!r}", self._optimizer)
             groups.append(settings)
         return State(step=step, tensors=tensors, values={"scalars": scalars, "groups": groups})
 
@@ -109,11 +109,12 @@ class ReplicatedState:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def _json(value: Any, what: str, optimizer: Optimizer) -> Json:
+def as_json(value: Any, what: str, optimizer: Optimizer) -> Json:
+    """The value of an optimizer's state or setting, if JSON has it; else UnsupportedOptimizer."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
-        return [_json(item, what, optimizer) for item in value]
+        return [as_json(item, what, optimizer) for item in value]
     raise UnsupportedOptimizer(
         f"the state of {type(optimizer).__name__} cannot be handed to another member",
         seen=f"{what} of type {type(value).__name__}",
@@ -142,4 +143,4 @@ def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
         )
 
 
-__all__ = ["ReplicatedState"]
+__all__ = ["ReplicatedState", "as_json"]
