@@ -1,4 +1,4 @@
-"""The elastic life around a layout: made anew for each generation, filled with what members hold."""
+"""The elastic life around a layout: new in each generation, filled with what members hold."""
 
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ class LaidOut:
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         """See `shoal.layouts.base.LayOut`. Called anew for each generation."""
 
-    def check(self, model: nn.Module, optimizer: Optimizer) -> None:  # noqa: B027
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raise what this model or optimizer is to be refused with. Called once, on whole weights.
 
         The base has checked that there is something to train and whose the parameters are.

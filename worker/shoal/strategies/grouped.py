@@ -1,0 +1,240 @@
+"""Strategies whose members take each step together, over a group that lives for one generation."""
+
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.backends.base import Backend, Group, Seat
+from shoal.backends.gloo import GlooBackend
+from shoal.rendezvous import RendezvousStore
+from shoal.strategies.base import Context, Generation, Strategy
+from shoal_client.channel import Coordinators
+from shoal_proto.errors import GenerationBroken, InvalidSpec, UnsupportedOptimizer
+from shoal_proto.v1 import membership_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+STUCK_AFTER_S = 1.0
+"""A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
+
+
+class Waiting(Protocol):
+    """Stands between the trainer and the collectives of a group."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether any is still on its way. Any thread."""
+
+    def give_up(self, reason: str) -> None:
+        """Let nobody wait for them any longer. Any thread."""
+
+
+class GroupedStrategy(Strategy):
+    """Forms the group of each generation, cuts it when a peer is lost, and lets go of it.
+
+    What trains over the group is the subclass' own: `_bring_up` makes it, `_let_go` drops it.
+    """
+
+    synchronous = True
+
+    def __init__(self) -> None:
+        self._backend: Backend = GlooBackend()
+        self._lock = threading.Lock()
+        self._cut_up_to = 0
+        self._number = 0
+        self._group: Group | None = None
+        self._process_group: dist.ProcessGroup | None = None
+        self._coordinators: Coordinators | None = None
+        self._step = 0
+        self._has_state = False
+        self._in_step = False
+        self._weighted = False
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+
+    # --- what a subclass answers for ---
+
+    @abstractmethod
+    def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
+        """Make what trains over the group, with the state that the generation starts from.
+
+        Its last collective is one that returns only if all members have come so far.
+        """
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Drop whatever holds the group. Quick, raises nothing, may be called twice."""
+
+    def _waiting(self) -> Waiting | None:
+        """What the trainer waits behind in the present generation, if it can be freed from it."""
+        return None
+
+    # --- generations ---
+
+    def attach(self, context: Context) -> None:
+        super().attach(context)
+        self._coordinators = Coordinators(context.coordinators)
+
+    def enter(self, generation: Generation) -> None:
+        started_s = time.perf_counter()
+        group = self._new_group(generation)
+        try:
+            process_group = group.open()
+            opened_s = time.perf_counter()
+            self._bring_up(generation, process_group)
+        except RuntimeError as error:
+            if self._cut_up_to >= generation.number:
+                raise GenerationBroken(
+                    f"generation {generation.number} ended while it was brought up",
+                    seen=str(error),
+                ) from None
+            raise
+        self._process_group = process_group
+        self._has_state = True
+        log.info(
+            "generation_entered",
+            generation=generation.number,
+            rank=generation.rank,
+            world_size=generation.world_size,
+            step=self._step,
+            connect_s=round(opened_s - started_s, 4),
+            state_s=round(time.perf_counter() - opened_s, 4),
+        )
+
+    def cut(self, generation: int) -> None:
+        with self._lock:
+            self._cut_up_to = max(self._cut_up_to, generation)
+            group = self._group if self._number <= generation else None
+        if group is not None:
+            reason = f"generation {generation} is over"
+            group.cut(reason)
+            self._watch_for_stuck(group, reason)
+
+    def _watch_for_stuck(self, group: Group, reason: str) -> None:
+        """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
+        waiting = self._waiting()
+        if waiting is None:
+            return
+
+        def give_up() -> None:
+            if waiting.waits:
+                log.warning("collective_stuck", reason=reason)
+                group.keep_for_ever()
+                waiting.give_up(reason)
+
+        timer = threading.Timer(STUCK_AFTER_S, give_up)
+        timer.daemon = True
+        timer.start()
+
+    def abandon(self) -> None:
+        if self._in_step:
+            self._in_step = False
+            for buffer, before in self._buffers:
+                buffer.detach().copy_(before)
+        self._buffers = []
+        self._let_go()
+        self._process_group = None
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.retire()
+
+    def _new_group(self, generation: Generation) -> Group:
+        limits, me = self.context.limits, generation.me
+        peers = generation.record.roster.entries
+        one_host = len({(entry.host, entry.address) for entry in peers}) == 1
+        seat = Seat(
+            generation=generation.number,
+            rank=generation.rank,
+            world_size=generation.world_size,
+            address=LOOPBACK if one_host else me.address,
+            bring_up_s=limits.bring_up_s,
+            collective_s=limits.collective_s,
+        )
+        assert self._coordinators is not None, "attach comes before enter"
+        store = RendezvousStore(self._coordinators, generation.token, timeout_s=limits.bring_up_s)
+        with self._lock:
+            self._group = group = self._backend.group(seat, store)
+            self._number = generation.number
+            over = self._cut_up_to >= generation.number
+        if over:
+            group.cut(f"generation {generation.number} is over")
+        return group
+
+    # --- steps ---
+
+    def _open_step(self, model: nn.Module) -> None:
+        """A step begins: remember what a forward pass changes, so that it can be undone."""
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._in_step, self._weighted = True, False
+
+    def _check_weighted(self) -> None:
+        if not self._weighted:
+            raise InvalidSpec(
+                f"step {self._step} has no session.backward(loss)",
+                seen="no backward pass, or a plain loss.backward()",
+                expected="session.backward(loss) once or more, which weighs this member's share",
+            )
+
+    def _commit_step(self) -> None:
+        self._step += 1
+        self._in_step, self._buffers = False, []
+
+    def finish(self) -> None:
+        if self._process_group is None:
+            raise GenerationBroken("the last step was taken in a generation that is over")
+        dist.all_reduce(torch.zeros(1), group=self._process_group)
+
+    def is_failure(self, error: BaseException) -> bool:
+        return self._backend.is_failure(error)
+
+    # --- state ---
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def has_state(self) -> bool:
+        return self._has_state
+
+    def close(self) -> None:
+        if self._group is not None:
+            self.abandon()
+        if self._coordinators is not None:
+            self._coordinators.close()
+            self._coordinators = None
+
+
+def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
+    """Rank of the member whose state the generation starts from, and of those who need it."""
+    entries = generation.entries
+    source_id = generation.record.roster.source_member_id or entries[0].member_id
+    source = next(entry.rank for entry in entries if entry.member_id == source_id)
+    receivers = [
+        entry.rank
+        for entry in entries
+        if entry.rank != source and entry.state != pb.STATE_ACTION_KEEP
+    ]
+    return source, receivers
+
+
+def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
+    """Raise UnsupportedOptimizer for one that computes the loss several times a step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizer(
+            f"{name} cannot run LBFGS",
+            seen="an optimizer that calls the loss several times a step",
+            expected="one that uses each gradient once, such as SGD or AdamW",
+        )
+
+
+__all__ = ["LOOPBACK", "GroupedStrategy", "Waiting", "receivers_of", "refuse_lbfgs"]
