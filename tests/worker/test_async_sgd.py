@@ -266,22 +266,3 @@ def test_what_the_servers_cannot_run_is_refused_at_once() -> None:
     whole.ids = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
     with pytest.raises(DtypeMismatch, match=r"torch\.int64"):
         AsyncSgd().distribute(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
-
-
-def test_capture_and_restore(servers: ParameterServers) -> None:
-    """A captured state does not move with training, and comes back as it was."""
-    model = new_model()
-    strategy = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state = strategy.capture()
-    before = copy.deepcopy(model)
-    train(strategy, model, range(1, 3))
-    assert not torch.equal(model.head.weight, before.head.weight)
-    strategy.restore(state)
-    assert torch.equal(model.head.weight, before.head.weight)
-    assert strategy.step == 0
-    wrong = copy.copy(state)
-    object.__setattr__(wrong, "tensors", {**state.tensors, "head.bias": torch.zeros(3)})
-    with pytest.raises(ShapeMismatch, match=r"head\.bias"):
-        strategy.restore(wrong)
-    strategy.close()
-    strategy.close()

@@ -37,7 +37,7 @@ class Batch:
     """The dataset's indices of these samples; empty if this member has no part in the step. It
     then holds one sample all the same, which gets weight 0."""
     weight: float
-    """The member's share of the global batch times the number of members."""
+    """The member's share of the global batch times the number of shares."""
     step: int
     """Optimizer steps before this one."""
     epoch: int
@@ -101,11 +101,11 @@ class Loader:
         self._epoch = -1
         self._indices = torch.empty(0, dtype=torch.int64)
 
-    def synchronous(self, step: int, rank: int, world_size: int) -> Batch:
-        """A rank's part of a step that all members take together."""
+    def synchronous(self, step: int, index: int, count: int) -> Batch:
+        """One of `count` shares of a step that all members take together."""
         epoch, start, stop = self._order.span(step)
-        own_start, own_stop = share(start, stop, rank, world_size)
-        weight = (own_stop - own_start) * world_size / (stop - start)
+        own_start, own_stop = share(start, stop, index, count)
+        weight = (own_stop - own_start) * count / (stop - start)
         return self._batch(epoch, (own_start, own_stop), step=step, weight=weight)
 
     def leased(self, epoch: int, start: int, stop: int, step: int) -> Batch:

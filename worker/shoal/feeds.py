@@ -63,9 +63,9 @@ class TogetherFeed(Feed):
             try:
                 generation = crew.stand(self._fields)
                 while crew.strategy.step < num_steps:
-                    rank, world_size = generation.rank, generation.world_size
+                    index, count = crew.strategy.data_share(generation)
                     yield from self._offer(
-                        self._loader.synchronous(crew.strategy.step, rank, world_size)
+                        self._loader.synchronous(crew.strategy.step, index, count)
                     )
                     generation = crew.stand(self._fields)
                 if self._finish():

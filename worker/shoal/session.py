@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +17,7 @@ from shoal.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.joining import JoinConfig
 from shoal.reports import StepReports
 from shoal.strategies import find_strategy
-from shoal.strategies.base import Generation, Strategy
+from shoal.strategies.base import Generation, LossFunction, Strategy
 from shoal.validators import Judges, Validator, validators_of
 from shoal_proto.errors import InvalidSpec
 
@@ -160,6 +160,40 @@ class Session:
         self._step.loss = loss.detach()
         batch = self._feed.batch if self._feed is not None else None
         self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
+
+    def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
+        """The forward and backward pass of a batch in one: as
+
+            loss = loss_function(model(batch.inputs), batch.targets)
+            session.backward(loss)
+
+        and what strategies with a pipeline need, which interleave the two. Returns the mean loss
+        over this member's samples, detached.
+        """
+        if self._step is None:
+            raise InvalidSpec("a pass outside of a step", expected="with session.step(): ...")
+        self._step.loss = loss = self._crew.strategy.forward_backward(
+            batch.inputs, batch.targets, loss_function, batch.weight
+        )
+        return loss
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
+
+        To be called in the step, behind the last backward pass, by all members. The norm is that of
+        the whole model's gradients, however they are spread over members.
+        """
+        if self._step is None:
+            raise InvalidSpec("clipping outside of a step", expected="with session.step(): ...")
+        return self._crew.strategy.clip_grad_norm(max_norm)
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The whole model by name, on the host, with the keys that the undistributed model has.
+
+        Under strategies that spread parameters all members must call it, at the same step: between
+        two batches, or behind the last one within the `with` block.
+        """
+        return self._crew.strategy.state_dict()
 
     # --- where it stands ---
 

@@ -21,9 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.state.pieces import Box, Piece
-
-LossFunction = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> the mean loss over the samples."""
+from shoal.strategies.base import LossFunction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +41,7 @@ class Layout(ABC):
 
     world: World
     module: nn.Module
-    """What a forward pass of the user's model goes through on this rank."""
+    """What a forward pass of the user's model goes through on this rank, within a step."""
     data_index: int = 0
     """Which share of each batch is this rank's; ranks that work on the same samples share one."""
     data_count: int = 1
@@ -51,6 +49,14 @@ class Layout(ABC):
     elementwise: bool = True
     """Whether parameters are cut, so that only optimizers which treat each element by itself do
     what they would do in one process."""
+
+    @property
+    def plain(self) -> nn.Module:
+        """The copied model with the user's own names: what is shown to the user and evaluated with.
+
+        `module` itself, unless that wraps it.
+        """
+        return self.module
 
     @property
     @abstractmethod
@@ -64,7 +70,7 @@ class Layout(ABC):
     def held(self) -> Mapping[str, Tensor]:
         """Parameters and persistent buffers that this rank holds, if only as a copy, by name in
         the user's model: its part of the model's state. At least `parameters`."""
-        return {**self.parameters, **persistent_buffers(self.module)}
+        return {**self.parameters, **persistent_buffers(self.plain)}
 
     def piece(self, name: str, tensor: Tensor) -> Piece:
         """Which box of the whole the tensor is, for one of `held` or of optimizer state that has
@@ -79,6 +85,13 @@ class Layout(ABC):
         written by it. As it stands: every rank for its `parameters`, the first for all else.
         """
         return name in self.parameters or self.world.rank == 0
+
+    def travels(self, name: str) -> bool:
+        """Whether the piece of this name in a state (`model.`, `optim.`) is lost with this rank.
+
+        Such pieces are copied to peers. As it stands: all; no harm is done by a copy too many.
+        """
+        return True
 
     # --- a step ---
 

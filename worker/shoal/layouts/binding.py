@@ -35,7 +35,8 @@ class Blueprint:
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model = model
+        self.model = model
+        """The user's own, with its weights until they are forgotten."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         if not any(parameter.requires_grad for parameter in names):
             raise InvalidSpec(
@@ -62,13 +63,13 @@ class Blueprint:
             id(parameter): nn.Parameter(
                 torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
             )
-            for parameter in self._model.parameters()
+            for parameter in self.model.parameters()
         }
         try:
-            copied: nn.Module = copy.deepcopy(self._model, memo)
+            copied: nn.Module = copy.deepcopy(self.model, memo)
         except (TypeError, RuntimeError) as error:
             raise InvalidSpec(
-                f"the model {type(self._model).__name__} cannot be copied",
+                f"the model {type(self.model).__name__} cannot be copied",
                 seen=str(error),
                 expected="a module that copy.deepcopy can copy",
                 fix="Keep locks, files, generators and tensors with a history out of its attributes"
@@ -78,17 +79,17 @@ class Blueprint:
 
     def initial(self) -> Holding:
         """The weights that the user made the model with: step 0."""
-        state = {**dict(self._model.named_parameters()), **persistent_buffers(self._model)}
+        state = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
         pieces = {MODEL + name: Piece.whole(tensor.detach()) for name, tensor in state.items()}
         return Holding(step=0, pieces=pieces)
 
     @property
     def has_weights(self) -> bool:
-        return not any(parameter.is_meta for parameter in self._model.parameters())
+        return not any(parameter.is_meta for parameter in self.model.parameters())
 
     def forget_weights(self) -> None:
         """Free the memory of the user's own parameters: from now on a layout holds them."""
-        for part in self._model.modules():
+        for part in self.model.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and not parameter.is_meta:
                     part._parameters[name] = nn.Parameter(

@@ -25,7 +25,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from shoal.strategies.base import (
     Context,
     Generation,
-    State,
+    LossFunction,
     Strategy,
     optimizer_digest,
     schema_digest,
@@ -37,7 +37,6 @@ from shoal_proto.errors import (
     InternalError,
     InvalidSpec,
     NonFiniteGradient,
-    ShapeMismatch,
     ShardNotReady,
     UnsupportedOptimizer,
 )
@@ -140,6 +139,18 @@ class AsyncSgd(Strategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
+    def forward_backward(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        loss = loss_function(self._model(inputs), targets)
+        self.backward(loss, weight)
+        return loss.detach()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """As the base has it, for the gradients of this member's own batch."""
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        return norm
+
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         gradients = {
             name: parameter.grad.detach()
@@ -199,32 +210,9 @@ class AsyncSgd(Strategy):
     def has_state(self) -> bool:
         return self._has_state
 
-    def capture(self) -> State:
+    def state_dict(self) -> Mapping[str, Tensor]:
         """The values this member computes with; the optimizer's state lives on the servers."""
-        tensors = {name: t.detach().clone() for name, t in self._model.state_dict().items()}
-        return State(step=self._step, tensors=tensors)
-
-    def restore(self, state: State) -> None:
-        """Compute the next gradients on these values; after that step the servers' come back."""
-        held = self._model.state_dict()
-        for name, tensor in held.items():
-            given = state.tensors.get(name)
-            if given is None or given.shape != tensor.shape:
-                raise ShapeMismatch(
-                    f"the state does not fit at {name}",
-                    seen="(absent)" if given is None else str(tuple(given.shape)),
-                    expected=str(tuple(tensor.shape)),
-                )
-            if given.dtype != tensor.dtype:
-                raise DtypeMismatch(
-                    f"the state does not fit at {name}",
-                    seen=str(given.dtype),
-                    expected=str(tensor.dtype),
-                )
-        with torch.no_grad():
-            for name, tensor in held.items():
-                tensor.copy_(state.tensors[name])
-        self._step = state.step
+        return {name: t.detach().clone() for name, t in self._model.state_dict().items()}
 
     def metrics(self) -> Mapping[str, float]:
         with self._lock:

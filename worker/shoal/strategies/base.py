@@ -17,14 +17,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import InternalError, InvalidSpec
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
+
+if TYPE_CHECKING:
+    from shoal.layouts.base import Layout, World
+    from shoal.layouts.binding import Blueprint
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""(outputs, targets) -> the mean loss over the samples."""
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -155,6 +162,32 @@ class Strategy(ABC):
         """
 
     @abstractmethod
+    def forward_backward(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        """The forward and backward pass in one, for strategies that interleave them.
+
+        Returns the mean loss over this member's samples, detached.
+        """
+
+    @abstractmethod
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the step's gradients, as they are after all backward passes, so that their common
+        2-norm over the whole model is at most `max_norm`. Returns the norm before."""
+
+    @abstractmethod
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The whole model by name, as of the last committed step. Synchronous strategies: called by
+        all members at the same step."""
+
+    def data_share(self, generation: Generation) -> tuple[int, int]:
+        """Which share of each batch is this member's, and how many shares there are.
+
+        Asked once the generation is entered.
+        """
+        return generation.rank, generation.world_size
+
+    @abstractmethod
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         """Apply the gradients and commit: `step` is one higher on return.
 
@@ -172,13 +205,19 @@ class Strategy(ABC):
     def has_state(self) -> bool:
         """Whether this member holds trained state, from a generation it has fully entered."""
 
-    @abstractmethod
-    def capture(self) -> State:
-        """The state as of the last committed step, detached: later steps do not change it."""
+    def lay_out_static(
+        self, blueprint: "Blueprint", optimizer: Optimizer, world: "World"
+    ) -> "Layout":
+        """A layout over ranks that never change, for `shoal.distribute` without a session.
 
-    @abstractmethod
-    def restore(self, state: State) -> None:
-        """Make `state` this member's. Raises ShapeMismatch or DtypeMismatch if it does not fit."""
+        Raises InvalidSpec for a strategy that does not train without one, or what it refuses the
+        model or optimizer with.
+        """
+        raise InvalidSpec(
+            f"strategy {self.name} needs a session",
+            seen="shoal.distribute() without one",
+            expected="with shoal.join(...) as session: session.distribute(...)",
+        )
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a peer failed to answer, rather than the user's own code.
@@ -240,6 +279,7 @@ __all__ = [
     "Context",
     "Generation",
     "Json",
+    "LossFunction",
     "State",
     "Strategy",
     "optimizer_digest",

@@ -1,6 +1,7 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from shoal.strategies.base import (
     Generation,
+    LossFunction,
     State,
     optimizer_digest,
     schema_digest,
@@ -129,6 +131,17 @@ class DDP(GroupedStrategy):
         self._weighted = True
         (loss * weight).backward()  # type: ignore[no-untyped-call]
 
+    def forward_backward(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        loss = loss_function(self._route()(inputs), targets)
+        self.backward(loss, weight)
+        return loss.detach()
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        return norm
+
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         if self._exchange is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
@@ -164,8 +177,8 @@ class DDP(GroupedStrategy):
 
     # --- state ---
 
-    def capture(self) -> State:
-        return self._state.capture(self._step)
+    def state_dict(self) -> Mapping[str, Tensor]:
+        return {name: t.detach().clone() for name, t in self._model.state_dict().items()}
 
     def restore(self, state: State) -> None:
         self._state.restore(state)

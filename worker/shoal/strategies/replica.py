@@ -20,10 +20,8 @@ class Replica(nn.Module):
         # Not super(): beside a model's class, that would be the model's own constructor.
         nn.Module.__init__(self)
         own = self.__dict__
-        own["_module"] = module
         own["_route"] = route
-        for table in _TABLES:
-            own[table] = module.__dict__[table]
+        retarget(self, module)
         # From here on the model's own flag answers.
         del own["training"]
 
@@ -64,8 +62,16 @@ def replica_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
     return replica
 
 
+def retarget(replica: nn.Module, module: nn.Module) -> None:
+    """Let a replica show another module from now on, one of the same make."""
+    own = replica.__dict__
+    own["_module"] = module
+    for table in _TABLES:
+        own[table] = module.__dict__[table]
+
+
 def _same(module: nn.Module) -> nn.Module:
     return module
 
 
-__all__ = ["Replica", "replica_of"]
+__all__ = ["Replica", "replica_of", "retarget"]

@@ -1,0 +1,51 @@
+"""What is asked of all gradients of a layout at once."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.layouts.base import Layout
+
+
+@torch.no_grad()
+def clip(layout: Layout, max_norm: float) -> Tensor:
+    """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
+
+    Collective. As torch.nn.utils.clip_grad_norm_ does on one process: each element of each
+    parameter counts once, whichever rank holds it and however many do.
+    """
+    gradients = _local_gradients(layout.parameters)
+    counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
+    square = torch.zeros((), dtype=torch.float32, device=layout.world.device)
+    for norm in torch._foreach_norm(counted) if counted else ():
+        square += norm.float() ** 2
+    dist.all_reduce(square, group=layout.world.group)
+    total = square.sqrt()
+    # The same small number as in torch, and the same order: clipped runs stay equal to one process.
+    torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    return total
+
+
+def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
+    """The first parameter whose gradient on this rank holds a NaN or Inf; empty if none does."""
+    gradients = _local_gradients(parameters)
+    # One pass over all. The norm of finite numbers can overflow, so only the exact test condemns.
+    norms = torch._foreach_norm(list(gradients.values())) if gradients else ()
+    if not norms or bool(torch.isfinite(torch.stack([n.float() for n in norms]).sum())):
+        return ""
+    return next((name for name, g in gradients.items() if not bool(torch.isfinite(g).all())), "")
+
+
+def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    found = {}
+    for name, parameter in parameters.items():
+        gradient = parameter.grad
+        if gradient is not None:
+            found[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return {name: gradient for name, gradient in found.items() if gradient.numel()}
+
+
+__all__ = ["clip", "name_of_fault"]
