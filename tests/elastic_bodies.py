@@ -1,0 +1,94 @@
+"""Training under a strategy while members are killed, join and drain: what one of them does."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rank_bodies import Run, session_of
+from ranks import Report
+from torch import Tensor, nn
+
+from shoal.data import Loader, Order
+from shoal.strategies import find_strategy
+from shoal.strategies.base import Strategy
+
+NUM_SAMPLES = 101
+EPOCHS = 1000
+"""More than any test trains: `stop_file` says where it ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic(Run):
+    """One member's part."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the strategy."""
+    optimizer: str = "sgd"
+    stop_file: str = ""
+    """Holds the step at which all members stop, once the test has decided on it."""
+
+
+def build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with sizes that divide by nothing, cut anywhere; the same for every member."""
+    torch.manual_seed(3)
+    model = nn.Sequential(
+        *(nn.Linear(20, 17), nn.Tanh(), nn.Linear(17, 13), nn.Tanh()),
+        *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)),
+    )
+    if optimizer == "adamw":
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return (
+        torch.randn(NUM_SAMPLES, 20, generator=generator),
+        torch.randint(0, 5, (NUM_SAMPLES,), generator=generator),
+    )
+
+
+def order(batch_size: int) -> Order:
+    """Of all samples of all steps."""
+    return Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
+
+
+def strategy_of(run: Elastic) -> Strategy:
+    """The strategy's class with the run's options."""
+    return type(find_strategy(run.strategy))(**run.options)
+
+
+def train(report: Report, run: Elastic) -> None:
+    """Steps until the stop; then the whole model."""
+    model, optimizer = build(run.optimizer)
+    with session_of(run) as session:
+        model, optimizer = session.distribute(model, optimizer, strategy=strategy_of(run))
+        batches = session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS)
+        for batch in batches:
+            stop = Path(run.stop_file)
+            if stop.exists() and batch.step >= int(stop.read_text()):
+                assert batch.step == int(stop.read_text()), "the test decided too late"
+                break
+            tried = {"step": batch.step, "generation": session.generation}
+            share = session.strategy.data_share(session._present())
+            report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
+            with session.step() as step:
+                session.forward_backward(batch, nn.functional.cross_entropy)
+            if step.committed:
+                report("committed", **tried)
+        weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        report("finished", step=session.step_number, weights=weights)
+
+
+def one_process(optimizer_name: str, batch_size: int, num_steps: int) -> dict[str, Tensor]:
+    """The model after the same steps without any distribution."""
+    model, optimizer = build(optimizer_name)
+    loader = Loader(data(), order(batch_size))
+    for step in range(num_steps):
+        batch = loader.synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
