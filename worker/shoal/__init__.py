@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.backends.in_memory_run import run_in_memory
     from shoal.data import Batch
     from shoal.draining import Drained
     from shoal.session import Session
@@ -31,6 +32,7 @@ __all__ = [
     "RosterMember",
     "Session",
     "join",
+    "run_in_memory",
     "validator",
 ]
 
@@ -42,6 +44,7 @@ _HOMES = {
     "Roster": "shoal.validators",
     "RosterMember": "shoal.validators",
     "Session": "shoal.session",
+    "run_in_memory": "shoal.backends.in_memory_run",
     "validator": "shoal.validators",
 }
 

@@ -1,0 +1,231 @@
+"""Where ranks that are threads of one process meet: collectives and messages between them.
+
+A `Hub` is what the ranks of one job share, and all that they share; a `Meeting` is one group of
+them. The rank that comes last computes for all, in the order of ranks, so that a result does not
+depend on who came when. Every wait ends at its deadline, and at once when the job has failed or
+when a rank that it needs has ended.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+MAX_UNDELIVERED = 1024
+"""A rank that sends more messages to another than this waits until some were received."""
+
+Complete = Callable[[list[Any]], None]
+"""Computes a collective from what the ranks handed in, by rank."""
+
+
+class Hub:
+    """The ranks of one job. Any thread may call."""
+
+    def __init__(self, world_size: int, timeout_s: float) -> None:
+        self.world_size = world_size
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.failure = ""
+        """Why the job failed; empty while it has not."""
+        self.ended: set[int] = set()
+        self._forming: dict[tuple[str, tuple[int, ...]], list[Meeting]] = {}
+
+    def fail(self, reason: str) -> None:
+        """Make every wait of every rank raise, under way or yet to come. The first reason stays."""
+        with self.changed:
+            self.failure = self.failure or reason
+            self.changed.notify_all()
+
+    def end(self, rank: int) -> None:
+        """This rank takes part in nothing any more: who waits for it need not wait."""
+        with self.changed:
+            self.ended.add(rank)
+            self.changed.notify_all()
+
+    def meeting(self, name: str, ranks: Sequence[int], rank: int) -> "Meeting":
+        """The group of this name, the same object for each of its ranks. Waits for nobody."""
+        key = (name, tuple(ranks))
+        with self.changed:
+            forming = self._forming.setdefault(key, [])
+            # A rank may make a group of the same name again before the others made the first.
+            found = next((each for each in forming if rank not in each.joined), None)
+            if found is None:
+                found = Meeting(self, tuple(ranks))
+                forming.append(found)
+            found.joined.add(rank)
+            if len(found.joined) == len(found.ranks):
+                forming.remove(found)
+                if not forming:
+                    del self._forming[key]
+            return found
+
+    def wait(
+        self,
+        done: Callable[[], bool],
+        needed: Callable[[], Collection[int]],
+        what: str,
+        timeout_s: float,
+    ) -> None:
+        """Return once `done`; `needed` are the ranks of the job that it still takes."""
+        deadline_s = time.monotonic() + timeout_s
+        with self.changed:
+            while not done():
+                if self.failure:
+                    raise dist.DistBackendError(f"{what} failed: {self.failure}")
+                if gone := self.ended.intersection(needed()):
+                    self.fail(f"{what} cannot be completed: {named(gone)} ended without it")
+                elif (left_s := deadline_s - time.monotonic()) <= 0:
+                    self.fail(
+                        f"{what} was not completed within {timeout_s:g} s: "
+                        f"{named(needed()) or 'the job'} did not come"
+                    )
+                else:
+                    self.changed.wait(left_s)
+
+
+class _Call:
+    """One collective: what each rank handed in, then whether and how it ended."""
+
+    def __init__(self) -> None:
+        self.posted: dict[int, tuple[str, Any]] = {}
+        self.done = False
+        self.error: Exception | None = None
+
+
+class Meeting:
+    """One group. Ranks here are places in the group."""
+
+    def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
+        self.hub = hub
+        self.ranks = ranks
+        """Of the job, by place in the group."""
+        self.joined: set[int] = set()
+        self._calls: dict[int, _Call] = {}
+        self._numbers: Counter[int] = Counter()
+        self._mail: dict[tuple[int, int, int, int], Tensor] = {}
+        self._sent: Counter[tuple[int, int, int]] = Counter()
+        self._expected: Counter[tuple[int, int, int]] = Counter()
+        self._undelivered: Counter[tuple[int, int]] = Counter()
+
+    # --- collectives ---
+
+    def post(self, rank: int, kind: str, given: Any, complete: Complete) -> _Call:
+        """Hand in a rank's part of its next collective. The last one computes."""
+        with self.hub.changed:
+            if self.hub.failure:
+                raise dist.DistBackendError(f"{kind} failed: {self.hub.failure}")
+            number = self._numbers[rank]
+            self._numbers[rank] += 1
+            call = self._calls.setdefault(number, _Call())
+            call.posted[rank] = (kind, given)
+            if len(call.posted) < len(self.ranks):
+                return call
+            del self._calls[number]
+        try:
+            self._agree(call)
+            with torch.no_grad():
+                complete([call.posted[place][1] for place in range(len(self.ranks))])
+        except Exception as error:  # noqa: BLE001 - raised on every rank, by `finish`
+            call.error = error
+        with self.hub.changed:
+            call.done = True
+            call.posted.clear()
+            self.hub.changed.notify_all()
+        return call
+
+    def finish(self, call: _Call, kind: str, timeout_s: float) -> None:
+        """Return once the collective is complete on all ranks."""
+
+        def needed() -> list[int]:
+            if len(call.posted) == len(self.ranks):
+                return []
+            return [rank for place, rank in enumerate(self.ranks) if place not in call.posted]
+
+        self.hub.wait(lambda: call.done, needed, kind, timeout_s)
+        if call.error is not None:
+            raise dist.DistBackendError(f"{kind} failed: {call.error}") from call.error
+
+    def _agree(self, call: _Call) -> None:
+        kinds = {kind for kind, _ in call.posted.values()}
+        if len(kinds) > 1:
+            calls = ", ".join(
+                f"rank {self.ranks[place]}: {kind}"
+                for place, (kind, _) in sorted(call.posted.items())
+            )
+            raise ValueError(f"the ranks of a group do different things ({calls})")
+
+    # --- messages ---
+
+    def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
+        """Leave a copy for the receiver."""
+        route = (source, to, tag)
+        self.hub.wait(
+            lambda: self._undelivered[source, to] < MAX_UNDELIVERED,
+            lambda: [self.ranks[to]],
+            f"send to rank {self.ranks[to]}",
+            self.hub.timeout_s,
+        )
+        with self.hub.changed:
+            if self.hub.failure:
+                raise dist.DistBackendError(f"send failed: {self.hub.failure}")
+            self._mail[(*route, self._sent[route])] = tensor.clone()
+            self._sent[route] += 1
+            self._undelivered[source, to] += 1
+            self.hub.changed.notify_all()
+
+    def expect(self, source: int, to: int, tag: int) -> int:
+        """The number of the next message on this route: receives complete in the order posted."""
+        with self.hub.changed:
+            number = self._expected[source, to, tag]
+            self._expected[source, to, tag] += 1
+            return number
+
+    def arrived(self, source: int, to: int, tag: int, number: int) -> bool:
+        return (source, to, tag, number) in self._mail
+
+    def receive(self, letter: tuple[int, int, int, int], tensor: Tensor, timeout_s: float) -> None:
+        """Fill the tensor with the message. Raises if it is of another size or kind."""
+        source, to, _, _ = letter
+        what = f"recv from rank {self.ranks[source]}"
+        self.hub.wait(lambda: letter in self._mail, lambda: [self.ranks[source]], what, timeout_s)
+        with self.hub.changed:
+            message = self._mail.pop(letter)
+            self._undelivered[source, to] -= 1
+            self.hub.changed.notify_all()
+        if message.shape.numel() != tensor.shape.numel() or message.dtype != tensor.dtype:
+            raise dist.DistBackendError(
+                f"{what} failed: {tuple(message.shape)} {message.dtype} was sent, "
+                f"{tuple(tensor.shape)} {tensor.dtype} is to be received"
+            )
+        with torch.no_grad():
+            tensor.copy_(message.view(tensor.shape))
+
+    def any_source(self, to: int, tag: int, timeout_s: float) -> int:
+        """The first rank from which a message waits that nobody expects yet."""
+
+        def waiting() -> int | None:
+            for source in range(len(self.ranks)):
+                if self.arrived(source, to, tag, self._expected[source, to, tag]):
+                    return source
+            return None
+
+        # Any one that is there could still send: only if all others ended, nobody does.
+        self.hub.wait(lambda: waiting() is not None, list, "recv from any rank", timeout_s)
+        with self.hub.changed:
+            source = waiting()
+        assert source is not None, "only this rank takes its messages"
+        return source
+
+
+def named(ranks: Collection[int]) -> str:
+    """E.g. "rank 1" or "ranks 1, 3"."""
+    listed = ", ".join(str(rank) for rank in sorted(ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else ""
+
+
+__all__ = ["MAX_UNDELIVERED", "Hub", "Meeting", "named"]

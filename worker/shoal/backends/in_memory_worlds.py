@@ -1,0 +1,116 @@
+"""What torch.distributed knows of the world, for each thread its own.
+
+torch keeps its groups in registries of the process: a table in Python and one in C++. While some
+thread is a rank of an in-memory job, the first is a proxy that shows each such thread its own
+table and every other thread torch's; the second is switched to a table per thread, a mode that
+torch has. Both are put back when the last such thread is done.
+"""
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d as c10d
+
+from shoal.backends.in_memory_meeting import Hub
+from shoal_proto.errors import InvalidSpec
+
+
+class RankWorld:
+    """torch's tables as one rank sees them. The fields are those of torch's own."""
+
+    pg_config_info = c10d._World.pg_config_info
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.default_pg: dist.ProcessGroup | None = None
+        self.group_count = 0
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, Any] = {}
+        self.pg_group_ranks: dict[Any, Any] = {}
+        self.pg_backend_config: dict[Any, Any] = {}
+        self.tags_to_pg: dict[Any, Any] = {}
+        self.pg_to_tag: dict[Any, Any] = {}
+        self.pg_coalesce_state: dict[Any, Any] = {}
+        self.comms: list[Any] = []
+
+
+class _Own(threading.local):
+    world: RankWorld | None = None
+
+
+class _WorldOfThread:
+    """Stands in for torch's table."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_own.world or _torchs, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_own.world or _torchs, name, value)
+
+
+_own = _Own()
+_torchs: Any = c10d._world
+_native: Any = _distributed_c10d
+_lock = threading.Lock()
+_num_bound = 0
+
+
+def own_world() -> RankWorld | None:
+    """The world that this thread is bound to."""
+    return _own.world
+
+
+def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
+    """Make this thread a rank of the world; `initialise` makes torch's default group."""
+    global _num_bound  # noqa: PLW0603 - as global as what it counts
+    if dist.is_initialized():
+        raise InvalidSpec(
+            "torch.distributed has a default process group already",
+            seen="a group that was not made here",
+            expected="none in this thread",
+            fix="Run ranks in threads of their own.",
+        )
+    with _lock:
+        if not _num_bound:
+            c10d._world = _WorldOfThread()  # type: ignore[assignment]
+            _native._set_thread_isolation_mode(True)
+        _num_bound += 1
+        _own.world = world
+        # torch wraps the hook of the process once more at each call, and never takes one off.
+        hook = sys.excepthook
+        try:
+            initialise()
+        except BaseException:
+            _release()
+            raise
+        finally:
+            sys.excepthook = hook
+
+
+def unbind() -> None:
+    """Destroy the groups of this thread's world and leave it. Does nothing if there is none."""
+    if _own.world is None:
+        return
+    try:
+        if dist.is_initialized():  # else the rank's own code has destroyed it
+            dist.destroy_process_group()
+    finally:
+        with _lock:
+            _release()
+
+
+def _release() -> None:
+    global _num_bound  # noqa: PLW0603
+    _own.world = None
+    _num_bound -= 1
+    if not _num_bound:
+        c10d._world = _torchs
+        _native._set_thread_isolation_mode(False)
+
+
+__all__ = ["RankWorld", "bind", "own_world", "unbind"]

@@ -1,0 +1,51 @@
+"""Reductions over ranks as torch names them, computed in the order of ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal_proto.errors import InvalidSpec
+
+_Op: Any = dist.ReduceOp.RedOpType  # the stub has no members
+_FOLDS: Mapping[Any, Callable[..., Tensor]] = {
+    _Op.SUM: torch.add,
+    _Op.AVG: torch.add,
+    _Op.PRODUCT: torch.mul,
+    _Op.MIN: torch.minimum,
+    _Op.MAX: torch.maximum,
+    _Op.BAND: torch.bitwise_and,
+    _Op.BOR: torch.bitwise_or,
+    _Op.BXOR: torch.bitwise_xor,
+}
+
+
+def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
+    """The reduction of one tensor of each rank; the same bits whoever computes it.
+
+    Raises InvalidSpec for a reduction that this backend does not have, ValueError where shapes or
+    dtypes differ.
+    """
+    fold = _FOLDS.get(op)
+    if fold is None:
+        raise InvalidSpec(
+            "this reduction is not supported",
+            seen=str(op),
+            expected="sum, avg, product, min, max, band, bor or bxor",
+        )
+    first = parts[0]
+    for part in parts:
+        if part.shape != first.shape or part.dtype != first.dtype:
+            raise ValueError(
+                f"ranks hand in {tuple(first.shape)} {first.dtype} "
+                f"and {tuple(part.shape)} {part.dtype}"
+            )
+    total = first.clone()
+    for part in parts[1:]:
+        fold(total, part, out=total)
+    return total.div_(len(parts)) if op == _Op.AVG else total
+
+
+__all__ = ["reduced"]
