@@ -50,6 +50,9 @@ class Layout(ABC):
     """Whether parameters are cut, so that only optimizers which treat each element by itself do
     what they would do in one process."""
 
+    step: int = 0
+    """Steps committed before the present one, for what is told of a fault in it."""
+
     @property
     def plain(self) -> nn.Module:
         """The copied model with the user's own names: what is shown to the user and evaluated with.
@@ -128,6 +131,12 @@ class Layout(ABC):
         False: the loss came from some other module.
         """
         return True
+
+    def release(self) -> None:  # noqa: B027 - most layouts hold the group by nothing else
+        """Let go of the group at its end, also where somebody still holds `module`.
+
+        Quick, raises nothing, may be called twice; no step is taken behind it.
+        """
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Groups beside the default one that were made for this layout."""
