@@ -2,6 +2,7 @@
 
 import pickle
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,9 @@ from shoal.layouts.binding import Blueprint, Bound
 from shoal.state.pieces import MODEL, Holding, Piece
 
 Losses = Callable[[Any, Any], Tensor]
+_seeded = threading.Lock()
+# Ranks that are threads would else have a team of threads each.
+torch.set_num_threads(1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +42,10 @@ class Training:
     seed: int = 0
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(self.seed)
-        model = self.model()
+        # Ranks that are threads share one random generator.
+        with _seeded:
+            torch.manual_seed(self.seed)
+            model = self.model()
         return model, self.optimizer(model.parameters())
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
