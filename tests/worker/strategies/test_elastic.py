@@ -19,6 +19,8 @@ TOLERANCE = 1e-5
 """fp32, a few hundred steps; only the order of additions differs."""
 CASES: list[tuple[str, Mapping[str, Any], str]] = [
     ("ddp", {}, "sgd"),
+    ("zero1", {}, "adamw"),
+    ("fsdp", {}, "adamw"),
 ]
 
 

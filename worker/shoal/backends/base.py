@@ -62,3 +62,14 @@ class Backend(Protocol):
 
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a collective failed, rather than the user's own code."""
+
+
+class Waiting(Protocol):
+    """Stands between the trainer and the collectives of a group."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether any is still on its way. Any thread."""
+
+    def give_up(self, reason: str) -> None:
+        """Let nobody wait for them any longer. Any thread."""

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from shoal.backends.base import Waiting
 from shoal.state.pieces import Box, Piece
 from shoal.strategies.base import LossFunction
 
@@ -34,6 +35,16 @@ class World:
     """Where this rank computes."""
     group: dist.ProcessGroup
     """All ranks; also torch's default group, so that a DeviceMesh can be made."""
+    generation: int = 0
+
+    def axis(self, name: str) -> str:
+        """The name for a dimension of a DeviceMesh, another one in each generation.
+
+        DTensor keeps what it has derived of a mesh by the mesh's ranks and names, and with it this
+        process' place in that mesh: a mesh of as many ranks in which this process has another place
+        would be taken for the old one (seen in torch 2.13: rows of another rank).
+        """
+        return f"{name}{self.generation}"
 
 
 class Layout(ABC):
@@ -138,6 +149,11 @@ class Layout(ABC):
         Quick, raises nothing, may be called twice; no step is taken behind it.
         """
 
+    @property
+    def waiting(self) -> Waiting | None:
+        """What the trainer waits behind, if it can be freed from collectives that never end."""
+        return None
+
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Groups beside the default one that were made for this layout."""
         return iter(())
@@ -172,12 +188,31 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory; buffers, which are real, move to the device."""
+    """Give parameters on the meta device memory; buffers, which are real, move to the device.
+
+    What was one parameter under several names still is.
+    """
     real = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
+    tied = _tied(module)
     module.to_empty(device=device)
+    for (part, name), (first, first_name) in tied:
+        part._parameters[name] = first._parameters[first_name]
     for name, buffer in module.named_buffers():
         if name in real:
             buffer.detach().copy_(real[name])
+
+
+def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
+    """Each further place of a parameter, and its first place."""
+    first: dict[int, tuple[nn.Module, str]] = {}
+    further = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                place = (part, name)
+                if first.setdefault(id(parameter), place) is not place:
+                    further.append((place, first[id(parameter)]))
+    return further
 
 
 __all__ = [

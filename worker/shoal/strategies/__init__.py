@@ -10,6 +10,15 @@ from shoal_proto.errors import UnknownStrategy
 STRATEGIES: Mapping[str, tuple[str, str]] = {
     "async-sgd": ("shoal.strategies.async_sgd", "AsyncSgd"),
     "ddp": ("shoal.strategies.ddp", "DDP"),
+    "diloco": ("shoal.strategies.local_sgd", "DiLoCo"),
+    "fsdp": ("shoal.strategies.fsdp", "FSDP"),
+    "hybrid": ("shoal.strategies.hybrid", "Hybrid"),
+    "local-sgd": ("shoal.strategies.local_sgd", "LocalSGD"),
+    "pipeline": ("shoal.strategies.pipeline", "Pipeline"),
+    "tensor": ("shoal.strategies.tensor", "TensorParallel"),
+    "zero1": ("shoal.strategies.zero1", "Zero1"),
+    "zero2": ("shoal.strategies.fsdp", "Zero2"),
+    "zero3": ("shoal.strategies.fsdp", "Zero3"),
 }
 
 

@@ -9,6 +9,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shoal.backends.base import Waiting
+from shoal.compression import find_compression
+from shoal.compression.base import Compression
+from shoal.compression.exchange import exchange_for
+from shoal.compression.wire import Traffic
 from shoal.strategies.base import (
     Generation,
     LossFunction,
@@ -17,7 +22,7 @@ from shoal.strategies.base import (
     schema_digest,
 )
 from shoal.strategies.gradients import GradientExchange
-from shoal.strategies.grouped import GroupedStrategy, Waiting, receivers_of, refuse_lbfgs
+from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
 from shoal.strategies.replica import replica_of
 from shoal.strategies.state import ReplicatedState
 from shoal.strategies.transfer import receive, send
@@ -33,16 +38,29 @@ class DDP(GroupedStrategy):
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
+    `compression`: how gradients are made small for a slow network: "fp16", "bf16", "int8",
+    "one-bit", "top-k", "powersgd", or an object such as `shoal.TopK(ratio=0.01)`. See
+    docs/compression.md.
     """
 
     name = "ddp"
 
-    def __init__(self, *, bucket_mb: float = 25.0, find_unused_parameters: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        compression: str | Compression | None = None,
+    ) -> None:
         super().__init__()
         if not bucket_mb > 0:
             raise InvalidSpec("bucket_mb is out of range", seen=f"{bucket_mb}", expected="above 0")
         self._bucket_mb = bucket_mb
         self._find_unused_parameters = find_unused_parameters
+        self._compression = None if compression is None else find_compression(compression)
+        # Lives over all generations: what it holds back is this member's own.
+        self._compressor = self._compression.compressor() if self._compression else None
+        self._traffic = Traffic()
         self._ddp: DistributedDataParallel | None = None
         self._exchange: GradientExchange | None = None
 
@@ -57,6 +75,7 @@ class DDP(GroupedStrategy):
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
             "backend": self._backend.name,
+            "compression": str(self._compression or "none"),
         }
         self._model, self._optimizer = model, optimizer
         return replica_of(model, self._route), optimizer
@@ -110,7 +129,7 @@ class DDP(GroupedStrategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused_parameters,
         )
-        self._exchange = GradientExchange(group, self._state.name_of)
+        self._exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
         self._ddp.register_comm_hook(None, self._exchange.average)
 
     # --- steps ---
@@ -119,7 +138,7 @@ class DDP(GroupedStrategy):
         self._optimizer.zero_grad(set_to_none=True)
         self._open_step(self._model)
         if self._exchange is not None:
-            self._exchange.begin()
+            self._exchange.begin(self._step)
 
     def _route(self) -> nn.Module:
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
@@ -174,6 +193,10 @@ class DDP(GroupedStrategy):
             seen="a loss that the distributed model did not compute",
             expected="the model that session.distribute returned to be called in the step",
         )
+
+    def metrics(self) -> Mapping[str, float]:
+        """Bytes that this member sent for its gradients, and how many times less than plainly."""
+        return self._traffic.metrics()
 
     # --- state ---
 

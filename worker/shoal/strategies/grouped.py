@@ -4,7 +4,6 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import structlog
 import torch
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.backends.base import Backend, Group, Seat
+from shoal.backends.base import Backend, Group, Seat, Waiting
 from shoal.backends.gloo import GlooBackend
 from shoal.rendezvous import RendezvousStore
 from shoal.strategies.base import Context, Generation, Strategy
@@ -25,17 +24,6 @@ log = structlog.get_logger(__name__)
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
 """A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
-
-
-class Waiting(Protocol):
-    """Stands between the trainer and the collectives of a group."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether any is still on its way. Any thread."""
-
-    def give_up(self, reason: str) -> None:
-        """Let nobody wait for them any longer. Any thread."""
 
 
 class GroupedStrategy(Strategy):
@@ -237,4 +225,4 @@ def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
         )
 
 
-__all__ = ["LOOPBACK", "GroupedStrategy", "Waiting", "receivers_of", "refuse_lbfgs"]
+__all__ = ["LOOPBACK", "GroupedStrategy", "receivers_of", "refuse_lbfgs"]

@@ -1,23 +1,54 @@
 """The elastic life around a layout: new in each generation, filled with what members hold."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
-from shoal.layouts.base import Layout, World
+from shoal.backends.base import Waiting
+from shoal.layouts.base import Layout, LossFunction, World
+from shoal.layouts.binding import Blueprint, Bound
+from shoal.layouts.gradients import clip, name_of_fault
+from shoal.state.copies import PeerCopies
+from shoal.state.exchange import reshard
+from shoal.state.pieces import Holding
+from shoal.state.whole import whole_model
+from shoal.strategies.base import Generation, optimizer_digest, schema_digest
+from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
+from shoal.strategies.replica import replica_of, retarget
+from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec, NonFiniteGradient
 
 
-class LaidOut:
-    """A synchronous strategy in terms of how it lays a model over the ranks of a generation."""
+class LaidOut(GroupedStrategy):
+    """A synchronous strategy in terms of how it lays a model over the ranks of a generation.
 
-    name: ClassVar[str]
+    What a lost member held comes from copies that its peers keep in host memory. They are made
+    every `copy_every_steps` steps, each on `copies` other members, while training goes on; so after
+    a loss all members go back by at most twice as many steps and train them again, on the same
+    samples. Without copies (0) a loss is survived only from a checkpoint.
+    """
 
     def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
-        self._copies = copies
+        super().__init__()
+        if copies < 0 or copy_every_steps < 1:
+            raise InvalidSpec(
+                "the copies' settings are out of range",
+                seen=f"copies={copies} copy_every_steps={copy_every_steps}",
+                expected="copies of at least 0, every 1 or more steps",
+            )
+        self._num_copies = copies
         self._copy_every_steps = copy_every_steps
+        self._bound: Bound | None = None
+        self._live: Holding | None = None
+        self._copies: PeerCopies | None = None
+        self._begun = False
+        self._reduced = False
+        self._whole = True
 
     @abstractmethod
     def lay_out(self, model: nn.Module, world: World) -> Layout:
@@ -32,6 +63,229 @@ class LaidOut:
     def options(self) -> Mapping[str, str]:
         """The strategy's options that all members must have in common, for the proposal."""
         return {}
+
+    # --- before any generation ---
+
+    def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        refuse_lbfgs(self.name, optimizer)
+        self._blueprint = Blueprint(model, optimizer)
+        self.check(model, optimizer)
+        self._fields = {
+            "schema": schema_digest(model),
+            "optimizer": optimizer_digest(optimizer),
+            "backend": self._backend.name,
+            **self.options(),
+        }
+        self._device = next(model.parameters()).device
+        self._optimizer = optimizer
+        self._replica = replica_of(model, self._route)
+        return self._replica, optimizer
+
+    def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
+        refuse_lbfgs(self.name, optimizer)
+        self.check(blueprint.model, optimizer)
+        return self.lay_out(blueprint.copy(), world)
+
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
+    # --- generations ---
+
+    def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
+        world = World(
+            rank=generation.rank,
+            world_size=generation.world_size,
+            device=self._device,
+            group=group,
+            generation=generation.number,
+        )
+        # What DTensor has derived for the meshes of old generations is of no use any more.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        bound = Bound(self._blueprint, self._optimizer, self.lay_out(self._blueprint.copy(), world))
+        holding = reshard(group, self._held(generation), bound.needs)
+        bound.fill(holding)
+        self._take_modes(bound.layout)
+        self._bound, self._live, self._step = bound, None, holding.step
+        retarget(self._replica, bound.layout.plain)
+        self._keep_copies(world)
+        self._check_same_step(world)
+        self._blueprint.forget_weights()
+
+    def _held(self, generation: Generation) -> list[Holding]:
+        """All that this member could give to the others."""
+        held = list(self._copies.held()) if self._copies is not None else []
+        if self._live is not None:
+            held.append(self._live)
+        source, _ = receivers_of(generation)
+        if not held and not self._has_state and generation.rank == source:
+            held.append(self._blueprint.initial())
+        return held
+
+    def _take_modes(self, layout: Layout) -> None:
+        """Which parts train and which evaluate is the user's, and outlives a generation."""
+        shown: Any = self._replica
+        modes = {name: part.training for name, part in shown.named_modules()}
+        for name, part in layout.plain.named_modules():
+            part.training = modes.get(name, part.training)
+
+    def _keep_copies(self, world: World) -> None:
+        num_copies = min(self._num_copies, world.world_size - 1)
+        if num_copies == 0:
+            self._copies = None
+            return
+        assert self._bound is not None
+        self._copies = PeerCopies(
+            dist.new_group(backend=None),
+            copies=num_copies,
+            every_steps=self._copy_every_steps,
+            before=self._copies,
+            travels=self._bound.layout.travels,
+        )
+        # At once: until it is complete, nobody else has what a member holds.
+        self._copies.offer(self._bound.collect(self._step))
+
+    def _check_same_step(self, world: World) -> None:
+        steps = torch.zeros(world.world_size, dtype=torch.int64)
+        steps[world.rank] = self._step
+        dist.all_reduce(steps, group=world.group)
+        if len(set(steps.tolist())) != 1:
+            raise InternalError(
+                "the members of a generation stand at different steps", seen=str(steps.tolist())
+            )
+
+    def _waiting(self) -> Waiting | None:
+        bound = self._bound
+        return bound.layout.waiting if bound is not None else None
+
+    def _let_go(self) -> None:
+        bound, self._bound = self._bound, None
+        if bound is None:
+            return
+        self._optimizer.zero_grad(set_to_none=True)
+        # In the midst of an update there is neither the old state nor the new.
+        self._live = bound.collect(self._step) if self._whole else None
+        self._whole = True
+        bound.layout.release()
+        if self._copies is not None:
+            self._copies.close()
+
+    # --- steps ---
+
+    def _route(self) -> nn.Module:
+        layout = self._layout()
+        if not self._in_step or not torch.is_grad_enabled():
+            return layout.plain
+        self._begin()
+        return layout.module
+
+    def _layout(self) -> Layout:
+        if self._bound is None:
+            raise InvalidSpec(
+                f"a model that is laid out by {self.name} has no weights outside a generation",
+                expected="forward passes from the first batch on, on all members alike",
+            )
+        return self._bound.layout
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        layout = self._layout()
+        layout.step = self._step
+        self._open_step(layout.plain)
+        self._begun = self._reduced = False
+
+    def _begin(self) -> None:
+        """With the first forward pass, where an error of the group is the step's."""
+        if not self._begun:
+            self._begun = True
+            self._layout().begin()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        self._check_loss(loss)
+        self._weighted = True
+        self._layout().backward(loss, weight)
+
+    def forward_backward(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        self._begin()
+        self._weighted = True
+        loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
+        self._check_loss(loss)
+        return loss
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not bool(torch.isfinite(loss.detach()).all()):
+            raise NonFiniteGradient(
+                f"the loss is not finite at step {self._step}",
+                seen=str(loss.detach()),
+                expected="a finite number",
+                fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
+                details={"parameter": "", "step": str(self._step)},
+            )
+
+    def _reduce(self) -> Layout:
+        layout = self._layout()
+        if not self._reduced:
+            layout.reduce()
+            self._reduced = True
+        return layout
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        return clip(self._reduce(), max_norm)
+
+    def end_step(self, acknowledged: Callable[[], None]) -> None:
+        bound = self._bound
+        if bound is None:
+            raise GenerationBroken(f"step {self._step} was begun outside any generation")
+        self._check_weighted()
+        layout = self._reduce()
+        if not layout.synchronised():
+            raise InvalidSpec(
+                f"the gradients of step {self._step} were not reduced",
+                seen="a loss that the distributed model did not compute",
+                expected="the model that session.distribute returned to be called in the step",
+            )
+        fault = name_of_fault(layout.parameters)
+        if fault:
+            raise NonFiniteGradient(
+                f"the gradient of {fault} is not finite at step {self._step}",
+                seen="NaN or Inf in this member's part",
+                expected="finite numbers",
+                fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
+                details={"parameter": fault, "step": str(self._step)},
+            )
+        self._whole = False
+        self._optimizer.step()
+        layout.stepped()
+        self._whole = True
+        self._commit_step()
+        if self._copies is not None and self._copies.due(self._step):
+            self._copies.offer(bound.collect(self._step))
+        elif self._step == 1:
+            # So that an optimizer whose state cannot travel is refused before anything is lost.
+            bound.collect(self._step)
+        acknowledged()
+        self._backend.tidy()
+
+    # --- state ---
+
+    def data_share(self, generation: Generation) -> tuple[int, int]:
+        layout = self._layout()
+        return layout.data_index, layout.data_count
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model on the host, on every member; all of them call it at the same step."""
+        bound, group = self._bound, self._process_group
+        if bound is None or group is None:
+            raise GenerationBroken("there is no generation to take the state of")
+        return whole_model(group, bound.collect(self._step))
+
+    def close(self) -> None:
+        super().close()
+        self._live = None
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = None
 
 
 __all__ = ["LaidOut"]
