@@ -196,7 +196,7 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
 
     thread = threading.Thread(target=free)
     thread.start()
-    exchange.begin()
+    exchange.begin(0)
     begun.set()
     try:
         ddp(torch.ones(2, 4)).sum().backward()

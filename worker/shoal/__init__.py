@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.backends.in_memory_run import run_in_memory
+    from shoal.compression.half import BF16, FP16
+    from shoal.compression.low_rank import PowerSGD
+    from shoal.compression.quantised import Int8, OneBit
+    from shoal.compression.sparse import TopK
     from shoal.data import Batch
     from shoal.draining import Drained
     from shoal.session import Session
@@ -24,26 +28,38 @@ if TYPE_CHECKING:
     from shoal.validators import Reject, Roster, RosterMember, Validator, validator
 
 __all__ = [
+    "BF16",
     "DDP",
+    "FP16",
     "Batch",
     "Drained",
+    "Int8",
+    "OneBit",
+    "PowerSGD",
     "Reject",
     "Roster",
     "RosterMember",
     "Session",
+    "TopK",
     "join",
     "run_in_memory",
     "validator",
 ]
 
 _HOMES = {
+    "BF16": "shoal.compression.half",
     "Batch": "shoal.data",
     "DDP": "shoal.strategies.ddp",
     "Drained": "shoal.draining",
+    "FP16": "shoal.compression.half",
+    "Int8": "shoal.compression.quantised",
+    "OneBit": "shoal.compression.quantised",
+    "PowerSGD": "shoal.compression.low_rank",
     "Reject": "shoal.validators",
     "Roster": "shoal.validators",
     "RosterMember": "shoal.validators",
     "Session": "shoal.session",
+    "TopK": "shoal.compression.sparse",
     "run_in_memory": "shoal.backends.in_memory_run",
     "validator": "shoal.validators",
 }

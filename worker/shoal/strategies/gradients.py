@@ -3,13 +3,18 @@
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from shoal.compression.wire import Traffic
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
+
+Gate = torch.futures.Future[str]
+"""What a waiting thread is let through: the reason if what it waited for has failed, or ""."""
 
 
 class GradientExchange:
@@ -20,44 +25,66 @@ class GradientExchange:
     shut down. `give_up` opens the gate, and the trainer goes on without that thread.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name_of: Callable[[Tensor], str]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name_of: Callable[[Tensor], str],
+        traffic: Traffic | None = None,
+    ) -> None:
         self._group = group
         self._name_of = name_of
+        self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
         self._fault = ""
         self._complete = False
         self._lock = threading.Lock()
-        self._gates: list[torch.futures.Future[Tensor | str]] = []
+        self._gates: list[Gate] = []
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
         if not self._fault and not is_finite(gradients):
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
-        gradients.div_(self._group.size())
         self._averaged.append(gradients)
         # DDP sends its buckets in order, the last one only behind all others.
         self._complete = self._complete or bucket.is_last()
+        return self._begin_average(bucket).then(partial(_averaged, gradients))
+
+    def _begin_average(self, bucket: GradBucket) -> Gate:
+        """Average the bucket in place; the gate opens when that is done or has failed."""
+        gradients = bucket.buffer()
+        world_size = self._group.size()
+        self._traffic.count_plain(gradients, world_size)
+        self._traffic.count_all_reduce(gradients, world_size)
+        gradients.div_(world_size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
-        gate: torch.futures.Future[Tensor | str] = torch.futures.Future()
-        self._gates.append(gate)
-        work.get_future().add_done_callback(partial(self._finished, gate))
-        return gate.then(_average)
+        return self._gate_behind(work)
 
-    def _finished(
-        self,
-        gate: torch.futures.Future[Tensor | str],
-        future: torch.futures.Future[list[Tensor]],
-    ) -> None:
-        """Gloo's thread is done with a bucket, well or not."""
+    def _new_gate(self) -> Gate:
+        gate: Gate = torch.futures.Future()
+        self._gates.append(gate)
+        return gate
+
+    def _gate_behind(self, work: dist.Work) -> Gate:
+        """A gate that opens when the collective has ended, well or not."""
+        gate = self._new_gate()
+        work.get_future().add_done_callback(partial(self._finished, gate))
+        return gate
+
+    def _finished(self, gate: Gate, future: torch.futures.Future[Any]) -> None:
+        """Gloo's thread is done with a collective."""
         try:
-            result: Tensor | str = future.value()[0]
+            future.value()
+            reason = ""
         except RuntimeError as error:
-            result = str(error)
+            reason = str(error)
+        self._open(gate, reason)
+
+    def _open(self, gate: Gate, reason: str) -> None:
         with self._lock:
             if not gate.done():
-                gate.set_result(result)
+                gate.set_result(reason)
 
     @property
     def waits(self) -> bool:
@@ -66,18 +93,16 @@ class GradientExchange:
 
     def give_up(self, reason: str) -> None:
         """Let nobody wait for Gloo any longer. Any thread."""
-        with self._lock:
-            for gate in self._gates:
-                if not gate.done():
-                    gate.set_result(f"gloo did not end what it did before the cut: {reason}")
+        for gate in list(self._gates):
+            self._open(gate, f"gloo did not end what it did before the cut: {reason}")
 
     @property
     def complete(self) -> bool:
         """Whether all gradients were averaged since `begin`."""
         return self._complete
 
-    def begin(self) -> None:
-        """Forget the last step."""
+    def begin(self, step: int) -> None:
+        """Forget the last step; `step` are committed."""
         self._averaged.clear()
         self._gates.clear()
         self._fault = ""
@@ -90,6 +115,7 @@ class GradientExchange:
         was; GenerationBroken where another's was: it is about to leave.
         """
         if all(map(is_finite, self._averaged)):
+            self._traffic.end_step()
             return
         # The averages are the same everywhere, so every rank comes here or none does.
         faults = torch.zeros(self._group.size(), dtype=torch.int64)
@@ -124,11 +150,11 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
 
 
-def _average(gate: torch.futures.Future[Tensor | str]) -> Tensor:
-    result = gate.value()
-    if isinstance(result, str):
-        raise RuntimeError(result)
-    return result
+def _averaged(gradients: Tensor, gate: Gate) -> Tensor:
+    reason = gate.value()
+    if reason:
+        raise RuntimeError(reason)
+    return gradients
 
 
-__all__ = ["GradientExchange", "is_finite"]
+__all__ = ["Gate", "GradientExchange", "is_finite"]

@@ -1,0 +1,51 @@
+"""What users write, and what is refused."""
+
+import pytest
+
+import shoal
+from shoal.compression import COMPRESSIONS, find_compression
+from shoal_proto.errors import InvalidSpec
+
+
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_a_name_gives_the_compression_with_its_defaults(name: str) -> None:
+    compression = find_compression(name)
+    assert compression.name == name
+    assert compression == find_compression(compression)
+    assert str(compression).startswith(f"{name}(")
+
+
+def test_what_members_compare_tells_every_option() -> None:
+    assert str(shoal.TopK(ratio=0.02)) == "top-k(ratio=0.02)"
+    assert str(shoal.PowerSGD(rank=4)) == "powersgd(rank=4)"
+    assert str(shoal.Int8(block=64)) == "int8(block=64)"
+    assert str(shoal.OneBit(block=64)) == "one-bit(block=64)"
+    assert str(shoal.FP16()) == "fp16()"
+    assert str(shoal.BF16()) == "bf16()"
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(InvalidSpec, match=r"'top-q'.*'powersgd', 'top-k'"):
+        find_compression("top-q")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (shoal.TopK, {"ratio": 0.0}),
+        (shoal.TopK, {"ratio": 1.5}),
+        (shoal.TopK, {"ratio": float("nan")}),
+        (shoal.PowerSGD, {"rank": 0}),
+        (shoal.Int8, {"block": 0}),
+        (shoal.Int8, {"block": 12}),
+        (shoal.OneBit, {"block": -8}),
+    ],
+)
+def test_options_out_of_range_are_refused(kind: type, options: dict[str, float]) -> None:
+    with pytest.raises(InvalidSpec, match=f"{next(iter(options))} is out of range"):
+        kind(**options)
+
+
+def test_ddp_refuses_an_unknown_compression_at_once() -> None:
+    with pytest.raises(InvalidSpec, match="there is no compression 'zip'"):
+        shoal.DDP(compression="zip")

@@ -1,0 +1,39 @@
+"""Gradients made small for a slow network: fp16, bf16, int8, one-bit, top-k, PowerSGD."""
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from shoal.compression.base import Compression
+from shoal_proto.errors import InvalidSpec
+
+# Module and class, each imported when it is asked for.
+COMPRESSIONS: Mapping[str, tuple[str, str]] = {
+    "bf16": ("shoal.compression.half", "BF16"),
+    "fp16": ("shoal.compression.half", "FP16"),
+    "int8": ("shoal.compression.quantised", "Int8"),
+    "one-bit": ("shoal.compression.quantised", "OneBit"),
+    "powersgd": ("shoal.compression.low_rank", "PowerSGD"),
+    "top-k": ("shoal.compression.sparse", "TopK"),
+}
+
+
+def find_compression(compression: str | Compression) -> Compression:
+    """The compression of that name with its default options, or the one given.
+
+    Raises InvalidSpec, which lists those there are.
+    """
+    if isinstance(compression, Compression):
+        return compression
+    if compression not in COMPRESSIONS:
+        raise InvalidSpec(
+            f"there is no compression {compression!r}",
+            seen=repr(compression),
+            expected=f"one of {', '.join(map(repr, COMPRESSIONS))}, or an object such as "
+            "shoal.TopK(ratio=0.01)",
+        )
+    module, kind = COMPRESSIONS[compression]
+    found: Compression = getattr(import_module(module), kind)()
+    return found
+
+
+__all__ = ["COMPRESSIONS", "find_compression"]

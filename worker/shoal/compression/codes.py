@@ -1,0 +1,100 @@
+"""Numbers in blocks with a scale each, as bytes.
+
+P: parts, one for each rank. N: values of a part. K: blocks of a part. B: bytes of a coded part,
+its K scales in fp32 first.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+LARGEST = 127
+SCALE_BYTES = 4
+# Moves the lowest bits of eight bytes into the highest byte of a product, the first byte's to its
+# highest bit: term i of the factor shifts byte i there, and no two terms meet in one bit.
+_GATHER_BITS = sum(1 << (63 - 9 * byte) for byte in range(8)) - (1 << 64)
+
+
+class Code(Protocol):
+    """Writes blocks of values as bytes and reads them again, with an error."""
+
+    def num_bytes(self, num_values: int, block: int) -> int:
+        """B, the bytes of `num_values` values: a multiple of `block`, which is one of eight."""
+
+    def encode(self, values: Tensor, block: int) -> Tensor:
+        """P x B bytes of fp32 values. NaN and infinities reach every value of their block."""
+
+    def decode(self, codes: Tensor, block: int) -> Tensor:
+        """The P x N values that the bytes stand for, in fp32."""
+
+
+class Int8Code:
+    """A byte a value: the nearest of 255 multiples of 1/127 of the block's largest.
+
+    The error of a value is at most 1/254 of the largest in its block.
+    """
+
+    def num_bytes(self, num_values: int, block: int) -> int:
+        return num_values // block * SCALE_BYTES + num_values
+
+    def encode(self, values: Tensor, block: int) -> Tensor:
+        blocks = values.view(-1, block)
+        scales = blocks.abs().amax(1, keepdim=True) / LARGEST
+        # A block of zeros is not to be divided by its scale. One of tiny numbers, whose scale is
+        # rounded, may exceed the range.
+        divisors = torch.where(scales == 0, 1.0, scales)
+        codes = (blocks / divisors).round_().clamp_(-LARGEST, LARGEST)
+        # What a NaN becomes as an integer is up to the processor; its scale is NaN.
+        codes = codes.nan_to_num_(0.0).to(torch.int8)
+        return _joined(scales, codes.view(torch.uint8), values.shape[0])
+
+    def decode(self, codes: Tensor, block: int) -> Tensor:
+        scales, steps = _parted(codes, codes.shape[1] // (SCALE_BYTES + block))
+        values = steps.view(torch.int8).view(-1, block).to(torch.float32)
+        return values.mul_(scales).view(codes.shape[0], -1)
+
+
+class OneBitCode:
+    """A bit a value: its sign, times the mean of the absolute values of its block."""
+
+    def num_bytes(self, num_values: int, block: int) -> int:
+        return num_values // block * SCALE_BYTES + num_values // 8
+
+    def encode(self, values: Tensor, block: int) -> Tensor:
+        scales = values.view(-1, block).abs().mean(1, keepdim=True)
+        eights = (values >= 0).view(-1).view(torch.int64)
+        codes = ((eights * _GATHER_BITS) >> 56).to(torch.uint8)
+        return _joined(scales, codes, values.shape[0])
+
+    def decode(self, codes: Tensor, block: int) -> Tensor:
+        scales, bits = _parted(codes, codes.shape[1] // (SCALE_BYTES + block // 8))
+        signs = _signs(codes.device).index_select(0, bits.to(torch.int32))
+        return signs.view(-1, block).mul_(scales).view(codes.shape[0], -1)
+
+
+def _joined(scales: Tensor, codes: Tensor, num_parts: int) -> Tensor:
+    scale_bytes = scales.contiguous().view(torch.uint8).view(num_parts, -1)
+    return torch.cat([scale_bytes, codes.view(num_parts, -1)], dim=1)
+
+
+def _parted(codes: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
+    """The scales, one a row, and the rest."""
+    cut = num_blocks * SCALE_BYTES
+    scales = codes[:, :cut].reshape(-1).view(torch.float32).view(-1, 1)
+    return scales, codes[:, cut:].reshape(-1)
+
+
+_tables: dict[torch.device, Tensor] = {}
+
+
+def _signs(device: torch.device) -> Tensor:
+    """The eight signs that each byte stands for, its highest bit first."""
+    if device not in _tables:
+        codes = torch.arange(256, device=device).unsqueeze(1)
+        bits = (codes >> torch.arange(7, -1, -1, device=device)) & 1
+        _tables[device] = bits.to(torch.float32) * 2 - 1
+    return _tables[device]
+
+
+__all__ = ["Code", "Int8Code", "OneBitCode"]

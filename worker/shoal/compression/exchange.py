@@ -1,0 +1,106 @@
+"""Compressed averages of DDP's buckets."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+
+from shoal.compression.base import Averaging, Compressor, Packed
+from shoal.compression.wire import Traffic, Wire
+from shoal.strategies.gradients import Gate, GradientExchange
+
+
+@dataclass(frozen=True)
+class Underway:
+    """A bucket whose average has begun."""
+
+    averaging: Averaging
+    gate: Gate
+    """What DDP waits for."""
+
+
+class CompressedExchange(GradientExchange):
+    """As its base, with each bucket made smaller by `compressor`.
+
+    A bucket's first collective begins as soon as its gradients are there, while backward goes on.
+    The further ones are begun when backward has reached the last bucket, in the order of buckets:
+    all ranks have to begin them in the same order, and each depends on what the last one brought.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        name_of: Callable[[Tensor], str],
+        traffic: Traffic,
+        compressor: Compressor,
+    ) -> None:
+        super().__init__(group, name_of, traffic)
+        compressor.regroup()
+        self._compressor = compressor
+        self._wire = Wire(group, traffic)
+        self._underway: list[Underway] = []
+        self._works: dict[int, Gate] = {}
+
+    def begin(self, step: int) -> None:
+        super().begin(step)
+        self._underway.clear()
+        self._works.clear()
+        self._compressor.begin(step)
+
+    def _begin_average(self, bucket: GradBucket) -> Gate:
+        parameters = bucket.parameters()
+        packed = Packed(
+            bucket.buffer(),
+            [self._name_of(parameter) for parameter in parameters],
+            [parameter.shape for parameter in parameters],
+        )
+        underway = Underway(self._compressor.averaging(packed, self._wire), self._new_gate())
+        self._underway.append(underway)
+        self._go_on(len(self._underway) - 1)
+        if bucket.is_last():
+            self._finish()
+        return underway.gate
+
+    @torch.no_grad()
+    def _go_on(self, index: int) -> None:
+        """Compute up to the bucket's next collective and begin that, or open its gate."""
+        underway = self._underway[index]
+        work = next(underway.averaging, None)
+        if work is None:
+            self._open(underway.gate, "")
+        else:
+            self._works[index] = self._gate_behind(work)
+
+    def _finish(self) -> None:
+        """Take all buckets to their ends, one collective at a time each."""
+        while self._works:
+            for index in sorted(self._works):
+                reason = self._works.pop(index).wait()
+                if reason:
+                    self._fail(reason)
+                    return
+                self._go_on(index)
+
+    def _fail(self, reason: str) -> None:
+        self._works.clear()
+        for underway in self._underway:
+            self._open(underway.gate, reason)
+        self._underway.clear()
+
+
+def exchange_for(
+    group: dist.ProcessGroup,
+    name_of: Callable[[Tensor], str],
+    traffic: Traffic,
+    compressor: Compressor | None,
+) -> GradientExchange:
+    """The exchange of a generation, compressed if there is a compressor."""
+    if compressor is None:
+        return GradientExchange(group, name_of, traffic)
+    return CompressedExchange(group, name_of, traffic, compressor)
+
+
+__all__ = ["CompressedExchange", "exchange_for"]

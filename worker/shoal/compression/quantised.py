@@ -1,0 +1,150 @@
+"""Gradients in 8 bits, or in one.
+
+Nothing adds up such numbers on the way, so a ring would have to carry all of them around. Instead
+each rank serves one part of the values: it receives that part from all, adds up, and sends the
+mean, made small again, to all. What that second rounding loses is the serving rank's to send later.
+Tang et al., 1-bit Adam, arXiv:2102.02888.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.compression.base import Averaging, Compression, Compressor, Packed
+from shoal.compression.codes import Code, Int8Code, OneBitCode
+from shoal.compression.residuals import Carry, Residuals
+from shoal.compression.wire import Wire
+from shoal_proto.errors import InvalidSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int8(Compression):
+    """A byte a value and a scale for each block of `block` values. About a quarter of fp32."""
+
+    name: ClassVar[str] = "int8"
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        _check_block(self.block)
+
+    def compressor(self) -> Compressor:
+        return QuantisedCompressor(Int8Code(), self.block)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneBit(Compression):
+    """A sign a value and a scale for each block of `block` values. About 1/30 of fp32."""
+
+    name: ClassVar[str] = "one-bit"
+    block: int = 512
+
+    def __post_init__(self) -> None:
+        _check_block(self.block)
+
+    def compressor(self) -> Compressor:
+        return QuantisedCompressor(OneBitCode(), self.block)
+
+
+def _check_block(block: int) -> None:
+    if block < 8 or block % 8:
+        raise InvalidSpec(
+            "block is out of range", seen=str(block), expected="a multiple of 8, 8 or above"
+        )
+
+
+@dataclass(frozen=True)
+class Debt:
+    """What the mean of some values of a parameter still lacks, by the rank that served them."""
+
+    start: int
+    """The first of them, counted within the parameter."""
+    values: Tensor
+
+
+class QuantisedCompressor(Compressor):
+    """An all-to-all and an all-gather of coded parts.
+
+    For S values on n ranks, 2 (n-1) B bytes, B those of one coded part: ceil(S / n) values, rounded
+    up to whole blocks. Blocks are shorter where a part is shorter than one.
+    """
+
+    def __init__(self, code: Code, block: int) -> None:
+        self._code = code
+        self._block = block
+        self._residuals = Residuals()
+        self._debts: Carry[Debt] = Carry()
+
+    def begin(self, step: int) -> None:
+        self._residuals.begin(step)
+        self._debts.begin(step)
+
+    def part(self, num_values: int, world_size: int) -> tuple[int, int]:
+        """How many values each rank serves, and how many of them make a block."""
+        share = -(-num_values // world_size)
+        block = min(self._block, _round_up(share, 8))
+        return _round_up(share, block), block
+
+    def _average(self, packed: Packed, wire: Wire) -> Averaging:
+        size, num_ranks = packed.flat.numel(), wire.world_size
+        length, block = self.part(size, num_ranks)
+        values = self._residuals.added_to(packed, num_ranks * length)
+        served = slice(wire.rank * length, (wire.rank + 1) * length)
+        debts = self._collect_debts(packed, values, served, num_ranks)
+
+        sent = self._code.encode(values.view(num_ranks, length), block)
+        values -= self._code.decode(sent, block).view(-1)
+        self._residuals.keep(packed, values)
+        received = torch.empty_like(sent)
+        yield wire.all_to_all(received, sent)
+
+        mean = self._code.decode(received, block).mean(0).add_(debts)
+        coded = self._code.encode(mean.unsqueeze(0), block)
+        mean -= self._code.decode(coded, block).view(-1)
+        self._keep_debts(packed, mean, served)
+        yield wire.all_gather(received, coded)
+        packed.flat.copy_(self._code.decode(received, block).view(-1)[:size])
+
+    def _release(self, packed: Packed) -> None:
+        self._residuals.release(packed)
+        self._collect_debts(packed, packed.flat, slice(0, 0), 1)
+
+    def _collect_debts(
+        self, packed: Packed, values: Tensor, served: slice, num_ranks: int
+    ) -> Tensor:
+        """What the means of the served values lack, in as many numbers as are served.
+
+        Another rank serves what this one did before the order of parameters or the roster changed:
+        such debts go with this rank's own values, of whose sum the mean is one part in so many.
+        """
+        owed = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
+        for name, place in packed.slots():
+            debt = self._debts.get(name)
+            if debt is None:
+                continue
+            self._debts.put(name, None)
+            start = place.start + debt.start
+            stop = start + debt.values.numel()
+            before = min(max(served.start, start), stop)
+            behind = min(max(served.stop, before), stop)
+            own = slice(before - served.start, behind - served.start)
+            if before < behind:
+                owed[own] += debt.values[before - start : behind - start]
+            values[start:before] += debt.values[: before - start] * num_ranks
+            values[behind:stop] += debt.values[behind - start :] * num_ranks
+        return owed
+
+    def _keep_debts(self, packed: Packed, left: Tensor, served: slice) -> None:
+        for name, place in packed.slots():
+            start, stop = max(place.start, served.start), min(place.stop, served.stop)
+            if start < stop:
+                values = left[start - served.start : stop - served.start]
+                self._debts.put(name, Debt(start - place.start, values))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+__all__ = ["Int8", "OneBit", "QuantisedCompressor"]

@@ -1,0 +1,80 @@
+"""What is kept from one step to the next, by parameter, and only if the step was committed."""
+
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from shoal.compression.base import Packed
+
+Kept = TypeVar("Kept")
+
+
+class Carry(Generic[Kept]):
+    """Values by parameter's name, of which those put in a step that did not happen are forgotten.
+
+    Keyed by name, as the order in which DDP packs parameters changes after its first step.
+    """
+
+    def __init__(self) -> None:
+        self._committed: dict[str, Kept | None] = {}
+        self._pending: dict[str, Kept | None] = {}
+        self._step = 0
+
+    def begin(self, step: int) -> None:
+        """`step` steps are committed. A member that failed in one which others committed, and
+        took their state over, has taken part in it: its values count as well."""
+        if self._step < step:
+            self._committed |= self._pending
+        self._pending = {}
+        self._step = step
+
+    def get(self, name: str) -> Kept | None:
+        return self._pending[name] if name in self._pending else self._committed.get(name)
+
+    def put(self, name: str, value: Kept | None) -> None:
+        self._pending[name] = value
+
+    def clear(self) -> None:
+        self._committed, self._pending = {}, {}
+
+
+class Residuals:
+    """Error feedback: what compression left out, to be added to what is compressed next.
+
+    Seide et al., 1-bit stochastic gradient descent, 2014; Karimireddy et al., arXiv:1901.09847.
+    """
+
+    def __init__(self) -> None:
+        self._carry: Carry[Tensor] = Carry()
+
+    def begin(self, step: int) -> None:
+        self._carry.begin(step)
+
+    def added_to(self, packed: Packed, length: int | None = None) -> Tensor:
+        """The values with what was left out before, in fp32; zeros behind them up to `length`."""
+        size = packed.flat.numel()
+        total = torch.empty(length or size, dtype=torch.float32, device=packed.flat.device)
+        total[:size] = packed.flat
+        total[size:] = 0
+        for name, place in packed.slots():
+            left = self._carry.get(name)
+            if left is not None:
+                total[place] += left
+        return total
+
+    def keep(self, packed: Packed, left: Tensor) -> None:
+        """`left` is what the values that are sent now leave out."""
+        for name, place in packed.slots():
+            self._carry.put(name, left[place])
+
+    def release(self, packed: Packed) -> None:
+        """Add to the values all that was left out."""
+        for name, place in packed.slots():
+            left = self._carry.get(name)
+            if left is not None:
+                packed.flat[place] += left
+            self._carry.put(name, None)
+
+
+__all__ = ["Carry", "Residuals"]

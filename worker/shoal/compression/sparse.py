@@ -1,0 +1,85 @@
+"""The largest of the gradients' values only; the rest waits until it has grown.
+
+Lin et al., Deep Gradient Compression, arXiv:1712.01887, of which this is the selection and the
+accumulation; the momentum is the optimizer's.
+"""
+
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from shoal.compression.base import Averaging, Compression, Compressor, Packed
+from shoal.compression.residuals import Residuals
+from shoal.compression.wire import Wire
+from shoal_proto.errors import InvalidSpec
+
+SAMPLE = 1 << 14
+"""From so many values is guessed which of the others need not be looked at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK(Compression):
+    """The `ratio` of a bucket's values that are largest, with their places."""
+
+    name: ClassVar[str] = "top-k"
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise InvalidSpec(
+                "ratio is out of range", seen=str(self.ratio), expected="above 0, at most 1"
+            )
+
+    def compressor(self) -> Compressor:
+        return TopKCompressor(self.ratio)
+
+
+class TopKCompressor(Compressor):
+    """An all-gather of values and places: 8 (n-1) ceil(ratio S) bytes for S values on n ranks."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+        self._residuals = Residuals()
+
+    def begin(self, step: int) -> None:
+        self._residuals.begin(step)
+
+    def _average(self, packed: Packed, wire: Wire) -> Averaging:
+        values = self._residuals.added_to(packed)
+        places = largest(values.abs(), ceil(self._ratio * values.numel()))
+        chosen = values[places]
+        values[places] = 0
+        self._residuals.keep(packed, values)
+        sent = torch.cat([chosen.view(torch.int32), places.to(torch.int32)])
+        received = sent.new_empty(wire.world_size, sent.numel())
+        yield wire.all_gather(received, sent)
+
+        mean = torch.zeros_like(values)
+        # Rank by rank, in which no place occurs twice: everywhere in the same order.
+        for row in received:
+            numbers, where = row.chunk(2)
+            mean[where.to(torch.int64)] += numbers.view(torch.float32) / wire.world_size
+        packed.flat.copy_(mean)
+
+    def _release(self, packed: Packed) -> None:
+        self._residuals.release(packed)
+
+
+def largest(magnitudes: Tensor, number: int) -> Tensor:
+    """The places of the `number` largest, in any order; NaN is larger than all."""
+    size = magnitudes.numel()
+    if size <= SAMPLE or number * 4 > size:
+        return magnitudes.topk(number, sorted=False).indices
+    sample = magnitudes[:: size // SAMPLE]
+    # Generous: if too few remain, all have to be looked at after all.
+    rank = min(ceil(1.5 * number / size * sample.numel()) + 16, sample.numel())
+    candidates = (~(magnitudes <= sample.topk(rank).values[-1])).nonzero().squeeze(1)
+    if candidates.numel() < number:
+        return magnitudes.topk(number, sorted=False).indices
+    return candidates[magnitudes[candidates].topk(number, sorted=False).indices]
+
+
+__all__ = ["TopK", "TopKCompressor", "largest"]

@@ -1,0 +1,83 @@
+"""Collectives that count what they send."""
+
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Traffic:
+    """Bytes that one rank has sent for its averages, headers of the transport left out.
+
+    With n ranks an all-reduce of b bytes is counted as 2 b (n-1) / n, an all-to-all of b bytes as
+    b (n-1) / n and an all-gather of b bytes of this rank's own as b (n-1): what ring algorithms
+    send, Gloo's among them.
+    """
+
+    def __init__(self) -> None:
+        self.sent_bytes = 0
+        self.plain_bytes = 0
+        """What all-reduces of the same values would have sent, uncompressed."""
+        self._before = (0, 0)
+        self._step = (0, 0)
+
+    def count_plain(self, values: Tensor, world_size: int) -> None:
+        self.plain_bytes += _all_reduce_bytes(values, world_size)
+
+    def count_all_reduce(self, values: Tensor, world_size: int) -> None:
+        self.sent_bytes += _all_reduce_bytes(values, world_size)
+
+    def end_step(self) -> None:
+        """What was counted since the last call is one step's."""
+        now = (self.sent_bytes, self.plain_bytes)
+        self._step = (now[0] - self._before[0], now[1] - self._before[1])
+        self._before = now
+
+    def metrics(self) -> dict[str, float]:
+        """Bytes sent in the last step and in all, and how many times less than uncompressed."""
+        sent, plain = self._step
+        return {
+            "bytes_per_step": float(sent),
+            "bytes_sent": float(self.sent_bytes),
+            "compression_ratio": plain / sent if sent else 1.0,
+        }
+
+
+class Wire:
+    """The collectives of one group, each begun and not waited for."""
+
+    def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
+        self._group = group
+        self.traffic = traffic
+        self.rank = group.rank()
+        self.world_size = group.size()
+
+    def all_reduce(self, values: Tensor) -> dist.Work:
+        """Sum in place."""
+        self.traffic.count_all_reduce(values, self.world_size)
+        return _begun(dist.all_reduce(values, group=self._group, async_op=True))
+
+    def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
+        """Row p of what is sent goes to rank p; row p of what is received is from it."""
+        self.traffic.sent_bytes += sent.nbytes * (self.world_size - 1) // self.world_size
+        return _begun(dist.all_to_all_single(received, sent, group=self._group, async_op=True))
+
+    def all_gather(self, received: Tensor, own: Tensor) -> dist.Work:
+        """Row p of what is received is rank p's own."""
+        self.traffic.sent_bytes += own.nbytes * (self.world_size - 1)
+        return _begun(
+            _all_gather(received.view(-1), own.view(-1), group=self._group, async_op=True)
+        )
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "asked for asynchronously, by a rank of the group"
+    return work
+
+
+def _all_reduce_bytes(values: Tensor, world_size: int) -> int:
+    return 2 * values.nbytes * (world_size - 1) // world_size
+
+
+__all__ = ["Traffic", "Wire"]
