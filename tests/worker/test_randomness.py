@@ -1,0 +1,363 @@
+"""Dropout masks belong to samples: they do not depend on ranks, micro-batches or attempts."""
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shoal.backends.in_memory_run import run_in_memory
+from shoal.data import share
+from shoal.dropout import draw, key_dropout, samples_along
+from shoal.randomness import at, mix, part, present, sample_generator, seed_torch
+
+CPU = torch.device("cpu")
+NUM_SAMPLES = 12
+TOLERANCE = 1e-5
+"""fp32; only the order of additions differs."""
+
+
+def keyed(module: nn.Module) -> nn.Module:
+    """The module below a name, as it would be in a model."""
+    model = nn.Sequential(module)
+    key_dropout(model)
+    return module
+
+
+def mask_of(module: nn.Module, *, seed: int = 1, step: int = 0, elements: int = 5000) -> Tensor:
+    """What the layer keeps of samples 0 to 11, as numbers around zero."""
+    with at(seed=seed, step=step, first=0, count=NUM_SAMPLES):
+        kept = draw(module, torch.Size([NUM_SAMPLES, elements]), CPU, p=0.5)
+    assert kept is not None
+    return kept.float() - 0.5
+
+
+def whole(module: nn.Module, value: Tensor) -> Tensor:
+    """What one process computes of the batch."""
+    with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
+        output: Tensor = module(value)
+    return output
+
+
+SHAPED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dropout": (lambda: nn.Dropout(0.3), (NUM_SAMPLES, 7)),
+    "dropout of words": (lambda: nn.Dropout(0.3), (NUM_SAMPLES, 4, 7)),
+    "dropout of flattened words": (lambda: nn.Dropout(0.3), (NUM_SAMPLES * 4, 7)),
+    "dropout1d": (lambda: nn.Dropout1d(0.3), (NUM_SAMPLES, 9, 5)),
+    "dropout2d": (lambda: nn.Dropout2d(0.3), (NUM_SAMPLES, 9, 5, 5)),
+    "dropout3d": (lambda: nn.Dropout3d(0.3), (NUM_SAMPLES, 9, 3, 3, 3)),
+    "alpha": (lambda: nn.AlphaDropout(0.3), (NUM_SAMPLES, 7)),
+    "feature alpha": (lambda: nn.FeatureAlphaDropout(0.3), (NUM_SAMPLES, 9, 5)),
+}
+
+
+@pytest.mark.parametrize("case", SHAPED)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 5])
+def test_ranks_draw_what_one_process_draws(case: str, num_ranks: int) -> None:
+    """Each for its own samples; five ranks have uneven shares."""
+    make, shape = SHAPED[case]
+    module, value = keyed(make()), torch.randn(shape)
+    expected = whole(module, value)
+    rows = shape[0] // NUM_SAMPLES
+    parts = []
+    for rank in range(num_ranks):
+        start, stop = share(0, NUM_SAMPLES, rank, num_ranks)
+        with at(seed=3, step=5, first=start, count=stop - start):
+            parts.append(module(value[start * rows : stop * rows]))
+    assert torch.equal(torch.cat(parts), expected)
+    assert not torch.equal(expected, value)
+
+
+def test_micro_batches_draw_what_the_batch_draws() -> None:
+    """On any rank, cut in any way."""
+    module, value = keyed(nn.Dropout()), torch.randn(NUM_SAMPLES, 7)
+    expected = whole(module, value)
+    with at(seed=3, step=5, first=4, count=8):
+        for start, stop in ((0, 3), (3, 4), (4, 8)):
+            with part(start, stop):
+                assert torch.equal(module(value[4 + start : 4 + stop]), expected[4:][start:stop])
+
+
+def test_samples_may_lie_along_another_dimension() -> None:
+    """Words first, as torch's transformer layers have it; both ways keep the same."""
+    first, second = nn.Dropout(), nn.Dropout()
+    keyed(first), keyed(second)
+    samples_along(second, 1)
+    value = torch.randn(NUM_SAMPLES, 4, 7)
+    expected = whole(first, value)
+    assert torch.equal(whole(second, value.transpose(0, 1)).transpose(0, 1), expected)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_transformer_layers_are_known_to_have_words_first(batch_first: bool) -> None:
+    """Their own dropouts, in a layer without attention dropout."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=batch_first)
+    layer.self_attn.dropout = 0.0
+    key_dropout(layer)
+    words = torch.randn(NUM_SAMPLES, 5, 8)
+    value = words if batch_first else words.transpose(0, 1)
+    expected = whole(layer, value)
+    with at(seed=3, step=5, first=8, count=4):
+        own = layer(words[8:] if batch_first else words[8:].transpose(0, 1))
+    assert torch.allclose(own, expected[8:] if batch_first else expected[:, 8:], atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [0, None])
+def test_what_has_no_samples_gets_one_mask_on_all_ranks(dim: int | None) -> None:
+    """Embeddings of positions, say; said so, or seen because the size is no multiple."""
+    module, value = keyed(nn.Dropout()), torch.randn(1, 50)
+    if dim is None:
+        samples_along(module, None)
+    expected = whole(module, value)
+    with at(seed=3, step=5, first=6, count=3):
+        assert torch.equal(module(value), expected)
+
+
+def test_elements_of_whole_channels_go_together() -> None:
+    """And about as many as were asked for."""
+    kept = whole(keyed(nn.Dropout2d(0.25)), torch.ones(NUM_SAMPLES, 400, 2, 3))
+    assert torch.equal(kept, kept[:, :, :1, :1].expand_as(kept))
+    assert kept.unique().tolist() == pytest.approx([0, 4 / 3])
+    assert float((kept == 0).float().mean()) == pytest.approx(0.25, abs=0.02)
+
+
+def test_an_input_without_samples_keeps_its_channels() -> None:
+    """Two dimensions are channels and length to Dropout1d."""
+    kept = whole(keyed(nn.Dropout1d()), torch.ones(400, 5))
+    assert torch.equal(kept, kept[:, :1].expand_as(kept))
+    assert 0 < int((kept[:, 0] == 0).sum()) < 400
+
+
+@pytest.mark.parametrize("p", [0.0, 0.01, 0.1, 0.5, 0.9, 1.0])
+def test_the_rate_is_the_one_asked_for(p: float) -> None:
+    """Within four standard deviations over 1.2 million elements, and in each sample."""
+    dropped = whole(keyed(nn.Dropout(p)), torch.ones(NUM_SAMPLES, 100_000)) == 0
+    for part_of, bound in ((dropped, 4), *((row, 5) for row in dropped)):
+        deviation = math.sqrt(p * (1 - p) / part_of.numel())
+        assert abs(float(part_of.float().mean()) - p) <= bound * deviation
+
+
+def test_alpha_dropout_keeps_mean_and_variance() -> None:
+    """Which is what it is for."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(NUM_SAMPLES, 100_000, generator=generator)
+    output = whole(keyed(nn.AlphaDropout(0.3)), value)
+    assert float(output.mean()) == pytest.approx(0, abs=0.01)
+    assert float(output.var()) == pytest.approx(1, abs=0.01)
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """In standard deviations of that of independent masks."""
+    return abs(float((a * b).mean()) * 4) * math.sqrt(a.numel())
+
+
+def test_masks_have_nothing_in_common() -> None:
+    """Those of two steps, seeds, layers, samples; nor a mask with itself a little further on."""
+    model = nn.Sequential(nn.Dropout(), nn.Dropout())
+    key_dropout(model)
+    mask = mask_of(model[0])
+    others = {
+        "step": mask_of(model[0], step=1),
+        "seed": mask_of(model[0], seed=2),
+        "layer": mask_of(model[1]),
+        "sample": mask.roll(1, 0),
+        **{f"shifted by {n}": mask.roll(n, 1) for n in (1, 2, 3, 16, 64, 1024)},
+    }
+    found = {name: correlation(mask, other) for name, other in others.items()}
+    assert max(found.values()) < 4.5, found
+    neighbours = [correlation(mask[0], mask[row]) for row in range(1, NUM_SAMPLES)]
+    assert max(neighbours) < 4.5, neighbours
+    steps = [mask_of(model[0], step=step, elements=64).flatten() for step in range(40)]
+    assert len({tuple(step.tolist()) for step in steps}) == 40
+
+
+def test_bits_are_fair_in_every_column_and_over_runs() -> None:
+    """Over many steps each element is kept half of the time, and neighbours agree half of it."""
+    module = keyed(nn.Dropout())
+    masks = torch.stack([mask_of(module, step=step, elements=100) for step in range(300)]) + 0.5
+    by_element = masks.mean((0, 1))
+    assert float((by_element - 0.5).abs().max()) < 5 * 0.5 / math.sqrt(300 * NUM_SAMPLES)
+    agree = (masks[..., 1:] == masks[..., :-1]).float().mean()
+    assert float(agree) == pytest.approx(0.5, abs=5 * 0.5 / math.sqrt(masks.numel()))
+
+
+def test_each_call_within_a_step_draws_anew_and_a_redone_step_draws_the_same() -> None:
+    """A module may be used in several places of a model."""
+    module, value = keyed(nn.Dropout()), torch.ones(NUM_SAMPLES, 50)
+    attempts = []
+    for _ in range(2):
+        with at(seed=1, step=1, first=0, count=NUM_SAMPLES):
+            attempts.append([module(value), module(value)])
+    assert not torch.equal(attempts[0][0], attempts[0][1])
+    assert torch.equal(attempts[0][0], attempts[1][0])
+    assert torch.equal(attempts[0][1], attempts[1][1])
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.AlphaDropout])
+def test_gradients_are_right(kind: type[nn.Dropout], inplace: bool) -> None:
+    """By differences."""
+    module = keyed(kind(0.4, inplace))
+
+    def function(value: Tensor) -> Tensor:
+        return whole(module, value * 1.0)
+
+    value = torch.randn(NUM_SAMPLES, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(function, (value,))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_forward_pass_that_is_computed_again_draws_the_same(reentrant: bool) -> None:
+    """Activation checkpointing: gradients are those without it, in two segments, called twice."""
+    torch.manual_seed(0)
+    shared = nn.Dropout()
+    segments = nn.ModuleList(
+        nn.Sequential(nn.Linear(6, 6), shared_of, nn.Tanh(), shared_of)
+        for shared_of in (shared, nn.Dropout())
+    )
+    key_dropout(segments)
+    inputs = torch.randn(NUM_SAMPLES, 6, requires_grad=True)
+
+    def gradients(again: bool) -> Tensor:
+        with at(seed=3, step=5, first=0, count=NUM_SAMPLES):
+            value = inputs
+            for segment in segments:
+                value = (
+                    checkpoint(segment, value, use_reentrant=reentrant) if again else segment(value)
+                )
+            value.sum().backward()
+        found, inputs.grad = inputs.grad, None
+        assert found is not None
+        return found
+
+    assert torch.equal(gradients(False), gradients(True))
+
+
+def test_evaluation_and_what_is_outside_a_place_stay_as_they_were() -> None:
+    """No place: torch's own generator."""
+    module, value = keyed(nn.Dropout()), torch.randn(NUM_SAMPLES, 7)
+    torch.manual_seed(4)
+    drawn = module(value)
+    torch.manual_seed(4)
+    assert torch.equal(drawn, nn.Dropout()(value))
+    assert draw(module, value.shape, CPU, p=0.5) is None
+    module.eval()
+    assert torch.equal(whole(module, value), value)
+    assert present() is None
+
+
+def test_a_copied_model_draws_the_same() -> None:
+    """By copy or pickle; it is still a dropout, and its state_dict is the model's."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Dropout())
+    names = list(model.state_dict())
+    assert key_dropout(model) == 1
+    value = torch.randn(NUM_SAMPLES, 7)
+    expected = whole(model, value)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert isinstance(copied[1], nn.Dropout)
+        assert list(copied.state_dict()) == names
+        assert torch.equal(whole(copied, value), expected)
+
+
+def test_a_module_of_the_users_own_kind_is_left_alone_but_may_draw() -> None:
+    """Its forward pass is not ours to replace."""
+
+    class Own(nn.Dropout):
+        def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+            kept = draw(self, input.shape, input.device, p=self.p)
+            assert kept is not None
+            return input.masked_fill(kept, 7.0)
+
+    module, value = keyed(Own()), torch.zeros(NUM_SAMPLES, 50)
+    assert set(whole(module, value).unique().tolist()) == {0.0, 7.0}
+    assert type(module) is Own
+
+
+def test_places_nest_and_end_with_their_block() -> None:
+    """Also by an exception."""
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(ValueError, match="stop"))
+        stack.enter_context(at(seed=1, step=2, first=10, count=6))
+        with part(2, 4), part(1, 2):
+            place = present()
+            assert place is not None
+            assert (place.first, place.count) == (13, 1)
+        raise ValueError("stop")
+    assert present() is None
+    with part(0, 1):
+        assert present() is None
+
+
+def test_torch_draws_the_same_when_a_step_is_redone() -> None:
+    """And something else in each step and share."""
+    drawn = []
+    for step, of_share in ((4, 0), (4, 0), (5, 0), (4, 1)):
+        seed_torch(9, step, of_share)
+        drawn.append(tuple(torch.rand(4).tolist()))
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn)) == 3
+
+
+def test_a_sample_has_a_generator_of_its_own() -> None:
+    """The same on the rank that has it, whoever that is."""
+    with at(seed=1, step=2, first=0, count=8):
+        expected = torch.rand(3, generator=sample_generator(5, "noise"))
+        other = torch.rand(3, generator=sample_generator(5, "crop"))
+    with at(seed=1, step=2, first=4, count=4):
+        assert torch.equal(torch.rand(3, generator=sample_generator(1, "noise")), expected)
+    assert not torch.equal(other, expected)
+
+
+def test_seeds_of_neighbours_differ() -> None:
+    """In any order of the numbers; all of them fit torch's generators."""
+    seeds = [mix(a, b, c) for a in range(-4, 12) for b in range(16) for c in range(16)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+# --- training ---
+
+
+def train(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """20 steps of AdamW as one of the ranks of a group, in micro-batches of at most two."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model = copy.deepcopy(model)
+    key_dropout(model)
+    replica = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(20):
+        start, stop = share(0, NUM_SAMPLES, rank, world_size)
+        optimizer.zero_grad()
+        with at(seed=11, step=step, first=start, count=stop - start):
+            cuts = [*range(0, stop - start, 2), stop - start]
+            for low, high in pairwise(cuts):
+                with part(low, high):
+                    outputs = replica(inputs[start:stop][low:high])
+                    errors = (outputs - targets[start:stop][low:high]) ** 2
+                    (errors.sum() * world_size / NUM_SAMPLES).backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_training_with_dropout_does_not_depend_on_the_number_of_ranks() -> None:
+    """One and three end with the same weights; without keys they would be far apart."""
+    generator = torch.Generator().manual_seed(5)
+    inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
+    targets = inputs.sum(1, keepdim=True)
+    torch.manual_seed(6)
+    model = nn.Sequential(
+        nn.Linear(6, 16), nn.Dropout(0.2), nn.SELU(), nn.AlphaDropout(0.1), nn.Linear(16, 1)
+    )
+    (alone,) = run_in_memory(train, 1, model, inputs, targets)
+    for weights in run_in_memory(train, 3, model, inputs, targets):
+        for own, expected in zip(weights, alone, strict=True):
+            assert float((own - expected).abs().max()) < TOLERANCE

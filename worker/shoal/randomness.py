@@ -1,0 +1,135 @@
+"""Randomness that does not depend on who trains: drawn from seed, step and sample.
+
+What comes out of a running generator depends on what was drawn before it, and so on how a batch is
+cut. What is computed from the place of a sample does not: one process, any number of ranks,
+micro-batches and a step that is done once more get the same.
+
+    key_dropout(model)                                       # once, see shoal.dropout
+    with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
+        with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
+
+What a place is set for is everything its samples go through, backward included: activation
+checkpointing computes forward passes again there.
+
+Functions called by the user's code (`F.dropout`, `torch.rand`) draw from torch's generators:
+`seed_torch` makes them the same when a step is redone.
+"""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+_LONG = 0xFFFFFFFFFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which samples are computed on."""
+
+    seed: int
+    step: int
+    first: int
+    """Position in the global batch of the first of them; the others follow it."""
+    count: int
+
+
+class _Here(threading.local):
+    """By thread: ranks may be threads of one process."""
+
+    place: Place | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def at(*, seed: int, step: int, first: int, count: int) -> Iterator[None]:
+    """What is computed within is on samples `first` to `first + count - 1` of the global batch."""
+    before = put(Place(seed=seed, step=step, first=first, count=count))
+    try:
+        yield
+    finally:
+        put(before)
+
+
+@contextmanager
+def part(start: int, stop: int) -> Iterator[None]:
+    """Within, only the samples [start, stop) of those of the present place; nothing if it has none.
+
+    For micro-batches, also those that a training script cuts itself.
+    """
+    place = _here.place
+    if place is None:
+        yield
+        return
+    before = put(replace(place, first=place.first + start, count=stop - start))
+    try:
+        yield
+    finally:
+        put(before)
+
+
+def put(place: Place | None) -> Place | None:
+    """Set this thread's place until further notice; returns the one before."""
+    before, _here.place = _here.place, place
+    return before
+
+
+def mix(*numbers: int) -> int:
+    """One seed of several numbers, such that neighbours have nothing in common; below 2**63.
+
+    The finaliser of splitmix64 (Steele et al. 2014) over each in turn.
+    """
+    mixed = 0
+    for number in numbers:
+        mixed = (mixed + 0x9E3779B97F4A7C15 + number) & _LONG
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _LONG
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _LONG
+        mixed ^= mixed >> 31
+    return mixed >> 1
+
+
+def seed_torch(seed: int, step: int, share: int) -> None:
+    """Start torch's generators anew for a step of one share of the batch.
+
+    So what draws from them repeats itself if the step is redone by as many members.
+    """
+    torch.manual_seed(mix(seed, step, share))
+
+
+def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
+    """A generator on the CPU for the sample of this index among those of the present place.
+
+    The same for the same sample in the same step, whoever computes it; `name` keeps several uses
+    apart. Without a place it is that of sample `index` of step 0.
+    """
+    place = _here.place or Place(seed=0, step=0, first=0, count=1)
+    key = mix(place.seed, place.step, digest(name), place.first + index)
+    return torch.Generator().manual_seed(key)
+
+
+def present() -> Place | None:
+    """This thread's place."""
+    return _here.place
+
+
+def digest(name: str) -> int:
+    """64 bits of a name, for `mix`."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+
+
+__all__ = [
+    "Place",
+    "at",
+    "digest",
+    "mix",
+    "part",
+    "present",
+    "put",
+    "sample_generator",
+    "seed_torch",
+]
