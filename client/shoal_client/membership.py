@@ -6,7 +6,7 @@ stands, and only ever waits here with a time limit.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import structlog
 
@@ -87,13 +87,16 @@ class Membership(Attendance):
 
     # --- training ---
 
-    def begin_step(self, step: int) -> pb.GenerationRecord | None:
+    def begin_step(
+        self, step: int, hand_over: Callable[[], None] | None = None
+    ) -> pb.GenerationRecord | None:
         """Ask whether step number `step` (0-based) may begin in the current generation.
 
         None: it has begun. A record: the old generation stops here by agreement; bring this one up
         instead, then ask again. Waits only while the members agree on where to stop, which takes
         no longer than a step of the slowest; and, where the next generation goes on without this
-        member, until it runs. Raises what ended the membership: MemberDrained after that.
+        member, until it runs; before that wait it calls `hand_over`, once. Raises what ended the
+        membership: MemberDrained after that.
         """
         with self._changed:
             give_up_s: float | None = None
@@ -110,11 +113,23 @@ class Membership(Attendance):
                     self._generation = change.record.roster.generation
                     self._crossed_at = change.stop_at
                     return change.record
+                if change.stop_at is not None and hand_over is not None:
+                    self._unlocked(hand_over)
+                    hand_over = None
+                    continue
                 give_up_s = give_up_s or time.monotonic() + self._boundary_limit_s
                 if not self._changed.wait(give_up_s - time.monotonic()):
                     raise self._boundary_overdue(change)
             self._begun = step
             return None
+
+    def _unlocked(self, call: Callable[[], None]) -> None:
+        """Call it without the lock that is held: it may take long, and notices come meanwhile."""
+        self._changed.release()
+        try:
+            call()
+        finally:
+            self._changed.acquire()
 
     @property
     def _boundary_limit_s(self) -> float:

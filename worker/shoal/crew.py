@@ -93,10 +93,11 @@ class Crew:
         while True:
             if not self._stands:
                 self._form(fields)
-            record = self.membership.begin_step(strategy.step)
+            record = self.membership.begin_step(strategy.step, self._hand_over)
             generation = self.generation
             assert generation is not None
             if record is not None:
+                self._hand_over()
                 strategy.abandon()
                 self._stands = False
                 self._bring_up(record)
@@ -106,6 +107,13 @@ class Crew:
                 self._fall(GenerationBroken(f"generation {generation.number} was broken"))
             else:
                 return generation
+
+    def _hand_over(self) -> None:
+        try:
+            self.strategy.hand_over()
+        except (RuntimeError, RetryError, RejoinError) as error:
+            # Somebody is lost just now: the next generation finds out, and starts from less.
+            log.info("hand_over_failed", reason=str(error)[:300])
 
     def is_break(self, error: BaseException) -> bool:
         """Whether an error in a step tells of a lost peer, not of the user's own code."""

@@ -173,6 +173,11 @@ class Bound:
             " or strategy 'ddp' or 'zero1', which leave parameters whole.",
         )
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Names of all tensors of the state that this rank was filled from."""
+        return frozenset(self._known)
+
     # --- filling ---
 
     def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:

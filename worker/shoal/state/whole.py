@@ -1,11 +1,14 @@
 """The whole model of what ranks hold."""
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shoal.state.exchange import reshard
 from shoal.state.pieces import MODEL, Box, Holding
+
+log = structlog.get_logger(__name__)
 
 
 def whole_model(group: dist.ProcessGroup, holding: Holding) -> dict[str, Tensor]:
@@ -14,6 +17,12 @@ def whole_model(group: dist.ProcessGroup, holding: Holding) -> dict[str, Tensor]
     Collective: each rank gives what it holds, and each gets all. Raises as `reshard`.
     """
     whole = reshard(group, [holding], _needed)
+    try:
+        # So that no rank leaves while another still waits for its pieces.
+        dist.all_reduce(torch.zeros(1), group=group)
+    except RuntimeError as error:
+        # Somebody has left behind it: then all have everything, this rank too.
+        log.info("left_behind_whole_model", reason=str(error)[:300])
     return {name.removeprefix(MODEL): piece.tensor for name, piece in whole.pieces.items()}
 
 

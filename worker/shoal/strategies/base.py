@@ -5,7 +5,8 @@ trainer's thread, but for `cut`):
 
     distribute -> attach -> enter(generation)
       -> [begin_step -> backward... -> end_step] per step
-      -> on a lost peer or a planned change, synchronous only: abandon -> enter(next generation)
+      -> on a lost peer, synchronous only: abandon -> enter(next generation)
+      -> on a planned change, synchronous only: hand_over -> abandon -> enter(next generation)
       -> asynchronous only, training on meanwhile: enter(next generation)
     -> close
 
@@ -139,6 +140,12 @@ class Strategy(ABC):
         """Make whatever waits for a peer of the generation raise at once, `enter` included.
 
         Runs on the membership's thread: be quick, raise nothing.
+        """
+
+    def hand_over(self) -> None:  # noqa: B027 - nobody holds what others do not by default
+        """The generation stops here by agreement: leave nothing with members that are to go.
+
+        Called by all its members, at the same step, before any of them abandons it.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,9 +15,8 @@ from shoal.backends.base import Waiting
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.binding import Blueprint, Bound
 from shoal.layouts.gradients import clip, name_of_fault
-from shoal.state.copies import PeerCopies
 from shoal.state.exchange import reshard
-from shoal.state.pieces import Holding
+from shoal.state.keeping import Keeping
 from shoal.state.whole import whole_model
 from shoal.strategies.base import Generation, optimizer_digest, schema_digest
 from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
@@ -35,17 +35,8 @@ class LaidOut(GroupedStrategy):
 
     def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
         super().__init__()
-        if copies < 0 or copy_every_steps < 1:
-            raise InvalidSpec(
-                "the copies' settings are out of range",
-                seen=f"copies={copies} copy_every_steps={copy_every_steps}",
-                expected="copies of at least 0, every 1 or more steps",
-            )
-        self._num_copies = copies
-        self._copy_every_steps = copy_every_steps
+        self._keeping = Keeping(copies=copies, every_steps=copy_every_steps)
         self._bound: Bound | None = None
-        self._live: Holding | None = None
-        self._copies: PeerCopies | None = None
         self._begun = False
         self._reduced = False
         self._whole = True
@@ -102,24 +93,20 @@ class LaidOut(GroupedStrategy):
         # What DTensor has derived for the meshes of old generations is of no use any more.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
         bound = Bound(self._blueprint, self._optimizer, self.lay_out(self._blueprint.copy(), world))
-        holding = reshard(group, self._held(generation), bound.needs)
+        members = frozenset(entry.member_id for entry in generation.entries)
+        held = self._keeping.held(members)
+        source, _ = receivers_of(generation)
+        if not held and not self._has_state and world.rank == source:
+            held.append(self._blueprint.initial())
+        holding = reshard(group, held, bound.needs)
         bound.fill(holding)
         self._take_modes(bound.layout)
-        self._bound, self._live, self._step = bound, None, holding.step
+        self._bound, self._step = bound, holding.step
         retarget(self._replica, bound.layout.plain)
-        self._keep_copies(world)
+        filled = replace(bound.collect(self._step), elsewhere=bound.known)
+        self._keeping.start(filled, members, dist.new_group, bound.layout.travels)
         self._check_same_step(world)
         self._blueprint.forget_weights()
-
-    def _held(self, generation: Generation) -> list[Holding]:
-        """All that this member could give to the others."""
-        held = list(self._copies.held()) if self._copies is not None else []
-        if self._live is not None:
-            held.append(self._live)
-        source, _ = receivers_of(generation)
-        if not held and not self._has_state and generation.rank == source:
-            held.append(self._blueprint.initial())
-        return held
 
     def _take_modes(self, layout: Layout) -> None:
         """Which parts train and which evaluate is the user's, and outlives a generation."""
@@ -127,22 +114,6 @@ class LaidOut(GroupedStrategy):
         modes = {name: part.training for name, part in shown.named_modules()}
         for name, part in layout.plain.named_modules():
             part.training = modes.get(name, part.training)
-
-    def _keep_copies(self, world: World) -> None:
-        num_copies = min(self._num_copies, world.world_size - 1)
-        if num_copies == 0:
-            self._copies = None
-            return
-        assert self._bound is not None
-        self._copies = PeerCopies(
-            dist.new_group(backend=None),
-            copies=num_copies,
-            every_steps=self._copy_every_steps,
-            before=self._copies,
-            travels=self._bound.layout.travels,
-        )
-        # At once: until it is complete, nobody else has what a member holds.
-        self._copies.offer(self._bound.collect(self._step))
 
     def _check_same_step(self, world: World) -> None:
         steps = torch.zeros(world.world_size, dtype=torch.int64)
@@ -163,11 +134,13 @@ class LaidOut(GroupedStrategy):
             return
         self._optimizer.zero_grad(set_to_none=True)
         # In the midst of an update there is neither the old state nor the new.
-        self._live = bound.collect(self._step) if self._whole else None
+        self._keeping.stop(bound.collect(self._step) if self._whole else None)
         self._whole = True
         bound.layout.release()
-        if self._copies is not None:
-            self._copies.close()
+
+    def hand_over(self) -> None:
+        if self._bound is not None:
+            self._keeping.hand_over(self._bound.collect(self._step))
 
     # --- steps ---
 
@@ -259,11 +232,9 @@ class LaidOut(GroupedStrategy):
         layout.stepped()
         self._whole = True
         self._commit_step()
-        if self._copies is not None and self._copies.due(self._step):
-            self._copies.offer(bound.collect(self._step))
-        elif self._step == 1:
-            # So that an optimizer whose state cannot travel is refused before anything is lost.
-            bound.collect(self._step)
+        if self._step == 1 or self._keeping.due(self._step):
+            # Also before any copy: an optimizer whose state cannot travel is refused at once.
+            self._keeping.offer(bound.collect(self._step))
         acknowledged()
         self._backend.tidy()
 
@@ -282,10 +253,7 @@ class LaidOut(GroupedStrategy):
 
     def close(self) -> None:
         super().close()
-        self._live = None
-        if self._copies is not None:
-            self._copies.close()
-            self._copies = None
+        self._keeping.close()
 
 
 __all__ = ["LaidOut"]
