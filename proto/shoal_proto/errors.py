@@ -81,6 +81,13 @@ class Overloaded(RetryError):
     """A bounded queue or table is full."""
 
 
+class CheckpointFailed(RetryError):
+    """A checkpoint could not be written; training is as it was. `details` holds path, rank, errno.
+
+    The next one may succeed, once there is room or permission.
+    """
+
+
 class RejoinError(ShoalError):
     """The caller's view of the membership is over: join again to go on."""
 
@@ -190,6 +197,13 @@ class CorruptError(ShoalError):
 
 class ChecksumMismatch(CorruptError):
     """Bytes changed on the way."""
+
+
+class StateLost(CorruptError):
+    """No step's state is whole on the members that are left: go on from a checkpoint.
+
+    `details` maps each step that was looked at to the first parts that nobody holds.
+    """
 
 
 class InternalError(CorruptError):

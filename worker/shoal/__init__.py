@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.backends.in_memory_run import run_in_memory
+    from shoal.backends.mpi import init_mpi
+    from shoal.checkpoint.background import Checkpoints
     from shoal.compression.half import BF16, FP16
     from shoal.compression.low_rank import PowerSGD
     from shoal.compression.quantised import Int8, OneBit
@@ -32,6 +34,7 @@ __all__ = [
     "DDP",
     "FP16",
     "Batch",
+    "Checkpoints",
     "Drained",
     "Int8",
     "OneBit",
@@ -41,6 +44,7 @@ __all__ = [
     "RosterMember",
     "Session",
     "TopK",
+    "init_mpi",
     "join",
     "run_in_memory",
     "validator",
@@ -49,6 +53,7 @@ __all__ = [
 _HOMES = {
     "BF16": "shoal.compression.half",
     "Batch": "shoal.data",
+    "Checkpoints": "shoal.checkpoint.background",
     "DDP": "shoal.strategies.ddp",
     "Drained": "shoal.draining",
     "FP16": "shoal.compression.half",
@@ -60,6 +65,7 @@ _HOMES = {
     "RosterMember": "shoal.validators",
     "Session": "shoal.session",
     "TopK": "shoal.compression.sparse",
+    "init_mpi": "shoal.backends.mpi",
     "run_in_memory": "shoal.backends.in_memory_run",
     "validator": "shoal.validators",
 }

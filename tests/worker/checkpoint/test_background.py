@@ -1,0 +1,200 @@
+"""Training goes on while a checkpoint is written, and hears of it if that failed."""
+
+import threading
+
+import pytest
+from checkpoint_world import (
+    Table,
+    bound,
+    collected,
+    cut,
+    differences,
+    names_in,
+    on_all,
+    trained,
+    with_aliases,
+)
+from plain_torch import train
+
+import shoal
+from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.reading import everything, read
+from shoal.state.pieces import Holding
+from shoal_proto.errors import CheckpointFailed, InvalidSpec
+
+
+class Gate:
+    """A single rank that waits for the test before it goes on."""
+
+    rank = 0
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.opened = threading.Event()
+
+    def gather(self, message: bytes) -> list[bytes]:
+        self.reached.set()
+        assert self.opened.wait(60)
+        return [message]
+
+
+def at(step, holding=None):
+    given = holding or trained("sgd", 2)
+    return Holding(step=step, pieces=given.pieces, values=given.values)
+
+
+def steps_in(directory):
+    return [int(name.removeprefix("step-")) for name in names_in(directory)]
+
+
+def test_it_is_public():
+    assert shoal.Checkpoints is Checkpoints
+
+
+def test_a_checkpoint_is_due_every_so_many_steps(tmp_path):
+    checkpoints = Checkpoints(tmp_path, every_steps=5)
+    assert [step for step in range(12) if checkpoints.due(step)] == [5, 10]
+
+
+@pytest.mark.parametrize("setting", ["every_steps", "keep"])
+def test_settings_below_one_are_refused(tmp_path, setting):
+    with pytest.raises(InvalidSpec, match=f"{setting} is out of range; saw 0"):
+        Checkpoints(tmp_path, **{"every_steps": 1, setting: 0})
+
+
+def test_what_is_written_is_the_state_of_the_offer(tmp_path):
+    """Training goes on in the same memory before anything is written."""
+    model, own = bound("adamw")
+    train(model, own.optimizer, range(2))
+    offered = collected(model, own, 2)
+    gate = Gate()
+    checkpoints = Checkpoints(tmp_path, every_steps=1)
+    values = {**own.collect(2).values, "tied": offered.values["tied"]}
+    checkpoints.offer(Holding(step=2, pieces=own.collect(2).pieces, values=values), gate)
+    train(model, own.optimizer, range(2, 4))
+    gate.opened.set()
+    checkpoints.close()
+    assert differences(read(checkpoints.newest(), everything), with_aliases(offered)) == []
+
+
+def test_training_with_checkpoints_ends_where_training_without_does(tmp_path):
+    model, own = bound("adamw")
+    with Checkpoints(tmp_path, every_steps=2) as checkpoints:
+        for step in range(6):
+            train(model, own.optimizer, range(step, step + 1))
+            if checkpoints.due(step + 1):
+                checkpoints.offer(own.collect(step + 1))
+    assert steps_in(tmp_path) == [2, 4, 6]
+    assert differences(collected(model, own, 6), trained("adamw", 6)) == []
+
+
+def test_at_most_one_is_in_flight(tmp_path):
+    """An offer waits for the one before, so there are never two copies."""
+    first, second = Gate(), Gate()
+    checkpoints = Checkpoints(tmp_path, every_steps=1)
+    checkpoints.offer(at(1), first)
+    assert first.reached.wait(60)
+    offering = threading.Thread(target=checkpoints.offer, args=(at(2), second))
+    offering.start()
+    assert not second.reached.is_set()
+    first.opened.set()
+    assert second.reached.wait(60)
+    assert checkpoints.newest() == tmp_path / "step-00000001", "it was complete before"
+    second.opened.set()
+    offering.join()
+    checkpoints.close()
+    assert steps_in(tmp_path) == [1, 2]
+
+
+def test_the_newest_are_kept(tmp_path):
+    with Checkpoints(tmp_path, every_steps=10, keep=2) as checkpoints:
+        for step in (10, 20, 30, 40):
+            checkpoints.offer(at(step))
+    assert steps_in(tmp_path) == [30, 40]
+
+
+def test_the_only_complete_one_stays_when_the_next_fails(tmp_path):
+    checkpoints = Checkpoints(tmp_path, every_steps=10, keep=1)
+    checkpoints.offer(at(10))
+    (tmp_path / "step-00000020").mkdir()
+    checkpoints.offer(at(20))
+    with pytest.raises(InvalidSpec, match="step-00000020 is there already"):
+        checkpoints.close()
+    assert checkpoints.newest() == tmp_path / "step-00000010"
+
+
+def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_anew(tmp_path):
+    in_the_way = tmp_path / "checkpoints"
+    in_the_way.touch()
+    checkpoints = Checkpoints(in_the_way, every_steps=1)
+    checkpoints.offer(at(1))
+    with pytest.raises(CheckpointFailed, match="step-00000001 could not be begun") as raised:
+        checkpoints.offer(at(2))
+    assert raised.value.details["errno"] == "ENOTDIR"
+    in_the_way.unlink()
+    checkpoints.offer(at(3))
+    checkpoints.close()
+    checkpoints.close()
+    assert steps_in(in_the_way) == [3]
+
+
+def test_every_rank_hears_of_a_failure_at_the_same_step(tmp_path):
+    whole = trained("sgd", 2)
+    (tmp_path / "step-00000002").touch()
+
+    def act(peers):
+        checkpoints = Checkpoints(tmp_path, every_steps=1)
+        for _ in range(2):
+            checkpoints.offer(cut(whole, 0, peers.rank, 2), peers)
+
+    errors = on_all(2, act)
+    assert [type(error) for error in errors] == [InvalidSpec] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert names_in(tmp_path) == ["step-00000002"]
+
+
+def test_a_rank_leaves_to_others_what_it_does_not_write(tmp_path):
+    """And pays for no copy of it; what two ranks offer is written once all the same."""
+    whole = trained("sgd")
+
+    def act(peers):
+        def writes(name):
+            return name == "model.first.bias" or name.startswith("optim.") == bool(peers.rank)
+
+        with Checkpoints(tmp_path, every_steps=1) as checkpoints:
+            checkpoints.offer(whole, peers, writes)
+
+    assert on_all(2, act) == [None, None]
+    newest = Checkpoints(tmp_path, every_steps=1).newest()
+    assert differences(read(newest, everything), with_aliases(whole)) == []
+    assert (newest / "__1_0.distcp").is_file()
+
+
+def test_a_rank_lost_while_writing_is_no_error_and_no_checkpoint(tmp_path):
+    table = Table(2)
+    checkpoints = Checkpoints(tmp_path, every_steps=1)
+    checkpoints.offer(at(1), table.peers[0])
+    table.lose()
+    checkpoints.offer(at(2))
+    checkpoints.close()
+    assert steps_in(tmp_path) == [2], "what the first left behind is gone, too"
+
+
+def test_a_run_that_starts_again_does_not_mix_with_the_one_before(tmp_path):
+    with Checkpoints(tmp_path, every_steps=1) as checkpoints:
+        checkpoints.offer(at(100))
+    again = Checkpoints(tmp_path, every_steps=1)
+    again.offer(at(1))
+    with pytest.raises(InvalidSpec, match="run that was further than this one; saw step 100"):
+        again.close()
+    again.offer(at(101))
+    again.close()
+    assert steps_in(tmp_path) == [100, 101]
+
+
+def test_a_run_may_fall_back_behind_its_own_checkpoints(tmp_path):
+    """After a loss the survivors may go on from a step before the newest one on disk."""
+    with Checkpoints(tmp_path, every_steps=1) as checkpoints:
+        for step in (10, 20, 15, 20):
+            checkpoints.offer(at(step, trained("sgd", 3) if step == 20 else None))
+    assert steps_in(tmp_path) == [10, 15, 20]

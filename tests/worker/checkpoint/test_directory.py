@@ -1,0 +1,80 @@
+"""A directory is a complete checkpoint, or it is not there."""
+
+import pytest
+from checkpoint_world import names_in
+
+from shoal.checkpoint.directory import begin, complete, newest, path_of_step, publish, retire, sweep
+from shoal_proto.errors import InvalidSpec
+
+
+def made(directory, step, content="x"):
+    path = path_of_step(directory, step)
+    partial = begin(path)
+    (partial / ".metadata").write_text(content)
+    publish(partial, path)
+    return path
+
+
+def test_newest_is_the_highest_complete_step(tmp_path):
+    assert newest(tmp_path / "nowhere") is None
+    assert newest(tmp_path) is None
+    made(tmp_path, 9)
+    made(tmp_path, 120)
+    (tmp_path / "step-00000300").mkdir()  # copied in part by somebody
+    (begin(path_of_step(tmp_path, 200)) / ".metadata").touch()
+    (tmp_path / "notes").touch()
+    assert newest(tmp_path) == tmp_path / "step-00000120"
+
+
+def test_steps_beyond_eight_digits_are_still_in_order(tmp_path):
+    made(tmp_path, 99_999_999)
+    last = made(tmp_path, 100_000_000)
+    assert newest(tmp_path) == last
+    retire(tmp_path, 100_000_000, keep=1)
+    assert list(complete(tmp_path)) == [100_000_000]
+
+
+def test_the_same_step_again_replaces_the_one_before(tmp_path):
+    made(tmp_path, 5, "old")
+    path = made(tmp_path, 5, "new")
+    assert (path / ".metadata").read_text() == "new"
+    assert names_in(tmp_path) == ["step-00000005"]
+
+
+def test_one_that_is_being_replaced_counts_until_the_other_is_there(tmp_path):
+    path = made(tmp_path, 5, "old")
+    aside = tmp_path / ".step-00000005.0123456789abcdef.replaced"
+    path.rename(aside)
+    assert newest(tmp_path) == aside
+    sweep(path_of_step(tmp_path, 6), keep=tmp_path)
+    assert newest(tmp_path) == path, "its writer died; it is put back"
+    assert (path / ".metadata").read_text() == "old"
+
+
+def test_leftovers_of_dead_writers_are_removed_and_nothing_else(tmp_path):
+    kept = made(tmp_path, 5)
+    begin(path_of_step(tmp_path, 6))
+    other = begin(tmp_path / "mine")
+    own = begin(path_of_step(tmp_path, 7))
+    (tmp_path / ".step-00000007.partial").mkdir()
+    sweep(path_of_step(tmp_path, 7), keep=own)
+    assert set(tmp_path.iterdir()) == {kept, other, own, tmp_path / ".step-00000007.partial"}
+
+
+@pytest.mark.parametrize(
+    ("steps", "step", "left"),
+    [([10, 20, 30, 40], 40, [30, 40]), ([10], 10, [10]), ([10, 20, 30, 90], 30, [20, 30, 90])],
+)
+def test_the_newest_ones_are_kept(tmp_path, steps, step, left):
+    for each in steps:
+        made(tmp_path, each)
+    retire(tmp_path, step, keep=2)
+    assert sorted(complete(tmp_path)) == left
+    assert len(names_in(tmp_path)) == len(left)
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path):
+    (tmp_path / "thesis").mkdir()
+    with pytest.raises(InvalidSpec, match="thesis is there already and is no checkpoint"):
+        begin(tmp_path / "thesis")
+    assert names_in(tmp_path) == ["thesis"]

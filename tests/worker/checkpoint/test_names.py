@@ -1,0 +1,73 @@
+"""Names in a checkpoint are those that plain torch gives the same state."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_world import trained
+from plain_torch import OPTIMIZERS, make, save, train
+
+from shoal.checkpoint.index import read_index
+from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, path_of, tied
+from shoal.checkpoint.writing import write
+from shoal_proto.errors import InvalidSpec
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):
+    """Same keys, shapes, dtypes and paths: whatever reads the one reads the other."""
+    model, optimizer = make(optimizer_name)
+    train(model, optimizer, range(3))
+    save(tmp_path / "torch", model, optimizer)
+    write(tmp_path / "shoal", trained(optimizer_name))
+    theirs, ours = (
+        dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("torch", "shoal")
+    )
+    own = ".".join(OWN)
+    assert ours.planner_data.pop(own) == OWN
+    del ours.state_dict_metadata[own]
+    assert ours.planner_data == theirs.planner_data
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+
+
+@pytest.mark.parametrize(
+    "name", ["model.a.b.weight", "model.bias", "optim.a.b.weight/exp_avg", "optim.bias/step"]
+)
+def test_a_name_survives_the_way_there_and_back(name):
+    assert name_of_tensor(path_of(name)) == name
+
+
+def test_groups_survive_the_way_there_and_back():
+    groups = [
+        {"params": ["a", "b"], "lr": 0.1, "betas": [0.9, 0.99], "fused": None},
+        {"params": ["c"], "lr": {"tensor": 0.5}, "betas": [0.8, 0.99], "fused": True},
+    ]
+    entries = entries_of(7, {"groups": groups})
+    assert groups_of(entries) == groups
+    assert entries["optim", "param_groups", 0, "betas"] == (0.9, 0.99), "torch has tuples there"
+    assert isinstance(entries["optim", "param_groups", 1, "lr"], torch.Tensor)
+
+
+def test_a_tied_parameter_is_known_by_its_first_name():
+    model, _ = make("sgd")
+    assert tied(model) == {"again.weight": "second.weight"}
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        (("optim", "state.a.weight.exp_avg"), "flattened"),
+        (("optim", "state", "a.weight", "factors", "left"), "no place"),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(path, reason):
+    with pytest.raises(InvalidSpec, match=reason) as raised:
+        name_of_tensor(path)
+    assert ".".join(path) in str(raised.value)
+
+
+def test_the_index_gives_back_the_paths(tmp_path):
+    write(tmp_path / "one", trained("sgd"))
+    index = read_index(tmp_path / "one")
+    assert ("optim", "state", "first.weight", "momentum_buffer") in index.tensors
+    assert ("model", "again.weight") in index.tensors
+    assert ("optim", "param_groups", 1, "params") in index.objects

@@ -1,0 +1,250 @@
+"""Any rank of any layout reads what it needs, and says clearly what it cannot read."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_world import bound, cut, differences, needs_cut, trained, with_aliases, write_on_all
+from plain_torch import OPTIMIZERS, make, save, train
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from shoal.checkpoint import names
+from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.writing import write
+from shoal.state.pieces import Box
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    DtypeMismatch,
+    InvalidSpec,
+    MalformedMessage,
+    ShapeMismatch,
+)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return trained("adamw")
+
+
+@pytest.fixture(scope="module")
+def by_rows_on_four(whole, tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoints") / "rows"
+    assert write_on_all(path, [cut(whole, 0, rank, 4) for rank in range(4)]) == [None] * 4
+    return path
+
+
+@pytest.fixture
+def damaged(by_rows_on_four, tmp_path):
+    return shutil.copytree(by_rows_on_four, tmp_path / "damaged")
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["rows", "columns"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_checkpoint_of_one_world_size_is_read_by_another(whole, by_rows_on_four, dim, world_size):
+    for rank in range(world_size):
+        found = read(by_rows_on_four, needs_cut(dim, rank, world_size))
+        expected = cut(with_aliases(whole), dim, rank, world_size)
+        assert differences(found, expected) == []
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, optimizer_name):
+    write(tmp_path / "one", trained(optimizer_name, 3))
+    model, own = bound(optimizer_name, seed=9)
+    own.fill(read(tmp_path / "one", own.needs))
+    train(model, own.optimizer, range(3, 6))
+    assert differences(own.collect(6), without_aliases(trained(optimizer_name, 6))) == []
+
+
+def without_aliases(holding):
+    values = {name: value for name, value in holding.values.items() if name != "tied"}
+    return type(holding)(step=holding.step, pieces=holding.pieces, values=values)
+
+
+def test_a_rank_reads_no_more_than_the_parts_it_needs(damaged, whole):
+    """The files of the other ranks hold nothing any more, and nobody notices."""
+    for rank in (1, 2, 3):
+        file = damaged / f"__{rank}_0.distcp"
+        file.write_bytes(bytes(file.stat().st_size))
+    name = "model.first.weight"
+    part = cut(whole, 0, 0, 4).pieces[name]
+
+    def needs(asked, shape, dtype):
+        return part.box if asked == name else None
+
+    found = read(damaged, needs)
+    assert list(found.pieces) == [name]
+    assert torch.equal(found.pieces[name].tensor, part.tensor)
+
+
+# --- what plain torch wrote ---
+
+
+@pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
+def test_what_plain_torch_wrote_is_read(tmp_path, optimizer_name):
+    model, optimizer = make(optimizer_name)
+    train(model, optimizer, range(3))
+    save(tmp_path / "torch", model, optimizer, step=3)
+    ours, own = bound(optimizer_name, seed=9)
+    holding = read(tmp_path / "torch", own.needs)
+    assert holding.step == 3
+    own.fill(holding)
+    for either, its_optimizer in ((model, optimizer), (ours, own.optimizer)):
+        train(either, its_optimizer, range(3, 6))
+    state = ours.state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+def test_a_model_alone_is_read_too(tmp_path):
+    model, _ = make("sgd")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    holding = read(tmp_path / "torch", everything)
+    assert (holding.step, holding.values) == (0, {})
+    assert holding.pieces.keys() == {f"model.{name}" for name in model.state_dict()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer_state", "reason"),
+    [
+        (
+            lambda model, optimizer: get_optimizer_state_dict(
+                model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
+            ),
+            "without flatten_optimizer_state_dict",
+        ),
+        (lambda model, optimizer: optimizer.state_dict(), "not optimizer.state_dict()"),
+    ],
+    ids=["flattened", "numbered"],
+)
+def test_optimizer_state_that_names_no_parameters_is_refused(tmp_path, optimizer_state, reason):
+    model, optimizer = make("adamw")
+    train(model, optimizer, range(2))
+    state = {"model": model.state_dict(), "optim": optimizer_state(model, optimizer)}
+    dcp.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
+    with pytest.raises(InvalidSpec) as raised:
+        read(tmp_path / "torch", everything)
+    assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda state: state.update({"last.bias": torch.zeros(4)}), ShapeMismatch),
+        (lambda state: state.update({"last.bias": torch.zeros(3).double()}), DtypeMismatch),
+        (lambda state: state.pop("last.bias"), ShapeMismatch),
+    ],
+    ids=["shape", "dtype", "missing"],
+)
+def test_another_model_is_refused_by_name(tmp_path, change, error):
+    state = dict(make("sgd")[0].state_dict())
+    change(state)
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    _, own = bound("sgd")
+    with pytest.raises(error, match=r"last\.bias"):
+        own.fill(read(tmp_path / "torch", own.needs))
+
+
+# --- what is no checkpoint, or not any more ---
+
+
+def test_a_directory_without_an_index_is_no_checkpoint(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(InvalidSpec, match=f"{path} is no checkpoint"):
+            read(path, everything)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda path: os.truncate(path / "__2_0.distcp", 100), "truncated"),
+        (lambda path: (path / "__2_0.distcp").unlink(), "no file __2_0.distcp"),
+        (lambda path: os.truncate(path / ".metadata", 1000), "index .* cannot be read"),
+        (lambda path: (path / ".metadata").write_bytes(b"not a pickle"), "cannot be read"),
+        (lambda path: (path / ".metadata").write_bytes(pickle.dumps({"a": 1})), "cannot be read"),
+    ],
+    ids=["truncated", "missing", "truncated index", "no index", "another pickle"],
+)
+def test_damage_is_told_with_the_path(damaged, damage, reason):
+    damage(damaged)
+    with pytest.raises(MalformedMessage, match=reason) as raised:
+        read(damaged, everything)
+    assert str(damaged) in str(raised.value)
+
+
+def test_a_single_changed_bit_is_noticed(damaged, whole):
+    """torch.load does not notice."""
+    file = damaged / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    part = cut(whole, 0, 1, 4).pieces["model.first.weight"].tensor
+    content[content.index(part.numpy().tobytes())] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ChecksumMismatch, match="has changed since it was written") as raised:
+        read(damaged, everything)
+    assert str(damaged) in str(raised.value)
+
+
+class Malice:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (os.mkdir, (str(self._path),))
+
+
+def test_an_index_that_would_run_something_does_not(damaged, tmp_path):
+    (damaged / ".metadata").write_bytes(pickle.dumps(Malice(tmp_path / "owned")))
+    with pytest.raises(MalformedMessage, match="mkdir has no place in an index"):
+        read(damaged, everything)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_an_index_that_leads_elsewhere_is_refused(damaged):
+    metadata = dcp.FileSystemReader(damaged).read_metadata()
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "../elsewhere.distcp"
+    (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MalformedMessage, match=r"elsewhere\.distcp"):
+        read(damaged, everything)
+
+
+def test_parts_that_the_index_does_not_have_are_missed(damaged):
+    """DCP itself would leave what was in memory there."""
+    metadata = dcp.FileSystemReader(damaged).read_metadata()
+    metadata.state_dict_metadata["model.first.weight"].chunks.pop()
+    (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MalformedMessage, match=r"does not hold all of model\.first\.weight"):
+        read(damaged, everything)
+
+
+def test_a_newer_format_is_refused(tmp_path, whole, monkeypatch):
+    monkeypatch.setattr(names, "FORMAT", 2)
+    write(tmp_path / "one", whole)
+    monkeypatch.undo()
+    with pytest.raises(InvalidSpec, match="newer format; saw 2; expected at most 1"):
+        read(tmp_path / "one", everything)
+
+
+def test_a_newer_version_of_dcp_is_refused(damaged):
+    metadata = dcp.FileSystemReader(damaged).read_metadata()
+    metadata.version = "2.0.0"
+    (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(InvalidSpec, match=r"version 2\.0\.0"):
+        read(damaged, everything)
+
+
+def test_shoals_own_entry_is_json_for_everybody(by_rows_on_four, whole):
+    state = {"shoal": {"state": ""}}
+    dcp.load(state, checkpoint_id=by_rows_on_four, no_dist=True)
+    own = json.loads(state["shoal"]["state"])
+    assert (own["format"], own["step"]) == (1, whole.step)
+
+
+def test_a_box_beyond_the_tensor_is_refused(by_rows_on_four):
+    with pytest.raises(MalformedMessage, match="does not hold all of"):
+        read(by_rows_on_four, lambda *_: Box(offsets=(0, 0), sizes=(100, 6)))

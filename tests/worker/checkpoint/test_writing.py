@@ -1,0 +1,148 @@
+"""Ranks write one checkpoint together: complete, or absent, and the same answer on all."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_world import (
+    Table,
+    cut,
+    differences,
+    names_in,
+    on_all,
+    trained,
+    with_aliases,
+    write_on_all,
+)
+
+from shoal.checkpoint import shares
+from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.writing import write
+from shoal.state.pieces import Box, Holding, Piece
+from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
+
+
+def changed(holding, **pieces):
+    return Holding(step=holding.step, pieces={**holding.pieces, **pieces}, values=holding.values)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_four_ranks_write_what_one_would(tmp_path, dim):
+    whole = trained("adamw")
+    errors = write_on_all(tmp_path / "four", [cut(whole, dim, rank, 4) for rank in range(4)])
+    assert errors == [None] * 4
+    assert differences(read(tmp_path / "four", everything), with_aliases(whole)) == []
+    files = {name for name in names_in(tmp_path / "four") if name.endswith(".distcp")}
+    assert files == {f"__{rank}_0.distcp" for rank in range(4)}
+    assert names_in(tmp_path) == ["four"]
+
+
+def test_replicas_write_once(tmp_path):
+    whole = trained("sgd")
+    assert write_on_all(tmp_path / "alone", [whole]) == [None]
+    assert write_on_all(tmp_path / "three", [whole] * 3) == [None] * 3
+    assert names_in(tmp_path / "three") == names_in(tmp_path / "alone")
+
+
+def test_long_tensors_are_written_in_chunks(tmp_path, monkeypatch):
+    """What a reader must have in memory beside the part that it needs is bounded."""
+    monkeypatch.setattr(shares, "CHUNK_BYTES", 64)
+    whole = trained("adamw")
+    assert (
+        write_on_all(tmp_path / "two", [cut(whole, 1, rank, 2) for rank in range(2)]) == [None] * 2
+    )
+    metadata = dcp.FileSystemReader(tmp_path / "two").read_metadata()
+    assert len(metadata.state_dict_metadata["model.first.weight"].chunks) == 4
+    assert differences(read(tmp_path / "two", everything), with_aliases(whole)) == []
+
+
+def test_numbers_of_an_optimizer_stay_numbers(tmp_path):
+    """State that is no tensor is a number for plain torch, too, to the last digit."""
+    whole = trained("sgd")
+    numbers = {
+        "optim.last.weight/count#int": torch.tensor(2**53 + 1),
+        "optim.last.weight/decay#float": torch.tensor(0.1, dtype=torch.float64),
+        "optim.last.weight/seen#bool": torch.tensor(True),
+    }
+    pieces = {name: Piece.whole(tensor) for name, tensor in numbers.items()}
+    write(tmp_path / "one", changed(whole, **pieces))
+    found = read(tmp_path / "one", everything)
+    for name, tensor in numbers.items():
+        assert torch.equal(found.pieces[name].tensor, tensor), name
+        assert found.pieces[name].tensor.dtype == tensor.dtype, name
+    state = {"optim": {"state": {"last.weight": dict.fromkeys(("count", "decay", "seen"))}}}
+    dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
+    assert state["optim"]["state"]["last.weight"] == {
+        "count": 2**53 + 1,
+        "decay": 0.1,
+        "seen": True,
+    }
+
+
+def test_a_rank_that_fails_fails_on_all_and_leaves_nothing(tmp_path):
+    whole = trained("sgd")
+    holdings = [cut(whole, 0, rank, 3) for rank in range(3)]
+    given = holdings[1].pieces["model.first.weight"]
+    unreadable = Piece(shape=given.shape, box=given.box, tensor=given.tensor.to("meta"))
+    holdings[1] = changed(holdings[1], **{"model.first.weight": unreadable})
+    errors = write_on_all(tmp_path / "three", holdings)
+    assert [type(error) for error in errors] == [CheckpointFailed] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert "rank 1" in str(errors[0])
+    assert names_in(tmp_path) == []
+
+
+def test_what_the_system_refuses_is_told_with_path_and_errno(tmp_path):
+    (tmp_path / "file").touch()
+    whole = trained("sgd")
+    errors = write_on_all(tmp_path / "file" / "deep" / "two", [whole, whole])
+    for error in errors:
+        assert isinstance(error, CheckpointFailed)
+        assert str(tmp_path / "file" / "deep" / "two") in str(error)
+        assert error.details == {
+            "path": str(tmp_path / "file" / "deep" / "two"),
+            "rank": "0",
+            "errno": "ENOTDIR",
+        }
+
+
+def test_ranks_that_hold_no_whole_state_are_refused(tmp_path):
+    whole = trained("sgd")
+    errors = write_on_all(tmp_path / "two", [cut(whole, 0, 0, 3), cut(whole, 0, 2, 3)])
+    assert [type(error) for error in errors] == [InvalidSpec] * 2
+    assert "no rank holds all of" in str(errors[0])
+    assert names_in(tmp_path) == []
+
+
+def test_ranks_at_different_steps_are_refused(tmp_path):
+    errors = write_on_all(tmp_path / "two", [trained("sgd", 2), trained("sgd", 3)])
+    assert [type(error) for error in errors] == [InvalidSpec] * 2
+    assert "different steps" in str(errors[0])
+    assert names_in(tmp_path) == []
+
+
+def test_disks_that_are_not_shared_are_noticed(tmp_path):
+    """Each rank's path leads to a disk of its own: nobody must believe there is a checkpoint."""
+    whole = trained("sgd")
+
+    def act(peers):
+        write(tmp_path / f"disk {peers.rank}" / "two", cut(whole, 0, peers.rank, 2), peers)
+
+    errors = on_all(2, act)
+    assert [type(error) for error in errors] == [InvalidSpec] * 2
+    assert "storage that all ranks share" in str(errors[0])
+    assert not (tmp_path / "disk 0" / "two").exists()
+
+
+def test_a_lost_rank_breaks_the_generation_and_publishes_nothing(tmp_path):
+    table = Table(2)
+    table.lose()
+    with pytest.raises(GenerationBroken, match="a rank was lost"):
+        write(tmp_path / "two", trained("sgd"), table.peers[0])
+    assert not (tmp_path / "two").exists()
+
+
+def test_a_tensor_without_elements_is_in_it(tmp_path):
+    empty = Piece.whole(torch.zeros(0, 3))
+    write(tmp_path / "one", Holding(step=1, pieces={"model.none": empty}))
+    found = read(tmp_path / "one", everything).pieces["model.none"]
+    assert (found.shape, found.box) == ((0, 3), Box.whole((0, 3)))

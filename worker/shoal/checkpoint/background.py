@@ -1,0 +1,134 @@
+"""Checkpoints while training goes on: the trainer pays for a copy in host memory, no more."""
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from shoal.checkpoint import directory, writing
+from shoal.checkpoint.peers import ALONE, Peers
+from shoal.state.pieces import Holding
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+
+def _any(name: str) -> bool:
+    return True
+
+
+class Checkpoints:
+    """Writes checkpoints into one directory, one at a time, on a thread of their own.
+
+    Each rank of a job has one of these, with the same settings; it lives over all generations.
+    The directory must be on storage that all of them share. Memory: one copy of what this rank
+    writes, and of one chunk (64 MiB).
+    """
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, every_steps: int, keep: int = 3
+    ) -> None:
+        """`keep` is how many complete checkpoints stay: older ones are deleted once a newer one is
+        complete. Raises InvalidSpec for numbers below one.
+        """
+        for name, number in (("every_steps", every_steps), ("keep", keep)):
+            if number < 1:
+                raise InvalidSpec(f"{name} is out of range", seen=str(number), expected="1 or more")
+        self.directory = Path(directory)
+        self.every_steps = every_steps
+        self.keep = keep
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._resumed = False
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be written after so many committed steps."""
+        return step > 0 and step % self.every_steps == 0
+
+    def newest(self) -> Path | None:
+        """The newest complete checkpoint in the directory, if there is one."""
+        return directory.newest(self.directory)
+
+    def offer(
+        self, holding: Holding, peers: Peers = ALONE, writes: Callable[[str], bool] = _any
+    ) -> None:
+        """Have a checkpoint written of what this rank holds, which may change after the return.
+
+        Called on all ranks after the same step. Waits while the one before is being written: at
+        most one is in flight. Pieces whose name `writes` declines are left to other ranks and not
+        copied; what several ranks offer is written once all the same.
+
+        Raises what went wrong with the one before, on every rank at the same step: CheckpointFailed
+        (disk full, no permission) with path and errno, InvalidSpec if the ranks together did not
+        hold a whole state. Training is as it was and the next offer tries anew. No error if
+        a rank was lost meanwhile: that checkpoint is absent.
+        """
+        self._finish()
+        pieces = {name: piece for name, piece in holding.pieces.items() if writes(name)}
+        own = Holding(step=holding.step, pieces=pieces, values=holding.values).copied()
+        self._thread = threading.Thread(
+            target=self._write, args=(own, peers), name=f"shoal-checkpoint-{holding.step}"
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Wait for the one in flight. Raises as `offer`. May be called twice."""
+        self._finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _finish(self) -> None:
+        if self._thread:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
+
+    def _write(self, holding: Holding, peers: Peers) -> None:
+        path = directory.path_of_step(self.directory, holding.step)
+        try:
+            writing.write(path, holding, peers, prepare=lambda: self._refuse_older(holding.step))
+            self._resumed = True
+            log.info("checkpoint_written", path=str(path), num_bytes=holding.num_bytes)
+            if peers.rank == writing.FIRST:
+                self._retire(holding.step)
+        except GenerationBroken as error:
+            log.warning("checkpoint_given_up", path=str(path), reason=str(error))
+        except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
+            self._failure = error
+
+    def _refuse_older(self, step: int) -> None:
+        """A run that has not gone on from the newest checkpoint would be mixed up with the one
+        that wrote it."""
+        later = [own for own in directory.complete(self.directory) if own > step]
+        if later and not self._resumed:
+            raise InvalidSpec(
+                f"{self.directory} has checkpoints of a run that was further than this one",
+                seen=f"step {max(later)}",
+                expected=f"none after step {step}",
+                fix="Go on from the newest one, or write into another directory.",
+            )
+
+    def _retire(self, step: int) -> None:
+        try:
+            directory.retire(self.directory, step, self.keep)
+        except OSError as error:
+            # The new one is complete; the next one tries again.
+            log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
+
+
+__all__ = ["Checkpoints"]

@@ -1,0 +1,120 @@
+"""A checkpoint's entries as DCP sees them: what a rank writes, and the index over all of it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from shoal.checkpoint import names
+from shoal.checkpoint.shares import Outline
+from shoal.state.pieces import Box
+
+Place = tuple[str, int, int]
+"""Name of the file in the checkpoint, offset and length in bytes."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One chunk of a tensor, or one object that is none."""
+
+    path: names.Path
+    data: TensorWriteData | None = None
+    """Which part of which tensor; None: an object."""
+
+    @classmethod
+    def of_chunk(cls, chunk: Outline) -> "Entry":
+        if names.is_number(chunk.name):
+            return cls(names.path_of(chunk.name))
+        return cls(names.path_of(chunk.name), _data(chunk.shape, chunk.dtype, chunk.box))
+
+    @classmethod
+    def of_value(cls, path: names.Path, value: object) -> "Entry":
+        if not isinstance(value, Tensor):
+            return cls(path)
+        return cls(path, _data(tuple(value.shape), value.dtype, Box.whole(value.shape)))
+
+    @property
+    def index(self) -> MetadataIndex:
+        offsets = self.data.chunk.offsets if self.data else None
+        return MetadataIndex(names.key_of(self.path), offsets)
+
+    @property
+    def item(self) -> WriteItem:
+        kind = WriteItemType.SHARD if self.data else WriteItemType.BYTE_IO
+        return WriteItem(index=self.index, type=kind, tensor_data=self.data)
+
+
+def _data(shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> TensorWriteData:
+    return TensorWriteData(
+        chunk=ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)),
+        properties=TensorProperties(dtype=dtype),
+        size=torch.Size(shape),
+    )
+
+
+class _Given(DefaultSavePlanner):
+    """A planner that knows what to write already."""
+
+    def __init__(self, given: Mapping[MetadataIndex, object]) -> None:
+        super().__init__()
+        self._given = given
+
+    def lookup_object(self, index: MetadataIndex) -> object:
+        return self._given[index]
+
+
+def write_files(directory: Path, rank: int, entries: Sequence[tuple[Entry, object]]) -> list[Place]:
+    """Write the rank's file, synchronised, and tell where each entry is, in the same order."""
+    if not entries:
+        return []
+    # Nothing is on a GPU any more, so nothing is to be copied ahead.
+    writer = FileSystemWriter(directory, per_thread_copy_ahead=0)
+    own = SavePlan([entry.item for entry, _ in entries])
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [own])[rank]
+    given = {entry.index: value for entry, value in entries}
+    written = writer.write_data(plan, _Given(given)).wait()
+    places = {result.index: result.storage_data for result in written}
+    ordered = [places[entry.index] for entry, _ in entries]
+    return [(place.relative_path, place.offset, place.length) for place in ordered]
+
+
+def write_index(directory: Path, stored: Iterable[tuple[Entry, Place]]) -> None:
+    """Write `.metadata`, synchronised: from now on DCP sees a checkpoint."""
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    paths: dict[str, names.Path] = {}
+    results: list[WriteResult] = []
+    for entry, (file, offset, length) in stored:
+        key = names.key_of(entry.path)
+        paths[key] = entry.path
+        results.append(WriteResult(entry.index, length, _StorageInfo(file, offset, length)))
+        if entry.data is None:
+            tensors[key] = BytesStorageMetadata()
+            continue
+        known = tensors.setdefault(
+            key, TensorStorageMetadata(entry.data.properties, entry.data.size, [])
+        )
+        assert isinstance(known, TensorStorageMetadata), "a key is a tensor's or an object's"
+        known.chunks.append(entry.data.chunk)
+    FileSystemWriter(directory).finish(Metadata(tensors, planner_data=paths), [results])
+
+
+__all__ = ["Entry", "Place", "write_files", "write_index"]

@@ -1,0 +1,180 @@
+"""Reads `.metadata`, the index of a checkpoint, which DCP pickles.
+
+A pickle can run what it likes. This one is read by an unpickler that makes the classes of DCP's
+index and nothing else, so a checkpoint from anywhere does no worse than not to load.
+"""
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from shoal.checkpoint import names
+from shoal.checkpoint.directory import METADATA
+from shoal.checkpoint.entries import Place
+from shoal.state.pieces import Box
+from shoal_proto.errors import InvalidSpec, MalformedMessage
+
+_MODULES: Mapping[str, frozenset[str]] = {
+    "torch.distributed.checkpoint.metadata": frozenset(
+        {
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        }
+    ),
+    "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
+    "torch.serialization": frozenset({"_get_layout"}),
+    "pathlib": frozenset({"PosixPath"}),
+    "pathlib._local": frozenset({"PosixPath"}),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = name in _MODULES.get(module, ())
+        if module == "torch":
+            allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+        if not allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
+        return super().find_class(module, name)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a checkpoint."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: Mapping[Box, Place]
+    """They may be anything that the index says; whether they cover the tensor is not checked."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """What is in a checkpoint, and where."""
+
+    tensors: Mapping[names.Path, Stored]
+    objects: Mapping[names.Path, Place]
+
+
+def read_index(path: Path) -> Index:
+    """The index of the checkpoint at `path`.
+
+    Raises InvalidSpec if there is no checkpoint or one of a later version of DCP, MalformedMessage
+    if its index is damaged or speaks of what the files do not hold.
+    """
+    if not (path / METADATA).is_file():
+        raise InvalidSpec(
+            f"{path} is no checkpoint",
+            seen=f"no {METADATA} there",
+            expected="a directory that torch.distributed.checkpoint or Shoal has written",
+            fix="Name one checkpoint, such as shoal.checkpoint.directory.newest(directory) gives.",
+        )
+    metadata = _metadata(path)
+    tensors: dict[names.Path, Stored] = {}
+    objects: dict[names.Path, Place] = {}
+    try:
+        for key, entry in metadata.state_dict_metadata.items():
+            place = _path(metadata, key)
+            if isinstance(entry, TensorStorageMetadata):
+                chunks = dict(_chunks(metadata, key, entry))
+                tensors[place] = Stored(tuple(entry.size), entry.properties.dtype, chunks)
+            else:
+                objects[place] = _place(metadata.storage_data[MetadataIndex(key)])
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, repr(error)) from error
+    index = Index(tensors, objects)
+    _check_files(path, index)
+    return index
+
+
+def _metadata(path: Path) -> Metadata:
+    try:
+        with (path / METADATA).open("rb") as file:
+            metadata = _Unpickler(file).load()
+    except OSError:
+        raise
+    except Exception as error:  # damaged bytes make pickle raise anything
+        raise _damaged(path, repr(error)) from error
+    if not isinstance(metadata, Metadata):
+        raise _damaged(path, type(metadata).__name__)
+    version = str(getattr(metadata, "version", None) or "1.0.0")
+    if version.partition(".")[0] != "1":
+        raise InvalidSpec(
+            f"the checkpoint {path} was written by a later torch.distributed.checkpoint",
+            seen=f"version {version}",
+            expected="version 1",
+            fix="Read it with the torch that wrote it, or a later one.",
+        )
+    return metadata
+
+
+def _path(metadata: Metadata, key: str) -> names.Path:
+    """The path that DCP flattened into this key."""
+    paths = metadata.planner_data or {}
+    if key in paths:
+        return tuple(paths[key])
+    # Saved flat, with keys that only look as if they had been nested.
+    return tuple(key.split(".", 1))
+
+
+def _chunks(
+    metadata: Metadata, key: str, entry: TensorStorageMetadata
+) -> Iterator[tuple[Box, Place]]:
+    for chunk in entry.chunks:
+        box = Box(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
+        yield box, _place(metadata.storage_data[MetadataIndex(key, chunk.offsets)])
+
+
+def _place(stored: _StorageInfo) -> Place:
+    if getattr(stored, "transform_descriptors", None):
+        raise ValueError("its files are compressed or encrypted by an extension")
+    file = stored.relative_path
+    if not isinstance(file, str) or "/" in file or file in {"", ".", ".."}:
+        raise ValueError(f"file {file!r}")
+    if stored.offset < 0 or stored.length < 0:
+        raise ValueError(f"{stored.length} bytes from {stored.offset} of {file}")
+    return (file, stored.offset, stored.length)
+
+
+def _check_files(path: Path, index: Index) -> None:
+    ends: dict[str, int] = {}
+    chunks = (place for stored in index.tensors.values() for place in stored.chunks.values())
+    for file, offset, length in (*chunks, *index.objects.values()):
+        ends[file] = max(ends.get(file, 0), offset + length)
+    for file, end in ends.items():
+        size = (path / file).stat().st_size if (path / file).is_file() else -1
+        if size < end:
+            raise MalformedMessage(
+                f"the checkpoint {path} is truncated",
+                seen=f"no file {file}" if size < 0 else f"{size} bytes in {file}",
+                expected=f"at least {end} bytes in {file}",
+                fix="Use an older checkpoint.",
+            )
+
+
+def _damaged(path: Path, seen: str) -> MalformedMessage:
+    return MalformedMessage(
+        f"the index {path / METADATA} cannot be read",
+        seen=seen[:200],
+        expected="what torch.distributed.checkpoint writes",
+        fix="Use an older checkpoint.",
+    )
+
+
+__all__ = ["Index", "Stored", "read_index"]

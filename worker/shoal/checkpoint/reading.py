@@ -1,0 +1,174 @@
+"""Reads what one rank needs of a checkpoint, whoever wrote it: any world size, any layout, or
+plain torch. Ranks read for themselves and need not talk to each other."""
+
+import io
+import os
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from shoal.checkpoint import names
+from shoal.checkpoint.entries import Place
+from shoal.checkpoint.index import Index, Stored, read_index
+from shoal.state.pieces import Box, Holding, Piece
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
+
+Needs = Callable[[str, tuple[int, ...], torch.dtype], Box | None]
+"""(name, shape, dtype) of a tensor in the checkpoint -> the box of it to read; None for nothing.
+Asked once for every tensor of model and optimizer; may raise ShapeMismatch or DtypeMismatch."""
+
+
+def read(path: str | os.PathLike[str], needs: Needs) -> Holding:
+    """The boxes that `needs` asks for, in host memory, in the dtypes they were saved in.
+
+    Reads no more than the chunks which hold them, one at a time. A checkpoint of plain torch has
+    no step but that of an entry `step` beside `model` and `optim`; else it is 0.
+
+    Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it holds what
+    Shoal has no place for; MalformedMessage if it is damaged or truncated; ChecksumMismatch if
+    bytes of it have changed.
+    """
+    path = Path(path)
+    index = read_index(path)
+    with ExitStack() as stack:
+        reader = _Reader(path, index, stack)
+        return reader.holding(needs)
+
+
+def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box:
+    """Needs all of it."""
+    return Box.whole(shape)
+
+
+class _Reader:
+    def __init__(self, path: Path, index: Index, stack: ExitStack) -> None:
+        self._path = path
+        self._index = index
+        self._stack = stack
+        self._files: dict[str, BinaryIO] = {}
+        self._checked = False
+
+    def holding(self, needs: Needs) -> Holding:
+        own = self._own()
+        objects = {
+            path: self._object(place)
+            for path, place in self._index.objects.items()
+            if names.is_read(path) and path != names.OWN
+        }
+        step = own["step"] if own else objects.get(names.STEP, 0)
+        values = dict(own["values"]) if own else {}
+        pieces = {**dict(self._tensors(needs)), **dict(_numbers(objects, needs))}
+        groups = names.groups_of({**objects, **self._settings()})
+        if groups:
+            values["groups"] = groups
+        return Holding(step=step if type(step) is int else 0, pieces=pieces, values=values)
+
+    def _own(self) -> Mapping[str, Any] | None:
+        """What Shoal wrote of itself; None if it did not write the checkpoint."""
+        place = self._index.objects.get(names.OWN)
+        if place is None:
+            return None
+        own = names.own_state(self._object(place))
+        self._checked = own["checksums"]
+        return own
+
+    def _tensors(self, needs: Needs) -> Iterator[tuple[str, Piece]]:
+        for path, stored in self._index.tensors.items():
+            name = names.name_of_tensor(path)
+            box = None if name is None else needs(name, stored.shape, stored.dtype)
+            if name is not None and box is not None:
+                yield name, self._piece(names.key_of(path), stored, box)
+
+    def _settings(self) -> dict[names.Path, object]:
+        """Settings of the optimizer's groups that are tensors."""
+        return {
+            path: self._piece(names.key_of(path), stored, Box.whole(stored.shape)).tensor
+            for path, stored in self._index.tensors.items()
+            if path[:2] == ("optim", "param_groups")
+        }
+
+    def _piece(self, key: str, stored: Stored, box: Box) -> Piece:
+        tensor = torch.empty(box.sizes, dtype=stored.dtype)
+        num_read = 0
+        for chunk, place in stored.chunks.items():
+            both = box.overlap(chunk)
+            if both is None:
+                continue
+            part = self._chunk(key, stored.dtype, chunk, place)
+            tensor[both.within(box)] = part[both.within(chunk)]
+            num_read += both.num_elements
+        if num_read != box.num_elements:
+            raise MalformedMessage(
+                f"the checkpoint {self._path} does not hold all of {key}",
+                seen=f"{num_read} elements of {box}",
+                expected=f"{box.num_elements}",
+            )
+        return Piece(shape=stored.shape, box=box, tensor=tensor)
+
+    def _chunk(self, key: str, dtype: torch.dtype, box: Box, place: Place) -> Tensor:
+        tensor = self._object(place)
+        if (
+            not isinstance(tensor, Tensor)
+            or tensor.dtype != dtype
+            or tuple(tensor.shape) != box.sizes
+        ):
+            shown = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
+            raise MalformedMessage(
+                f"the checkpoint {self._path} holds another {key} than its index says",
+                seen=shown or type(tensor).__name__,
+                expected=f"{dtype} {box.sizes}",
+            )
+        return tensor
+
+    def _object(self, place: Place) -> Any:
+        """What torch.save wrote there: tensors and plain values, nothing that could run."""
+        file, offset, length = place
+        if file not in self._files:
+            self._files[file] = self._stack.enter_context((self._path / file).open("rb"))
+        self._files[file].seek(offset)
+        data = io.BytesIO(self._files[file].read(length))
+        with self._damage_in(file, offset):
+            if self._checked:
+                # torch.load does not look at the checksums that torch.save writes.
+                changed = zipfile.ZipFile(data).testzip()
+                if changed is not None:
+                    raise ChecksumMismatch(
+                        f"the checkpoint {self._path} has changed since it was written",
+                        seen=f"{file}, {length} bytes from {offset}",
+                        fix="Use an older checkpoint.",
+                    )
+                data.seek(0)
+            return torch.load(data, map_location="cpu", weights_only=True)
+
+    @contextmanager
+    def _damage_in(self, file: str, offset: int) -> Iterator[None]:
+        try:
+            yield
+        except (ShoalError, MemoryError):
+            raise
+        except Exception as error:  # damaged bytes make torch.load raise anything
+            raise MalformedMessage(
+                f"the checkpoint {self._path} cannot be read",
+                seen=f"{file} at {offset}: {str(error)[:200]}",
+                expected="what torch.distributed.checkpoint writes",
+                fix="Use an older checkpoint.",
+            ) from error
+
+
+def _numbers(objects: Mapping[names.Path, object], needs: Needs) -> Iterator[tuple[str, Piece]]:
+    """State of the optimizer that is plain numbers."""
+    for path, value in objects.items():
+        name = names.name_of_number(path, value)
+        if name is None:
+            continue
+        tensor = names.scalar(value)
+        if needs(name, (), tensor.dtype) is not None:
+            yield name, Piece.whole(tensor)
+
+
+__all__ = ["Needs", "everything", "read"]

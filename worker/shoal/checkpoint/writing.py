@@ -1,0 +1,228 @@
+"""Writes a checkpoint that the ranks of a group hold together; every rank calls `write`.
+
+    first rank makes a directory aside           -> gather: what each holds
+    every rank writes its share and synchronises -> gather: where everything stands
+    first rank writes .metadata and renames      -> gather: done
+
+DCP's own coordination sends pickled objects, and unpickles what peers send. Here JSON goes round
+and every rank works out the same plan from it; the files are written by DCP's FileSystemWriter.
+"""
+
+import errno
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.checkpoint import directory, names
+from shoal.checkpoint.entries import Entry, Place, write_files, write_index
+from shoal.checkpoint.peers import ALONE, Peers
+from shoal.checkpoint.shares import Outline, from_json, outlines_of, shares, to_json
+from shoal.state.pieces import Holding
+from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
+
+FIRST = 0
+"""The rank that makes the directory, writes what is no tensor, and publishes."""
+
+_FIXES = {
+    errno.ENOSPC: "Free space there, keep fewer checkpoints, or write elsewhere.",
+    errno.EDQUOT: "Free space there, keep fewer checkpoints, or write elsewhere.",
+    errno.EACCES: "Let the user that trains write there, or write elsewhere.",
+    errno.EROFS: "Write elsewhere.",
+}
+
+
+def write(
+    path: Path,
+    holding: Holding,
+    peers: Peers = ALONE,
+    prepare: Callable[[], None] = lambda: None,
+) -> None:
+    """Return once the checkpoint at `path` is complete, on every rank.
+
+    `holding` must not change meanwhile. `prepare` is what the first rank does before anything is
+    written. Whatever fails on one rank is raised on all, and nothing of this checkpoint is left:
+    CheckpointFailed for what the system refuses, InvalidSpec if the ranks hold no whole state.
+    Raises GenerationBroken if a peer is lost: then the next writer removes what is left.
+    """
+    writer = _Writer(path, holding, peers)
+    try:
+        chunks = shares(writer.open(prepare))
+        located = writer.write_share(chunks[peers.rank])
+        writer.publish(chunks, located)
+    except GenerationBroken:
+        raise
+    except ShoalError:
+        writer.give_up()
+        raise
+
+
+class _Writer:
+    """One rank's part, in the order of the methods."""
+
+    def __init__(self, path: Path, holding: Holding, peers: Peers) -> None:
+        self._path = path
+        self._partial = path
+        self._holding = holding
+        self._peers = peers
+        self._first = peers.rank == FIRST
+        self._values = names.entries_of(holding.step, holding.values) if self._first else {}
+
+    def open(self, prepare: Callable[[], None]) -> list[list[Outline]]:
+        """Agree on a directory; what each rank holds."""
+
+        def act() -> Any:
+            if self._first:
+                prepare()
+                self._partial = directory.begin(self._path)
+            outlines = to_json(outlines_of(self._holding))
+            return {
+                "step": self._holding.step,
+                "partial": self._partial.name,
+                "outlines": outlines,
+            }
+
+        opened = self._together("could not be begun", act)
+        self._partial = self._path.with_name(opened[FIRST]["partial"])
+        steps = sorted({answer["step"] for answer in opened})
+        if len(steps) > 1:
+            raise InvalidSpec(f"the ranks hold different steps for {self._path}", seen=str(steps))
+        return [from_json(answer["outlines"]) for answer in opened]
+
+    def write_share(self, chunks: Sequence[Outline]) -> list[list[Place]]:
+        """Where each rank has written its part: a place for each of `_entries`."""
+
+        def act() -> Any:
+            if self._first:
+                # Every rank is here, so none still writes an earlier one.
+                directory.sweep(self._path, keep=self._partial)
+            elif not self._partial.is_dir():
+                raise InvalidSpec(
+                    f"rank {self._peers.rank} does not see {self._partial}, which the first made",
+                    expected="storage that all ranks share",
+                )
+            values = [self._content(chunk) for chunk in chunks] + list(self._values.values())
+            entries = self._entries(chunks, self._first)
+            return write_files(
+                self._partial, self._peers.rank, list(zip(entries, values, strict=True))
+            )
+
+        return self._together("could not be written", act)
+
+    def _content(self, chunk: Outline) -> object:
+        piece = self._holding.pieces[chunk.name]
+        part = piece.tensor.detach()[chunk.box.within(piece.box)]
+        return part.item() if names.is_number(chunk.name) else part
+
+    def _entries(self, chunks: Sequence[Outline], first: bool) -> list[Entry]:
+        """What a rank writes: its chunks and, if it is the first, what is no piece."""
+        entries = [Entry.of_chunk(chunk) for chunk in chunks]
+        values = self._values.items() if first else ()
+        return entries + [Entry.of_value(path, value) for path, value in values]
+
+    def publish(
+        self, chunks: Sequence[Sequence[Outline]], located: Sequence[Sequence[Place]]
+    ) -> None:
+        """Return once the checkpoint is complete."""
+
+        def act() -> Any:
+            if self._first:
+                stored = list(self._stored(chunks, located))
+                _check_files(self._partial, [place for _, place in stored])
+                write_index(self._partial, stored)
+                directory.publish(self._partial, self._path)
+
+        self._together("could not be completed", act)
+
+    def _stored(
+        self, chunks: Sequence[Sequence[Outline]], located: Sequence[Sequence[Place]]
+    ) -> Iterator[tuple[Entry, Place]]:
+        """All entries of all ranks. A tied parameter stands under each of its names."""
+        tied: Any = self._holding.values.get("tied", {})
+        for rank, (own, places) in enumerate(zip(chunks, located, strict=True)):
+            for entry, place in zip(self._entries(own, rank == FIRST), places, strict=True):
+                yield entry, place
+                for alias, name in tied.items():
+                    if entry.path == ("model", name):
+                        yield Entry(("model", alias), entry.data), place
+
+    def give_up(self) -> None:
+        """Leave nothing behind. All ranks have failed at the same point: none writes any more."""
+        if self._first and self._partial != self._path and self._partial.exists():
+            directory.discard(self._partial)
+
+    def _together(self, stage: str, act: Callable[[], Any]) -> list[Any]:
+        """What `act` returned on each rank, or the same error on all if it failed on one."""
+        failure: ShoalError | None = None
+        try:
+            message: dict[str, Any] = {"done": act()}
+        except Exception as error:  # noqa: BLE001 - raised below, on every rank
+            failure = self._failure(stage, error)
+            message = {"failed": _told(failure)}
+        answers = [json.loads(text) for text in self._gather(json.dumps(message).encode())]
+        if failure:
+            raise failure
+        for answer in answers:
+            if "failed" in answer:
+                raise _retold(answer["failed"])
+        return [answer["done"] for answer in answers]
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        try:
+            return self._peers.gather(message)
+        except RuntimeError as error:
+            raise GenerationBroken(
+                f"a rank was lost while {self._path} was written", seen=str(error)[:200]
+            ) from error
+
+    def _failure(self, stage: str, error: Exception) -> ShoalError:
+        if isinstance(error, ShoalError):
+            return error
+        system = _from_system(error)
+        details = {"path": str(self._path), "rank": str(self._peers.rank)}
+        if system is not None and system.errno is not None:
+            details["errno"] = errno.errorcode.get(system.errno, str(system.errno))
+        failure = CheckpointFailed(
+            f"the checkpoint {self._path} {stage}",
+            seen=f"rank {self._peers.rank}: {repr(error) if system is None else system}",
+            fix=_FIXES.get(system.errno or 0, "") if system else "",
+            details=details,
+        )
+        failure.__cause__ = error
+        return failure
+
+
+def _from_system(error: BaseException | None) -> OSError | None:
+    """What the system refused. torch turns it into an error of its own while it cleans up."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__ or error.__context__
+    return error
+
+
+def _told(error: ShoalError) -> dict[str, Any]:
+    parts = {key: getattr(error, key) for key in ("what", "seen", "expected", "fix", "details")}
+    return {"kind": type(error).__name__, **parts}
+
+
+def _retold(told: dict[str, Any]) -> ShoalError:
+    kind = ShoalError.kinds.get(told.pop("kind"), CheckpointFailed)
+    return kind(told.pop("what"), **told)
+
+
+def _check_files(partial: Path, places: Sequence[Place]) -> None:
+    """What the ranks said they wrote must be there: else they wrote to disks of their own."""
+    ends: dict[str, int] = {}
+    for file, offset, length in places:
+        ends[file] = max(ends.get(file, 0), offset + length)
+    for file, end in ends.items():
+        found = partial / file
+        size = found.stat().st_size if found.exists() else 0
+        if size < end:
+            raise InvalidSpec(
+                f"a rank has written {file}, but the first rank does not see all of it",
+                seen=f"{size} bytes in {partial}",
+                expected=f"{end} bytes, on storage that all ranks share",
+            )
+
+
+__all__ = ["write"]
