@@ -90,6 +90,9 @@ class Holding:
     """By name; a rank holds at most one box of a tensor. Empty boxes are left out."""
     values: Mapping[str, Json] = field(default_factory=dict)
     """What is no tensor: settings of the optimizer's groups, counters. The same on all ranks."""
+    elsewhere: frozenset[str] = frozenset()
+    """Names of tensors that this rank has no part of but knows to exist at this step. Without
+    them nobody could tell that a tensor is lost of which only lost ranks had a part."""
 
     def copied(self) -> "Holding":
         """The same in memory of its own, on the host."""
@@ -97,7 +100,7 @@ class Holding:
             name: Piece(shape=piece.shape, box=piece.box, tensor=_on_host(piece.tensor))
             for name, piece in self.pieces.items()
         }
-        return Holding(step=self.step, pieces=pieces, values=self.values)
+        return Holding(step=self.step, pieces=pieces, values=self.values, elsewhere=self.elsewhere)
 
     @property
     def num_bytes(self) -> int:

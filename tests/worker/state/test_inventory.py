@@ -1,0 +1,157 @@
+"""What ranks tell each other of their holdings: as it was said, or refused."""
+
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.state import inventory as inventories
+from shoal.state.inventory import (
+    DTYPES,
+    Inventory,
+    Listing,
+    Meta,
+    from_json,
+    inventory_of,
+    pack,
+    to_json,
+    unpack,
+)
+from shoal.state.pieces import Box, Holding, Piece
+from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
+
+W = "model.w"
+
+
+@st.composite
+def announced(draw: st.DrawFn) -> Inventory:
+    names = draw(st.lists(st.text(max_size=8), unique=True, max_size=5))
+    extents = st.lists(st.integers(1, 9), max_size=3).map(tuple)
+    dtypes = st.sampled_from(list(DTYPES.values()))
+    metas = {name: Meta(draw(extents), draw(dtypes)) for name in names}
+    listings = []
+    for step in draw(st.lists(st.integers(0, 1 << 40), max_size=3)):
+        boxes = {}
+        for name, meta in metas.items():
+            offsets = tuple(draw(st.integers(0, extent - 1)) for extent in meta.shape)
+            sizes = tuple(
+                draw(st.integers(1, extent - offset))
+                for offset, extent in zip(offsets, meta.shape, strict=True)
+            )
+            if draw(st.booleans()):
+                boxes[name] = Box(offsets=offsets, sizes=sizes)
+        elsewhere = frozenset(draw(st.lists(st.text(max_size=4), max_size=2))) - boxes.keys()
+        values: dict[str, Any] = {"groups": [{"lr": draw(st.floats(allow_nan=False))}, None]}
+        listings.append(Listing(step=step, boxes=boxes, values=values, elsewhere=elsewhere))
+    return Inventory(metas=metas, listings=listings)
+
+
+@given(announced())
+@settings(max_examples=100, deadline=None)
+def test_an_inventory_arrives_as_it_was_sent(sent: Inventory) -> None:
+    """Names, shapes, dtypes, boxes, steps, values to the last digit."""
+    assert from_json(unpack(pack(to_json(sent)), 0), 0) == sent
+
+
+def test_what_is_announced_of_holdings() -> None:
+    """Empty boxes are not; scalars are."""
+    pieces = {
+        W: Piece(
+            shape=(4, 3), box=Box(offsets=(1, 0), sizes=(2, 3)), tensor=torch.zeros(2, 3).half()
+        ),
+        "model.none": Piece(shape=(4,), box=Box(offsets=(4,), sizes=(0,)), tensor=torch.zeros(0)),
+        "optim.w/step": Piece.whole(torch.tensor(3)),
+    }
+    seen = inventory_of([Holding(step=3, pieces=pieces, elsewhere=frozenset({"model.far"}))])
+    assert seen.metas == {W: Meta((4, 3), torch.half), "optim.w/step": Meta((), torch.int64)}
+    (listing,) = seen.listings
+    assert (listing.step, listing.elsewhere) == (3, {"model.far"})
+    assert listing.boxes == {W: pieces[W].box, "optim.w/step": Box(offsets=(), sizes=())}
+
+
+@pytest.mark.parametrize(
+    ("other", "error"),
+    [(torch.zeros(5), ShapeMismatch), (torch.zeros(4).double(), DtypeMismatch)],
+)
+def test_holdings_that_contradict_each_other_are_refused(
+    other: torch.Tensor, error: type[Exception]
+) -> None:
+    """Whichever step they are of."""
+    held = [
+        Holding(step=step, pieces={W: Piece.whole(tensor)})
+        for step, tensor in enumerate((torch.zeros(4), other))
+    ]
+    with pytest.raises(error, match=W):
+        inventory_of(held)
+
+
+def test_a_dtype_that_cannot_travel_is_refused_by_name() -> None:
+    """Before anything is said to anybody."""
+    odd = torch.zeros(2, dtype=torch.uint16)
+    with pytest.raises(UnsupportedOptimizer, match=r"model\.w.*uint16"):
+        inventory_of([Holding(step=0, pieces={W: Piece.whole(odd)})])
+
+
+def _listed(boxes: Any, *, table: Any = ((W, "float32", (4, 3)),), step: Any = 1) -> Any:
+    return [json.dumps(table), [[step, {}, boxes, []]]]
+
+
+MALFORMED: dict[str, Any] = {
+    "no list": 7,
+    "too short": [[]],
+    "table no text": [[], []],
+    "table no JSON": ["{", []],
+    "unknown dtype": _listed([[], []], table=[[W, "quint8", [4]]]),
+    "name no text": _listed([[], []], table=[[7, "float32", [4]]]),
+    "negative extent": _listed([[], []], table=[[W, "float32", [-4]]]),
+    "huge extent": _listed([[], []], table=[[W, "float32", [1 << 63]]]),
+    "no extents": _listed([[], []], table=[[W, "float32", 4]]),
+    "step no number": _listed([[], []], step="1"),
+    "step a truth": _listed([[], []], step=True),
+    "number beyond the table": _listed([[1], []]),
+    "number below zero": _listed([[-1], []]),
+    "number twice": _listed([[0, 0], []]),
+    "number no number": _listed([["0"], []]),
+    "box beyond the tensor": _listed([[], [[[3, 0], [2, 3], [0]]]]),
+    "box of other dimensions": _listed([[], [[[0], [4], [0]]]]),
+    "empty box": _listed([[], [[[0, 0], [0, 3], [0]]]]),
+    "offset below zero": _listed([[], [[[-1, 0], [2, 3], [0]]]]),
+    "offsets and sizes differ": _listed([[], [[[0, 0], [4], [0]]]]),
+    "elsewhere no names": [json.dumps([]), [[1, {}, [[], []], [7]]]],
+}
+
+
+@pytest.mark.parametrize("what", MALFORMED)
+def test_what_is_no_inventory_is_refused_with_the_rank_that_sent_it(what: str) -> None:
+    """Nothing a peer says is taken on trust."""
+    content = unpack(pack(MALFORMED[what]), 2)
+    with pytest.raises(MalformedMessage, match="rank 2"):
+        from_json(content, 2)
+
+
+DAMAGED: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda message: message[:-3],
+    "empty": lambda _: b"",
+    "no compression": lambda _: b"[]",
+    "no JSON": lambda _: zlib.compress(b"\xff\xfe{"),
+    "too deep": lambda _: zlib.compress(b"[" * 100_000),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_bytes_are_refused(what: str) -> None:
+    """Compression and JSON are both judged."""
+    with pytest.raises(MalformedMessage, match="rank 1"):
+        unpack(DAMAGED[what](pack([1, 2, 3])), 1)
+
+
+def test_a_message_does_not_unfold_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small it is as it comes."""
+    monkeypatch.setattr(inventories, "MAX_TEXT_BYTES", 1 << 16)
+    with pytest.raises(MalformedMessage, match="65536 bytes"):
+        unpack(zlib.compress(b" " * (1 << 17)), 0)

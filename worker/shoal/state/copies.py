@@ -1,0 +1,263 @@
+"""What members keep in host memory so that the state outlives some of them.
+
+Every few steps each rank copies its part of the state, keeps the copy, and gives it to the next
+ranks while training goes on.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.state.exchange import gather
+from shoal.state.inventory import (
+    Inventory,
+    Listing,
+    Meta,
+    from_json,
+    inventory_of,
+    malformed,
+    pack,
+    to_json,
+    unpack,
+)
+from shoal.state.pieces import Holding
+from shoal.state.shelves import Slot
+from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+CHUNK_BYTES = 32 * 1024 * 1024
+"""A copy travels in messages of this size; each must come within the group's time limit."""
+
+
+class PeerCopies:
+    """The copies of one generation.
+
+    Each rank keeps a snapshot of its own holding, and of `copies` other ranks (those before it,
+    round the ring) what is lost with them: as long as no more than `copies` ranks that follow each
+    other are lost, the rest hold a whole step. Of two copies that are kept the older one is written
+    over by the next, and only once the newer one is complete on every rank: at each moment there is
+    a step that is complete everywhere, from the end of the first copy on. Until then the last
+    generation's remain.
+
+    **How old.** With a copy offered every K steps: as copying must end before the next is offered,
+    what a loss finds is at most 2 K steps behind the newest step that any rank has committed, and
+    at most K steps if the last copy was complete already.
+
+    **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks before
+    it). Until a generation's first copy is complete, up to three of the last generations' copies
+    beside one of its own.
+
+    The group must be for nothing else: it is used from a thread, at the same time as others. A
+    state's names, shapes and boxes are sent only when they have changed.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        copies: int,
+        every_steps: int,
+        before: "PeerCopies | None" = None,
+        travels: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """`travels` says of each name, on all ranks alike, whether it is lost with its rank."""
+        if copies < 0 or every_steps < 1:
+            raise InvalidSpec(
+                "the copies' settings are out of range",
+                seen=f"copies={copies} every_steps={every_steps}",
+                expected="copies of at least 0, every 1 or more steps",
+            )
+        rank, world_size = group.rank(), group.size()
+        distances = range(1, min(copies, world_size - 1) + 1)
+        self._targets = [(rank + distance) % world_size for distance in distances]
+        self._sources = [(rank - distance) % world_size for distance in distances]
+        self._rank = rank
+        self._every_steps = every_steps
+        self._travels = travels
+        self._remains: tuple[Slot, ...] = before._left() if before is not None else ()
+        self._slots = (Slot(), Slot())
+        """The older one first."""
+        self._changed = threading.Condition()
+        self._busy = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._queue: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._announced: Inventory | None = None
+        self._inventories: list[Inventory | None] = [None] * world_size
+        self._names: frozenset[str] = frozenset()
+        # The thread alone has the group: who holds a group longest must wait for its threads.
+        self._thread = threading.Thread(
+            target=self._serve, args=(group,), name="peer-copies", daemon=True
+        )
+        self._thread.start()
+
+    # --- the trainer's side ---
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` committed steps is to be offered."""
+        return bool(self._targets) and step % self._every_steps == 0
+
+    def offer(self, holding: Holding) -> None:
+        """Copy this rank's holding; on return it may change. All ranks offer the same steps.
+
+        What goes to peers goes in the background. Waits for the copy before to be complete on all
+        ranks: no longer than the group's limit for a collective. Raises what that copy failed
+        with, as a collective of the group would, and GenerationBroken after `close`. Also in a
+        world of one, which forgets what is left of the last generation: nobody needs it any more.
+        """
+        if not self._targets:
+            self._remains = ()
+            return
+        self.flush()
+        slot, newer = self._slots
+        slot.clear()
+        self._slots = (newer, slot)
+        slot.take(holding, self._travels)
+        self._busy = True
+        self._queue.put(slot)
+
+    def flush(self) -> None:
+        """Return once the copy under way is complete on all ranks. Raises as `offer`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy or self._failure or self._closed)
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise GenerationBroken("the copies of this generation were given up")
+
+    def held(self) -> Sequence[Holding]:
+        """All that this rank could give to others: its own snapshots and its peers' copies.
+
+        Any thread. What is still on its way never shows. Valid until the next `offer`; for good
+        after `close`.
+        """
+        return [holding for slot in (*self._remains, *self._slots) for holding in slot.shown()]
+
+    @property
+    def complete_step(self) -> int | None:
+        """The newest step that is complete on all ranks of this generation, as far as known."""
+        complete = [slot.step for slot in self._slots if slot.everywhere and slot.step is not None]
+        return max(complete, default=None)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors of the state, as of the last copy that began."""
+        return self._names
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that is taken now."""
+        return sum(slot.num_bytes for slot in (*self._remains, *self._slots))
+
+    def close(self) -> None:
+        """Offer and receive no more. Quick, waits for nobody, may be called twice.
+
+        A copy under way goes on, for peers that are still at it, until it ends or its group is cut.
+        What is held stays.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._queue.put(None)
+
+    def _left(self) -> tuple[Slot, ...]:
+        """What the next generation is to hold: two complete copies and one begun at most."""
+        own = tuple(slot for slot in self._slots if slot.step is not None)
+        if any(slot.everywhere for slot in own):
+            return own
+        return (*(slot for slot in self._remains if slot.everywhere), *own)
+
+    # --- the thread's side ---
+
+    def _serve(self, group: dist.ProcessGroup) -> None:
+        try:
+            while (slot := self._queue.get()) is not None:
+                self._copy(slot, group)
+                with self._changed:
+                    slot.everywhere = True
+                    self._remains = ()
+                    self._busy = False
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - raised to the trainer by its next offer
+            log.info("copies_ended", reason=str(error), closed=self._closed)
+            with self._changed:
+                # Without its frames, which hold the group.
+                self._failure = error.with_traceback(None)
+                self._changed.notify_all()
+
+    def _copy(self, slot: Slot, group: dist.ProcessGroup) -> None:
+        """Give the slot's own part to the peers of this rank, and take theirs."""
+        own = slot.own
+        assert own is not None
+        values = self._announce(own, group)
+        slot.know(self._names)
+        arriving = {}
+        for peer in self._sources:
+            listing, metas = self._listing(peer)
+            pieces, memory = slot.room_for(peer, listing.boxes, metas)
+            works = [dist.irecv(chunk, group=group, group_src=peer) for chunk in _chunks(memory)]
+            arriving[peer] = (pieces, works)
+        leaving = [
+            dist.isend(chunk, group=group, group_dst=peer)
+            for peer in self._targets
+            for chunk in _chunks(slot.travelling)
+        ]
+        for peer, (pieces, works) in arriving.items():
+            _wait(works)
+            slot.show(peer, pieces, values[peer])
+        _wait(leaving)
+        # Behind this every rank has all that it is to have of this step.
+        dist.all_reduce(torch.zeros(1), group=group)
+
+    def _announce(self, own: Holding, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
+        """Tell the others what comes and learn what they send; the values of each of them."""
+        inventory = inventory_of([Holding(step=0, pieces=own.pieces)])
+        news = None if inventory == self._announced else to_json(inventory)
+        self._announced = inventory
+        words = gather(pack([own.step, dict(own.values), news]), group)
+        all_values: list[Mapping[str, Any]] = []
+        for rank, word in enumerate(words):
+            try:
+                step, values, content = unpack(word, rank)
+                all_values.append(dict(values))
+            except (TypeError, ValueError) as error:
+                raise malformed(rank, f"{type(error).__name__}: {error}") from error
+            if step != own.step:
+                raise InternalError(
+                    "ranks copy their state at different steps",
+                    seen=f"step {step} on rank {rank}",
+                    expected=f"step {own.step} as on rank {self._rank}",
+                )
+            if content is not None:
+                self._inventories[rank] = from_json(content, rank)
+        known = [each.metas for each in self._inventories if each is not None]
+        self._names = frozenset().union(*known)
+        return all_values
+
+    def _listing(self, peer: int) -> tuple[Listing, Mapping[str, Meta]]:
+        inventory = self._inventories[peer]
+        if inventory is None or len(inventory.listings) != 1:
+            raise malformed(peer, "a copy without a list of what is in it")
+        (listing,) = inventory.listings
+        boxes = {name: box for name, box in listing.boxes.items() if self._travels(name)}
+        return Listing(step=0, boxes=boxes), inventory.metas
+
+
+def _chunks(memory: Tensor) -> list[Tensor]:
+    starts = range(0, memory.numel(), CHUNK_BYTES)
+    return [memory[start : start + CHUNK_BYTES] for start in starts]
+
+
+def _wait(works: Sequence[Any]) -> None:
+    for work in works:
+        work.wait()
+
+
+__all__ = ["PeerCopies"]

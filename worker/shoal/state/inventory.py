@@ -1,0 +1,278 @@
+"""What ranks tell each other of the state they hold: no tensors, only what and where.
+
+Travels as JSON, compressed (names repeat a great deal), within bounds that the receiver checks.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from shoal.state.pieces import Box, Holding
+from shoal.strategies.base import Json
+from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
+
+MAX_TEXT_BYTES = 64 * 1024 * 1024
+"""Of one message, compressed or not; a thousand tensors take about 100 KiB."""
+MAX_DIMENSIONS = 64
+
+DTYPES: Mapping[str, torch.dtype] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+        torch.complex64,
+        torch.complex128,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What all ranks agree on for one tensor of the state."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """One holding, without what stands in it."""
+
+    step: int
+    boxes: Mapping[str, Box]
+    """By name; none is empty."""
+    values: Mapping[str, Json] = field(default_factory=dict)
+    elsewhere: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inventory:
+    """All that one rank holds."""
+
+    metas: Mapping[str, Meta]
+    """Of every name in the listings."""
+    listings: Sequence[Listing]
+
+
+def inventory_of(held: Sequence[Holding]) -> Inventory:
+    """What to announce of these holdings; they may be of different steps.
+
+    Raises ShapeMismatch or DtypeMismatch if they contradict each other, and UnsupportedOptimizer
+    for a dtype that cannot travel.
+    """
+    metas: dict[str, Meta] = {}
+    listings = []
+    for holding in held:
+        boxes = {}
+        for name, piece in holding.pieces.items():
+            if not piece.box.num_elements:
+                continue
+            meta = Meta(tuple(piece.shape), piece.tensor.dtype)
+            if str(meta.dtype).removeprefix("torch.") not in DTYPES:
+                raise UnsupportedOptimizer(
+                    f"{name} cannot be handed to another member",
+                    seen=str(meta.dtype),
+                    expected=", ".join(DTYPES),
+                )
+            add_meta(metas, name, meta)
+            boxes[name] = piece.box
+        listings.append(
+            Listing(
+                step=holding.step, boxes=boxes, values=holding.values, elsewhere=holding.elsewhere
+            )
+        )
+    return Inventory(metas=metas, listings=listings)
+
+
+def add_meta(metas: dict[str, Meta], name: str, meta: Meta) -> None:
+    """Add what somebody says of a tensor. Raises ShapeMismatch, DtypeMismatch if others differ."""
+    known = metas.setdefault(name, meta)
+    if known.shape != meta.shape:
+        raise ShapeMismatch(
+            f"members hold {name} in different shapes", seen=f"{meta.shape} and {known.shape}"
+        )
+    if known.dtype != meta.dtype:
+        raise DtypeMismatch(
+            f"members hold {name} in different dtypes", seen=f"{meta.dtype} and {known.dtype}"
+        )
+
+
+# --- as bytes ---
+
+
+def pack(content: Json) -> bytes:
+    """The content as a message."""
+    return zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 1)
+
+
+def unpack(message: bytes, rank: int) -> Any:
+    """The content of a message of this rank, yet to be judged. Raises MalformedMessage."""
+    inflate = zlib.decompressobj()
+    try:
+        text = inflate.decompress(message, MAX_TEXT_BYTES)
+        if not inflate.eof:
+            raise malformed(rank, f"a message cut off, or above {MAX_TEXT_BYTES} bytes")
+        return json.loads(text)
+    except (zlib.error, ValueError, RecursionError) as error:
+        raise malformed(rank, f"{type(error).__name__}: {error}") from error
+
+
+def malformed(rank: int, seen: str) -> MalformedMessage:
+    return MalformedMessage(
+        f"rank {rank} sent something that is no list of the state it holds",
+        seen=seen,
+        expected="what a member of the same version of Shoal sends",
+    )
+
+
+def to_json(inventory: Inventory) -> Json:
+    """The inventory as lists, in which tensors are named once and then numbered.
+
+    The table of names is a text of its own: as most ranks have the same, it is read only once.
+    """
+    names = list(inventory.metas)
+    table = [
+        [name, str(meta.dtype).removeprefix("torch."), list(meta.shape)]
+        for name, meta in inventory.metas.items()
+    ]
+    listings: list[Json] = [
+        [
+            listing.step,
+            dict(listing.values),
+            boxes_to_json(listing.boxes, names, inventory.metas),
+            list[Json](sorted(listing.elsewhere - listing.boxes.keys())),
+        ]
+        for listing in inventory.listings
+    ]
+    return [json.dumps(table, separators=(",", ":")), listings]
+
+
+def from_json(content: Any, rank: int) -> Inventory:
+    """The inventory that `to_json` gave. Raises MalformedMessage."""
+    try:
+        table, listings = content
+        metas = _metas(_text(table))
+        names = list(metas)
+        return Inventory(
+            metas=metas,
+            listings=[
+                Listing(
+                    step=_lengths([step])[0],
+                    values=dict(values),
+                    boxes=boxes_from_json(boxes, names, metas),
+                    elsewhere=frozenset(_text(name) for name in elsewhere),
+                )
+                for step, values, boxes, elsewhere in listings
+            ],
+        )
+    except (TypeError, ValueError, LookupError, RecursionError) as error:
+        raise malformed(rank, f"{type(error).__name__}: {error}") from error
+
+
+@lru_cache(maxsize=4)
+def _metas(table: str) -> Mapping[str, Meta]:
+    return MappingProxyType(
+        {
+            _text(name): Meta(_lengths(shape), DTYPES[dtype])
+            for name, dtype, shape in json.loads(table)
+        }
+    )
+
+
+def boxes_to_json(
+    boxes: Mapping[str, Box], names: Sequence[str], metas: Mapping[str, Meta]
+) -> Json:
+    """Boxes with the places in `names` of the tensors that they are of; whole tensors apart."""
+    whole: list[Json] = []
+    cut: dict[Box, list[Json]] = {}
+    for index, name in enumerate(names):
+        box = boxes.get(name)
+        if box is not None and box.sizes == metas[name].shape:
+            whole.append(index)
+        elif box is not None:
+            cut.setdefault(box, []).append(index)
+    parts: list[Json] = [
+        [list(box.offsets), list(box.sizes), indexes] for box, indexes in cut.items()
+    ]
+    return [whole, parts]
+
+
+def boxes_from_json(
+    content: Any, names: Sequence[str], metas: Mapping[str, Meta]
+) -> dict[str, Box]:
+    """The boxes that `boxes_to_json` gave. Raises ValueError, TypeError or LookupError."""
+    whole, cut = content
+    boxes: dict[str, Box] = {}
+    for name in _picked(names, whole):
+        boxes[name] = Box.whole(metas[name].shape)
+    for offsets, sizes, indexes in cut:
+        box = Box(offsets=_lengths(offsets), sizes=_lengths(sizes))
+        for name in _picked(names, indexes):
+            if not _fits(box, metas[name].shape):
+                raise ValueError(f"{box} of {name}, whose shape is {metas[name].shape}")
+            boxes[name] = box
+    return boxes
+
+
+def _picked(names: Sequence[str], indexes: Sequence[Any]) -> list[str]:
+    if indexes and (min(indexes) < 0 or len(set(indexes)) < len(indexes)):
+        raise ValueError("a number below zero, or twice the same")
+    return [names[index] for index in indexes]
+
+
+def _fits(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(box.offsets) == len(box.sizes) and all(
+        size and offset + size <= extent
+        for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True)
+    )
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.100} is no name")
+    return value
+
+
+def _lengths(values: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(values)
+    if len(found) > MAX_DIMENSIONS:
+        raise ValueError(f"{len(found)} dimensions")
+    for value in found:
+        if type(value) is not int or not 0 <= value < 1 << 62:
+            raise ValueError(f"{value!r:.100} is no size")
+    return found
+
+
+__all__ = [
+    "DTYPES",
+    "MAX_TEXT_BYTES",
+    "Inventory",
+    "Listing",
+    "Meta",
+    "add_meta",
+    "boxes_from_json",
+    "boxes_to_json",
+    "from_json",
+    "inventory_of",
+    "malformed",
+    "pack",
+    "to_json",
+    "unpack",
+]
