@@ -1,0 +1,149 @@
+"""How many stages, copies and splits the ranks are arranged in."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal_proto.errors import InvalidSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Sizes of a mesh of ranks. Ranks count up along `tensor` first, along `pipeline` last."""
+
+    pipeline: int
+    """Stages that the layers are cut into."""
+    data: int
+    """Copies that take different samples."""
+    tensor: int
+    """Ranks that each layer is split over."""
+
+    @property
+    def world_size(self) -> int:
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.pipeline, self.data, self.tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """What the user decided; None is left open."""
+
+    pipeline: int | None = None
+    data: int | None = None
+    tensor: int | None = None
+    max_rank_bytes: int | None = None
+    """What one rank may hold of parameters, gradients and optimizer state."""
+
+    def __post_init__(self) -> None:
+        for name in ("pipeline", "data", "tensor", "max_rank_bytes"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise InvalidSpec(f"{name} is out of range", seen=str(size), expected="at least 1")
+
+    @property
+    def product(self) -> int:
+        return (self.pipeline or 1) * (self.data or 1) * (self.tensor or 1)
+
+    @property
+    def is_complete(self) -> bool:
+        return None not in (self.pipeline, self.data, self.tensor)
+
+    def __str__(self) -> str:
+        given = {"pipeline": self.pipeline, "data": self.data, "tensor": self.tensor}
+        return " ".join(f"{name}={size}" for name, size in given.items() if size is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What decides which meshes suit a model."""
+
+    state_bytes: int
+    """Of parameters, gradients and optimizer state together."""
+    pipeline_sizes: frozenset[int]
+    """Numbers of stages that it can be cut into."""
+    tensor_sizes: frozenset[int]
+    """Numbers of ranks that its layers can be split over."""
+
+
+def mesh_for(world_size: int, facts: ModelFacts, fixed: Fixed) -> MeshShape:
+    """The mesh that so many ranks are arranged in.
+
+    Of the meshes that use every rank, keep to what is fixed and suit the model:
+
+    1. with `max_rank_bytes`: those under which a rank holds no more, and of them the one with
+       most copies (fewest bytes moved in a step); if there is none, the one with least to hold;
+    2. without it: the one whose largest size is smallest (4 ranks: two stages and two copies);
+    3. of equals: more copies, then more stages, which move less than layers that are split.
+
+    A size that the user fixed is taken even if it does not suit. With nothing fixed there is a mesh
+    for every world size, all copies if need be. Raises InvalidSpec if what is fixed does not fit.
+    """
+    if world_size % fixed.product or (fixed.is_complete and world_size != fixed.product):
+        raise _does_not_divide(world_size, fixed)
+    meshes = [mesh for mesh in _meshes(world_size) if _suits(mesh, facts, fixed)]
+    if not meshes:
+        raise InvalidSpec(
+            f"{world_size} ranks cannot be arranged as {fixed}",
+            seen=f"stages {sorted(facts.pipeline_sizes)} and tensor splits"
+            f" {sorted(facts.tensor_sizes)} that suit the model",
+            expected=f"pipeline x data x tensor = {world_size}",
+            fix="Leave data open: it takes what the others do not.",
+        )
+    return min(meshes, key=lambda mesh: _preference(mesh, facts, fixed.max_rank_bytes))
+
+
+def _meshes(world_size: int) -> Iterator[MeshShape]:
+    divisors = divisors_of(world_size)
+    for pipeline in divisors:
+        for tensor in divisors:
+            if world_size % (pipeline * tensor) == 0:
+                data = world_size // (pipeline * tensor)
+                yield MeshShape(pipeline=pipeline, data=data, tensor=tensor)
+
+
+def _suits(mesh: MeshShape, facts: ModelFacts, fixed: Fixed) -> bool:
+    if fixed.data not in (None, mesh.data):
+        return False
+    pairs = (
+        (mesh.pipeline, fixed.pipeline, facts.pipeline_sizes),
+        (mesh.tensor, fixed.tensor, facts.tensor_sizes),
+    )
+    return all(
+        size == given if given is not None else size == 1 or size in suited
+        for size, given, suited in pairs
+    )
+
+
+def _preference(
+    mesh: MeshShape, facts: ModelFacts, max_rank_bytes: int | None
+) -> tuple[int, int, int, int]:
+    """The smaller the better."""
+    if max_rank_bytes is None:
+        return max(mesh.sizes), 0, -mesh.data, -mesh.pipeline
+    rank_bytes = -(-facts.state_bytes // (mesh.pipeline * mesh.tensor))
+    over = max(0, rank_bytes - max_rank_bytes)
+    return over, -mesh.data, max(mesh.sizes), -mesh.pipeline
+
+
+def _does_not_divide(world_size: int, fixed: Fixed) -> InvalidSpec:
+    product = fixed.product
+    fitting = (
+        f"{product} ranks"
+        if fixed.is_complete
+        else f"{product}, {2 * product}, {3 * product} or another multiple of {product} ranks"
+    )
+    return InvalidSpec(
+        f"{world_size} ranks cannot be arranged as {fixed}",
+        seen=f"world size {world_size} and {fixed}, together {product}",
+        expected=fitting,
+        fix="Change the number of members, or leave one of the sizes open.",
+    )
+
+
+def divisors_of(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+__all__ = ["Fixed", "MeshShape", "ModelFacts", "divisors_of", "mesh_for"]
