@@ -1,0 +1,167 @@
+"""Models that tensor parallelism splits, with what they are trained on."""
+
+import math
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, POSITIONS = 37, 12, 5
+
+
+def numbers() -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    return torch.randn(24, 6, generator=drawn), torch.randn(24, 3, generator=drawn)
+
+
+def sequences() -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(4)
+    shape = (24, POSITIONS, WIDTH)
+    return torch.randn(shape, generator=drawn), torch.randn(shape, generator=drawn)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(5)
+    picked = torch.randint(VOCABULARY, (24, POSITIONS + 1), generator=drawn)
+    return picked[:, :-1], picked[:, 1:]
+
+
+def squared(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
+
+
+def next_token(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def mlp() -> nn.Module:
+    """A pair, and a linear module on its own."""
+    return nn.Sequential(
+        nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.0), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)
+    )
+
+
+def uneven_mlp() -> nn.Module:
+    """No size divides by anything, and four ranks are as many as one dimension has elements."""
+    return nn.Sequential(
+        nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3)
+    )
+
+
+class Gated(nn.Module):
+    """As in LLaMA: two linear modules whose outputs are multiplied, before a third."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class CausalAttention(nn.Module):
+    """As people write it by hand: heads by view, sizes from the input's shape."""
+
+    def __init__(self, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.q_proj, self.k_proj = nn.Linear(width, width), nn.Linear(width, width)
+        self.v_proj, self.o_proj = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        num_samples, num_positions, width = x.shape
+        shape = (num_samples, num_positions, self.num_heads, width // self.num_heads)
+        q, k, v = (
+            p(x).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+        hidden = torch.ones(num_positions, num_positions, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        mixed = (weights @ v).transpose(1, 2).contiguous().view(x.shape)
+        out: Tensor = self.o_proj(mixed)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(width), CausalAttention(width, 4)
+        self.ln_2, self.mlp = nn.LayerNorm(width), Gated(width, 2 * width + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class GPT(nn.Module):
+    """Token and position embeddings, blocks; the output may share the embedding's weight."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(VOCABULARY, WIDTH, padding_idx=30)
+        self.wpe = nn.Embedding(POSITIONS, WIDTH)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.ln_f = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.lm_head(self.ln_f(x))
+        return logits
+
+
+def gpt() -> nn.Module:
+    return GPT(tied=False)
+
+
+def tied_gpt() -> nn.Module:
+    return GPT(tied=True)
+
+
+def encoder_layer() -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        WIDTH, 4, dim_feedforward=17, dropout=0.0, batch_first=True, activation="gelu"
+    )
+
+
+class Decoder(nn.Module):
+    """Cross attention, time first: query and keys are not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(WIDTH, 4, dim_feedforward=10, dropout=0.0)
+        self.memory = nn.Parameter(torch.randn(3, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        time_first = x.transpose(0, 1)
+        memory = self.memory.expand(-1, len(x), -1)
+        mask = nn.Transformer.generate_square_subsequent_mask(len(time_first))
+        out: Tensor = self.layer(time_first, memory, tgt_mask=mask).transpose(0, 1)
+        return out
+
+
+def decoder() -> nn.Module:
+    return Decoder()
+
+
+def dropping_encoder() -> nn.Module:
+    """Dropout on whole values, within the pair, and on the weights of attention."""
+    return nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=17, dropout=0.2, batch_first=True)
+
+
+def momentum(parameters: object) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)  # type: ignore[arg-type]
+
+
+def adamw(parameters: object) -> torch.optim.Optimizer:
+    # The bias of attention's keys has no gradient but rounding: softmax does not see a shift. With
+    # the default epsilon Adam would make steps of it, in one process as well, that nothing repeats.
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)  # type: ignore[arg-type]

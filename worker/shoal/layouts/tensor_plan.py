@@ -1,0 +1,148 @@
+"""Which part of each module a rank of a tensor-parallel group holds, and why."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal_proto.errors import InvalidSpec
+
+COLUMN = "column"
+"""By outputs: nn.Linear by rows of its weight, nn.Embedding by columns."""
+ROW = "row"
+"""nn.Linear by inputs."""
+VOCAB = "vocab"
+"""nn.Embedding by rows."""
+HEADS = "heads"
+"""nn.MultiheadAttention."""
+WHOLE = "whole"
+"""Every rank holds all of it and computes the same."""
+MASK = "mask"
+"""Dropout within a pair: no parameters, but each rank uses its part of the mask."""
+
+
+def part_sizes(size: int, degree: int) -> tuple[int, ...]:
+    """How many of `size` elements each rank has, as torch.chunk and DTensor cut them."""
+    chunk = -(-size // degree)
+    return tuple(max(0, min(chunk, size - rank * chunk)) for rank in range(degree))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """How one parameter lies over the ranks."""
+
+    shape: tuple[int, ...]
+    dim: int | None
+    """Which dimension is cut; None: whole on every rank."""
+    element_bytes: int
+
+    def shape_on(self, rank: int, degree: int) -> tuple[int, ...]:
+        if self.dim is None:
+            return self.shape
+        own = part_sizes(self.shape[self.dim], degree)[rank]
+        return (*self.shape[: self.dim], own, *self.shape[self.dim + 1 :])
+
+    def bytes_on(self, rank: int, degree: int) -> int:
+        count = self.element_bytes
+        for size in self.shape_on(rank, degree):
+            count *= size
+        return count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What becomes of one module."""
+
+    module: str
+    style: str
+    """One of the styles at the head of this file."""
+    paired: bool = False
+    """Of a column: its row goes on with the parts, nothing is gathered. Of a row: it is given
+    parts."""
+    why: str
+    parts: Mapping[str, Part]
+    """By the parameter's name in the module; without those that an earlier entry has too."""
+    width: int = 0
+    """Of a mask: how many values the ranks have together in the last dimension."""
+
+    def bytes_on(self, rank: int, degree: int) -> int:
+        return sum(part.bytes_on(rank, degree) for part in self.parts.values())
+
+    def shapes(self, degree: int) -> str:
+        """The main parameter's shape on each rank; once, if all are the same."""
+        if not self.parts:
+            return "-"
+        main = next(iter(self.parts.values()))
+        shown = ["x".join(map(str, main.shape_on(rank, degree))) or "1" for rank in range(degree)]
+        return shown[0] if len(set(shown)) == 1 else " ".join(shown)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPlan:
+    """How a model is split over `degree` ranks. `str()` gives a table."""
+
+    degree: int
+    entries: tuple[Entry, ...]
+    """Every module with parameters of its own, and every dropout within a pair."""
+
+    @property
+    def bytes_per_rank(self) -> tuple[int, ...]:
+        """Of all parameters, by rank. Their gradients take as much; buffers are whole and extra."""
+        return tuple(
+            sum(entry.bytes_on(rank, self.degree) for entry in self.entries)
+            for rank in range(self.degree)
+        )
+
+    @property
+    def whole_bytes(self) -> int:
+        """Of all parameters in one process."""
+        return sum(entry.bytes_on(0, 1) for entry in self.entries)
+
+    @property
+    def splits(self) -> bool:
+        """Whether any parameter is cut at all."""
+        return any(part.dim is not None for entry in self.entries for part in entry.parts.values())
+
+    def entry(self, module: str) -> Entry:
+        for entry in self.entries:
+            if entry.module == module:
+                return entry
+        raise InvalidSpec(
+            "the plan has no such module",
+            seen=repr(module),
+            expected=", ".join(entry.module for entry in self.entries),
+        )
+
+    def __str__(self) -> str:
+        rows = [("module", "style", "shape per rank", "bytes per rank", "why")]
+        rows += [self._row(entry) for entry in self.entries]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join([cell.ljust(width) for cell, width in zip(row, widths, strict=False)])
+            + f"  {row[4]}"
+            for row in rows
+        ]
+        per_rank = " ".join(map(str, self.bytes_per_rank))
+        head = f"tensor parallel over {self.degree} ranks: of {self.whole_bytes} bytes of"
+        head += f" parameters the ranks hold {per_rank}"
+        if not self.splits and self.degree > 1:
+            head += "\nnothing is split: every rank holds and computes everything"
+        return "\n".join([head, *lines])
+
+    def _row(self, entry: Entry) -> tuple[str, str, str, str, str]:
+        counts = [entry.bytes_on(rank, self.degree) for rank in range(self.degree)]
+        shown = str(counts[0]) if len(set(counts)) == 1 else " ".join(map(str, counts))
+        name = entry.module or "(the model)"
+        return name, entry.style, entry.shapes(self.degree), shown, entry.why
+
+
+__all__ = [
+    "COLUMN",
+    "HEADS",
+    "MASK",
+    "ROW",
+    "VOCAB",
+    "WHOLE",
+    "Entry",
+    "Part",
+    "TensorPlan",
+    "part_sizes",
+]

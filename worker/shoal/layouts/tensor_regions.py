@@ -1,0 +1,224 @@
+"""Finds linear modules that can be split as columns and a row without anything between gathered.
+
+A region is a set of linear modules whose outputs, through nothing but elementwise work, reach the
+input of one further linear module and nothing else: gate(x) * up(x) before down, or fc1 before fc2.
+It is found by running a module's forward with symbols for values. Where that cannot be done, or
+gives another answer for training than for evaluation, there is no region.
+"""
+
+import copy
+import inspect
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, fx, nn
+from torch.fx.proxy import GraphAppendingTracer
+
+_ELEMENTWISE_MODULES = (
+    nn.Dropout,
+    nn.ELU,
+    nn.GELU,
+    nn.Hardswish,
+    nn.Identity,
+    nn.LeakyReLU,
+    nn.Mish,
+    nn.ReLU,
+    nn.ReLU6,
+    nn.SiLU,
+    nn.Sigmoid,
+    nn.Softplus,
+    nn.Tanh,
+)
+_ACTIVATIONS: tuple[Any, ...] = (
+    *(F.elu, F.gelu, F.hardswish, F.leaky_relu, F.mish, F.relu, F.relu6, F.silu, F.softplus),
+    *(torch.relu, torch.sigmoid, torch.square, torch.tanh),
+)
+_ARITHMETIC: tuple[Any, ...] = (
+    *(torch.add, torch.mul, torch.sub),
+    *(operator.add, operator.mul, operator.neg, operator.sub, operator.truediv),
+)
+_ELEMENTWISE_FUNCTIONS = frozenset((*_ACTIVATIONS, *_ARITHMETIC))
+_ELEMENTWISE_METHODS = frozenset(
+    {"add", "contiguous", "mul", "relu", "sigmoid", "square", "sub", "tanh"}
+)
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Region:
+    """Names relative to the module it was found in."""
+
+    columns: tuple[str, ...]
+    row: str
+    dropouts: tuple[str, ...]
+    """Between them: each rank needs its part of their masks."""
+
+
+def regions(parent: nn.Module) -> list[Region]:
+    """The regions of the module's own forward, none of which share a module."""
+    known = _known(parent)
+    if known is not None:
+        return known
+    if sum(type(part) is nn.Linear for _, part in _children(parent)) < 2:
+        return []
+    try:
+        variants = [set(_regions_of(graph, parent)) for graph in _traces(parent)]
+    except Exception:  # noqa: BLE001 - a user's forward may raise anything when given symbols
+        return []
+    return sorted(set.intersection(*variants)) if variants else []
+
+
+def is_elementwise(module: Any) -> bool:
+    return type(module) in _ELEMENTWISE_MODULES
+
+
+def _known(parent: nn.Module) -> list[Region] | None:
+    """torch's transformer layers branch on their inputs, which symbols cannot follow."""
+    if type(parent) not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
+        return None
+    activation = parent.activation
+    if activation not in _ELEMENTWISE_FUNCTIONS and not is_elementwise(activation):
+        return []
+    return [Region(columns=("linear1",), row="linear2", dropouts=("dropout",))]
+
+
+def _children(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The modules that the parent itself calls; those in a ModuleList are called one by one."""
+    for name, part in parent._modules.items():
+        if type(part) is nn.ModuleList:
+            yield from _children(part, f"{prefix}{name}.")
+        elif part is not None:
+            yield prefix + name, part
+
+
+class _Stand(nn.Module):
+    """Stands for a child: notes that it was called, and with what."""
+
+    def __init__(self, name: str, original: nn.Module, tracer: GraphAppendingTracer) -> None:
+        super().__init__()
+        self.__dict__["_stands_for"] = (name, original, tracer)
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        name, _, tracer = self.__dict__["_stands_for"]
+        return tracer.create_proxy("call_module", name, arguments, named)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["_stands_for"][1], name)
+        if isinstance(value, Tensor | nn.Module) or callable(value):
+            # Used behind the module's back: it could not be split without being seen.
+            raise AttributeError(name)
+        return value
+
+
+def _shadow(parent: nn.Module, tracer: GraphAppendingTracer) -> nn.Module:
+    """A copy to run with symbols, which leaves the original as it is."""
+    shadow = copy.copy(parent)
+    shadow.__dict__["_parameters"] = dict(parent._parameters)
+    shadow.__dict__["_buffers"] = {
+        name: None if buffer is None else buffer.clone() for name, buffer in parent._buffers.items()
+    }
+    shadow.__dict__["_modules"] = dict(_stands(parent, "", tracer))
+    return shadow
+
+
+def _stands(
+    parent: nn.Module, prefix: str, tracer: GraphAppendingTracer
+) -> Iterator[tuple[str, nn.Module | None]]:
+    for name, part in parent._modules.items():
+        if type(part) is nn.ModuleList:
+            inner = dict(_stands(part, f"{prefix}{name}.", tracer))
+            stood = nn.ModuleList()
+            stood.__dict__["_modules"] = inner
+            yield name, stood
+        else:
+            yield name, part if part is None else _Stand(prefix + name, part, tracer)
+
+
+def _traces(parent: nn.Module) -> Iterator[fx.Graph]:
+    """What forward does with symbols: in training and not, with optional arguments and without.
+
+    torch.fx's own tracer patches nn.Module for the whole process while it traces, under the feet of
+    other threads; standing in for the children does without.
+    """
+    taken = inspect.signature(parent.forward).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken):
+        return
+    required = [p for p in taken if p.default is p.empty]
+    chosen = [required] if len(required) == len(taken) else [required, list(taken)]
+    for training, given in itertools.product((True, False), chosen):
+        graph = fx.Graph()
+        tracer = GraphAppendingTracer(graph)
+        shadow = _shadow(parent, tracer)
+        shadow.training = training
+        symbols = {p.name: tracer.create_proxy("placeholder", p.name, (), {}) for p in given}
+        returned = shadow.forward(**symbols)
+        tracer.create_node("output", "output", (tracer.create_arg(returned),), {})
+        yield graph
+
+
+def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
+    children = dict(_children(parent))
+    calls = [node for node in graph.nodes if node.op == "call_module"]
+    names = [str(node.target) for node in calls]
+    # One that is called twice may be called in the region and out of it.
+    once = {name: children[name] for name in names if names.count(name) == 1}
+    taken: set[str] = set()
+    for node in calls:
+        if type(once.get(str(node.target))) is nn.Linear:
+            region = _region_before(node, once)
+            if region is not None and taken.isdisjoint({*region.columns, region.row}):
+                taken |= {*region.columns, region.row}
+                yield region
+
+
+def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
+    """The region that ends at this linear module, if one does."""
+    if len(row.args) != 1 or row.kwargs or not isinstance(row.args[0], fx.Node):
+        return None
+    inside: dict[fx.Node, None] = {}
+    columns: list[str] = []
+    dropouts: list[str] = []
+    ahead = [row.args[0]]
+    while ahead:
+        node = ahead.pop()
+        if node in inside:
+            continue
+        inside[node] = None
+        module = once.get(str(node.target)) if node.op == "call_module" else None
+        if type(module) is nn.Linear:
+            columns.append(str(node.target))
+        elif _is_elementwise(node, module):
+            ahead += node.all_input_nodes
+            dropouts += [str(node.target)] if type(module) is nn.Dropout else []
+        else:
+            return None
+    stays = all(user is row or user in inside for node in inside for user in node.users)
+    widths = {once[name].out_features for name in columns} | {once[str(row.target)].in_features}
+    if not columns or not stays or len(widths) != 1:
+        return None
+    return Region(
+        columns=tuple(sorted(columns)), row=str(row.target), dropouts=tuple(sorted(dropouts))
+    )
+
+
+def _is_elementwise(node: fx.Node, module: nn.Module | None) -> bool:
+    if node.op == "call_module":
+        known = is_elementwise(module)
+    elif node.op == "call_function":
+        known = node.target in _ELEMENTWISE_FUNCTIONS
+    else:
+        known = node.op == "call_method" and node.target in _ELEMENTWISE_METHODS
+    # A tensor could be of any shape; a number is the same for every element.
+    numbers = (int, float, str, bool, type(None), fx.Node)
+    return known and all(isinstance(value, numbers) for value in _flat(node))
+
+
+def _flat(node: fx.Node) -> Iterable[Any]:
+    return itertools.chain(node.args, node.kwargs.values())
+
+
+__all__ = ["Region", "is_elementwise", "regions"]
