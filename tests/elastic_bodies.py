@@ -10,11 +10,13 @@ from rank_bodies import Run, session_of
 from ranks import Report
 from torch import Tensor, nn
 
+import shoal
 from shoal.data import Loader, Order
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
 
 NUM_SAMPLES = 101
+CHECKPOINT_STEPS = 7
 EPOCHS = 1000
 """More than any test trains: `stop_file` says where it ends."""
 
@@ -26,6 +28,8 @@ class Elastic(Run):
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy."""
     optimizer: str = "sgd"
+    checkpoints: str = ""
+    """Directory that a checkpoint goes to every few steps."""
     stop_file: str = ""
     """Holds the step at which all members stop, once the test has decided on it."""
 
@@ -60,11 +64,20 @@ def strategy_of(run: Elastic) -> Strategy:
     return type(find_strategy(run.strategy))(**run.options)
 
 
+def checkpoints_of(run: Elastic) -> shoal.Checkpoints | None:
+    """Where the run writes, if it does."""
+    if not run.checkpoints:
+        return None
+    return shoal.Checkpoints(run.checkpoints, every_steps=CHECKPOINT_STEPS)
+
+
 def train(report: Report, run: Elastic) -> None:
     """Steps until the stop; then the whole model."""
     model, optimizer = build(run.optimizer)
     with session_of(run) as session:
-        model, optimizer = session.distribute(model, optimizer, strategy=strategy_of(run))
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
+        )
         batches = session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS)
         for batch in batches:
             stop = Path(run.stop_file)

@@ -80,7 +80,7 @@ class Schedule:
 
     def finish(self) -> Mapping[str, Any]:
         """Let all stop at one step; what the first of them reports then."""
-        last = max(data["step"] for _, data in self._committed())
+        last = max(data["step"] for _, data in self.committed())
         self._stop_file.write_text(str(last + MARGIN_STEPS))
         finished = [rank.expect("finished") for rank in self.alive]
         for rank in self.alive:
@@ -95,7 +95,7 @@ class Schedule:
         return victim
 
     def _generation(self) -> int:
-        return max(data["generation"] for _, data in self._committed())
+        return max(data["generation"] for _, data in self.committed())
 
     def _await_change(self, before: int | None = None) -> None:
         before = self._generation() if before is None else before
@@ -106,7 +106,8 @@ class Schedule:
                     break
                 rank.expect("committed")
 
-    def _committed(self) -> list[tuple[Rank, dict[str, Any]]]:
+    def committed(self) -> list[tuple[Rank, dict[str, Any]]]:
+        """What members have reported of their committed steps."""
         return [
             (rank, data) for rank in self.all for kind, data in rank.seen if kind == "committed"
         ]

@@ -6,7 +6,7 @@ time, each sample counts exactly once an epoch.
 """
 
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +41,8 @@ class Batch:
     step: int
     """Optimizer steps before this one."""
     epoch: int
+    first: int = 0
+    """Position in the global batch of the first of these samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,8 @@ class Loader:
         epoch, start, stop = self._order.span(step)
         own_start, own_stop = share(start, stop, index, count)
         weight = (own_stop - own_start) * count / (stop - start)
-        return self._batch(epoch, (own_start, own_stop), step=step, weight=weight)
+        batch = self._batch(epoch, (own_start, own_stop), step=step, weight=weight)
+        return replace(batch, first=own_start - start)
 
     def leased(self, epoch: int, start: int, stop: int, step: int) -> Batch:
         """The positions [start, stop) of an epoch's order, all of them this member's."""

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal import randomness
+from shoal.checkpoint.background import Checkpoints
 from shoal.crew import Crew
 from shoal.data import Batch, Collate, Dataset, Loader, Order, dataset_size, describe
 from shoal.draining import Drained, DrainSignal
+from shoal.dropout import key_dropout
 from shoal.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.joining import JoinConfig
 from shoal.reports import StepReports
@@ -87,9 +90,20 @@ class Session:
     # --- what the training script calls ---
 
     def distribute(
-        self, model: nn.Module, optimizer: Optimizer, strategy: str | Strategy = "ddp"
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: str | Strategy = "ddp",
+        *,
+        checkpoints: Checkpoints | None = None,
+        keyed_dropout: bool = True,
     ) -> tuple[nn.Module, Optimizer]:
         """The model and optimizer to train with from now on, the same over all changes.
+
+        With `checkpoints`, the state is written to disk every so many steps while training goes
+        on, and a job that finds no member with state goes on from the newest one there. With
+        `keyed_dropout`, what the model's dropout modules drop depends on seed, step and sample
+        alone, so that it is the same with any number of members.
 
         Raises UnknownStrategy, or what the strategy refuses the model or optimizer with.
         """
@@ -97,6 +111,10 @@ class Session:
             raise InvalidSpec("a session distributes one model", expected="one distribute()")
         chosen = find_strategy(strategy)
         judges = Judges(validators_of(self._validators), self.member_id)
+        if keyed_dropout and chosen.synchronous:
+            key_dropout(model)
+        if checkpoints is not None:
+            chosen.keep_checkpoints(checkpoints)
         distributed = chosen.distribute(model, optimizer)
         self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
         if judges.names:
@@ -245,6 +263,19 @@ class Session:
             self._feed.attempted()
         self._crew.strategy.begin_step()
         self._step = step
+        batch = self._feed.batch if self._feed is not None else None
+        if batch is not None and self._crew.strategy.synchronous:
+            self._draw_by_sample(batch)
+
+    def _draw_by_sample(self, batch: Batch) -> None:
+        """Let what is drawn at random in this step depend on its samples, not on who is there."""
+        seed = int(self._fields["seed"])
+        randomness.seed_torch(seed, batch.step, batch.first)
+        randomness.put(
+            randomness.Place(
+                seed=seed, step=batch.step, first=batch.first, count=max(len(batch.indices), 1)
+            )
+        )
 
     def _commit(self, step: "Step") -> None:
         feed, strategy = self._feed, self._crew.strategy
@@ -279,6 +310,7 @@ class Step:
     ) -> bool:
         session = self._session
         session._step = None
+        randomness.put(None)
         if error is None:
             try:
                 session._commit(self)

@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shoal.backends.base import Waiting
 from shoal.state.pieces import Box, Piece
 from shoal.strategies.base import LossFunction
+from shoal.strategies.state import persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +176,6 @@ def piece_of(tensor: Tensor) -> Piece:
     )
     box = Box(offsets=tuple(offsets), sizes=tuple(sizes))
     return Piece(shape=tuple(tensor.shape), box=box, tensor=local)
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are in the module's state_dict, by name."""
-    found = {}
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:

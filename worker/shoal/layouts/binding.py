@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.layouts.base import Layout, persistent_buffers
 from shoal.state.pieces import MODEL, OPTIM, Box, Holding, Piece
 from shoal.strategies.base import Json
-from shoal.strategies.state import as_json
+from shoal.strategies.state import as_json, take_settings
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
@@ -178,6 +178,12 @@ class Bound:
         """Names of all tensors of the state that this rank was filled from."""
         return frozenset(self._known)
 
+    def writes(self, name: str) -> bool:
+        """Whether this rank writes its piece of this name into a checkpoint."""
+        if name.startswith(MODEL):
+            return self.layout.counts(name.removeprefix(MODEL))
+        return self.layout.counts(name.removeprefix(OPTIM).rpartition("/")[0])
+
     # --- filling ---
 
     def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
@@ -223,9 +229,7 @@ class Bound:
                 )
             own.tensor.copy_(given.tensor)
         self._fill_optimizer(holding)
-        groups: Any = holding.values.get("groups")
-        for group, settings in zip(self.optimizer.param_groups, groups or (), strict=False):
-            _set(group, settings)
+        take_settings(self.optimizer, holding)
 
     def _fill_optimizer(self, holding: Holding) -> None:
         self.optimizer.state.clear()
@@ -279,20 +283,6 @@ def _check(name: str, own: Piece, shape: tuple[int, ...], dtype: torch.dtype) ->
             seen=str(dtype),
             expected=str(own.tensor.dtype),
         )
-
-
-def _set(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Take over a group's settings; JSON has no tuples (betas are one) and no tensors."""
-    for key, value in settings.items():
-        if key == "params":
-            continue
-        own = group.get(key)
-        if isinstance(value, dict):
-            group[key] = torch.tensor(value["tensor"])
-        elif isinstance(own, tuple):
-            group[key] = tuple(value)
-        else:
-            group[key] = value
 
 
 __all__ = ["Blueprint", "Bound"]

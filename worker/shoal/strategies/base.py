@@ -28,6 +28,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
 
 if TYPE_CHECKING:
+    from shoal.checkpoint.background import Checkpoints
     from shoal.layouts.base import Layout, World
     from shoal.layouts.binding import Blueprint
 
@@ -116,6 +117,16 @@ class Strategy(ABC):
         Checks all that can be checked without talking to anybody and raises RefusedError
         (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
         """
+
+    def keep_checkpoints(self, checkpoints: "Checkpoints") -> None:
+        """Write checkpoints, and start from one where no member has state. Called before all else.
+
+        Raises InvalidSpec for a strategy whose state members do not hold.
+        """
+        raise InvalidSpec(
+            f"strategy {self.name} writes no checkpoints",
+            expected="a synchronous strategy, whose members hold the state",
+        )
 
     @abstractmethod
     def fields(self) -> Mapping[str, str]:

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.backends.base import Waiting
+from shoal.checkpoint.reading import everything, read
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
@@ -63,6 +64,7 @@ class DDP(GroupedStrategy):
         self._traffic = Traffic()
         self._ddp: DistributedDataParallel | None = None
         self._exchange: GradientExchange | None = None
+        self._rank = 0
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
@@ -87,6 +89,11 @@ class DDP(GroupedStrategy):
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         self._align(generation, group)
+        self._join_writers(generation.world_size)
+        if self._step == 0 and (path := self._newest_checkpoint(group)) is not None:
+            self._state.adopt(holding := read(path, everything))
+            self._step = holding.step
+        self._rank = generation.rank
         self._wrap(group)
 
     def _let_go(self) -> None:
@@ -170,6 +177,7 @@ class DDP(GroupedStrategy):
         self._exchange.check(self._step)
         self._optimizer.step()
         self._commit_step()
+        self._write_checkpoint(lambda: self._state.holding(self._step), lambda _: self._rank == 0)
         acknowledged()
         self._backend.tidy()
 

@@ -1,9 +1,11 @@
 """Strategies whose members take each step together, over a group that lives for one generation."""
 
+import json
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import structlog
 import torch
@@ -13,7 +15,12 @@ from torch.optim import Optimizer
 
 from shoal.backends.base import Backend, Group, Seat, Waiting
 from shoal.backends.gloo import GlooBackend
+from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.directory import complete
+from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
 from shoal.rendezvous import RendezvousStore
+from shoal.state.exchange import gather
+from shoal.state.pieces import Holding
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import GenerationBroken, InvalidSpec, UnsupportedOptimizer
@@ -21,6 +28,8 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
+Writes = Callable[[str], bool]
+"""Whether this member writes the tensor of that name in a state."""
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
 """A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
@@ -42,6 +51,8 @@ class GroupedStrategy(Strategy):
         self._group: Group | None = None
         self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._writers: Peers | None = None
         self._step = 0
         self._has_state = False
         self._in_step = False
@@ -157,6 +168,32 @@ class GroupedStrategy(Strategy):
             group.cut(f"generation {generation.number} is over")
         return group
 
+    # --- checkpoints ---
+
+    def keep_checkpoints(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def _join_writers(self, world_size: int) -> None:
+        """Collective: form the group in which the members write checkpoints, if they do."""
+        if self._checkpoints is not None:
+            self._writers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
+
+    def _newest_checkpoint(self, group: dist.ProcessGroup) -> Path | None:
+        """Collective: the newest complete checkpoint that every member sees; None without any."""
+        if self._checkpoints is None:
+            return None
+        own = complete(self._checkpoints.directory)
+        words = gather(json.dumps(sorted(own)).encode(), group)
+        common = set.intersection(*(set(json.loads(word)) for word in words))
+        return own[max(common)] if common else None
+
+    def _write_checkpoint(self, holding: Callable[[], Holding], writes: Writes) -> None:
+        """Where one is due after the step that was just committed, have it written."""
+        checkpoints = self._checkpoints
+        if checkpoints is not None and checkpoints.due(self._step):
+            assert self._writers is not None
+            checkpoints.offer(holding(), self._writers, writes)
+
     # --- steps ---
 
     def _open_step(self, model: nn.Module) -> None:
@@ -179,6 +216,9 @@ class GroupedStrategy(Strategy):
     def finish(self) -> None:
         if self._process_group is None:
             raise GenerationBroken("the last step was taken in a generation that is over")
+        if self._checkpoints is not None:
+            # Before anybody leaves: each writes its part.
+            self._checkpoints.close()
         dist.all_reduce(torch.zeros(1), group=self._process_group)
 
     def is_failure(self, error: BaseException) -> bool:
@@ -200,6 +240,8 @@ class GroupedStrategy(Strategy):
         if self._coordinators is not None:
             self._coordinators.close()
             self._coordinators = None
+        if self._checkpoints is not None:
+            self._checkpoints.close()
 
 
 def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,16 +13,26 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
 from shoal.backends.base import Waiting
+from shoal.checkpoint.reading import read
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.binding import Blueprint, Bound
 from shoal.layouts.gradients import clip, name_of_fault
 from shoal.state.exchange import reshard
 from shoal.state.keeping import Keeping
+from shoal.state.pieces import Holding
 from shoal.state.whole import whole_model
 from shoal.strategies.base import Generation, optimizer_digest, schema_digest
 from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
 from shoal.strategies.replica import replica_of, retarget
-from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec, NonFiniteGradient
+from shoal_proto.errors import (
+    GenerationBroken,
+    InternalError,
+    InvalidSpec,
+    NonFiniteGradient,
+    StateLost,
+)
+
+log = structlog.get_logger(__name__)
 
 
 class LaidOut(GroupedStrategy):
@@ -98,15 +109,31 @@ class LaidOut(GroupedStrategy):
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
             held.append(self._blueprint.initial())
-        holding = reshard(group, held, bound.needs)
+        holding = self._found(group, held, bound)
         bound.fill(holding)
         self._take_modes(bound.layout)
         self._bound, self._step = bound, holding.step
         retarget(self._replica, bound.layout.plain)
         filled = replace(bound.collect(self._step), elsewhere=bound.known)
         self._keeping.start(filled, members, dist.new_group, bound.layout.travels)
+        self._join_writers(world.world_size)
         self._check_same_step(world)
         self._blueprint.forget_weights()
+
+    def _found(self, group: dist.ProcessGroup, held: list[Holding], bound: Bound) -> Holding:
+        """The newest state that the members hold together, or else that a checkpoint holds."""
+        try:
+            holding = reshard(group, held, bound.needs)
+        except StateLost:
+            path = self._newest_checkpoint(group)
+            if path is None:
+                raise
+        else:
+            path = self._newest_checkpoint(group) if holding.step == 0 else None
+            if path is None:
+                return holding
+        log.info("checkpoint_read", path=str(path))
+        return read(path, bound.needs)
 
     def _take_modes(self, layout: Layout) -> None:
         """Which parts train and which evaluate is the user's, and outlives a generation."""
@@ -235,6 +262,7 @@ class LaidOut(GroupedStrategy):
         if self._step == 1 or self._keeping.due(self._step):
             # Also before any copy: an optimizer whose state cannot travel is refused at once.
             self._keeping.offer(bound.collect(self._step))
+        self._write_checkpoint(lambda: bound.collect(self._step), bound.writes)
         acknowledged()
         self._backend.tidy()
 

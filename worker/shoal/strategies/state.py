@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.state.pieces import MODEL, OPTIM, Holding, Piece
 from shoal.strategies.base import Json, State
 from shoal_proto.errors import (
     DtypeMismatch,
@@ -87,6 +88,57 @@ class ReplicatedState:
             tensor.copy_(state.tensors[name])
         self._restore_optimizer(state)
 
+    # --- under the names that every strategy has for it ---
+
+    def holding(self, step: int) -> Holding:
+        """The state as it stands, not copied, as a member holds it that holds all."""
+        now = self.collect(step)
+        scalars: Any = now.values["scalars"]
+        settings: Any = now.values["groups"]
+        pieces: dict[str, Piece] = {}
+        for name, tensor in self._persistent().items():
+            pieces[MODEL + name] = Piece.whole(tensor.detach())
+        for path, tensor in now.tensors.items():
+            if path.startswith("optimizer/"):
+                pieces[OPTIM + path.removeprefix("optimizer/")] = Piece.whole(tensor)
+        for name, values in scalars.items():
+            for key, value in values.items():
+                if value is not None:
+                    pieces[f"{OPTIM}{name}/{key}#{type(value).__name__}"] = Piece.whole(
+                        torch.tensor(value)
+                    )
+        groups: list[Json] = []
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            tensors = {k: v for k, v in group.items() if isinstance(v, Tensor)}
+            names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
+            values: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
+            groups.append({"params": names, **own, **values})
+        return Holding(step=step, pieces=pieces, values={"groups": groups})
+
+    @torch.no_grad()
+    def adopt(self, holding: Holding) -> None:
+        """Make a whole holding this state. Changes nothing if it is that of another model.
+
+        Raises ShapeMismatch or DtypeMismatch.
+        """
+        own = self._persistent()
+        for name, tensor in own.items():
+            given = holding.pieces.get(MODEL + name)
+            _check(name, tensor, given.tensor if given is not None else None)
+        for name, tensor in own.items():
+            tensor.copy_(holding.pieces[MODEL + name].tensor)
+        self._optimizer.state.clear()
+        for path, piece in holding.pieces.items():
+            if path.startswith(OPTIM):
+                name, _, key = path.removeprefix(OPTIM).rpartition("/")
+                key, _, kind = key.partition("#")
+                value = piece.tensor.item() if kind else piece.tensor.clone()
+                self._optimizer.state[self._parameters[name]][key] = value
+        take_settings(self._optimizer, holding)
+
+    def _persistent(self) -> Mapping[str, Tensor]:
+        return {**self._parameters, **persistent_buffers(self._model)}
+
     def _own(self) -> Mapping[str, Tensor]:
         """What exists before any training: parameters, buffers, settings that are tensors."""
         named = self.collect(0).tensors
@@ -107,6 +159,32 @@ class ReplicatedState:
             for key, value in settings.items():
                 # JSON has no tuples; betas are one.
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def take_settings(optimizer: Optimizer, holding: Holding) -> None:
+    """Take over the settings of the optimizer's groups, such as learning rates.
+
+    JSON has no tuples (betas are one) and no tensors.
+    """
+    groups: Any = holding.values.get("groups", ())
+    for group, settings in zip(optimizer.param_groups, groups, strict=False):
+        for key, value in settings.items():
+            if key == "params":
+                continue
+            if isinstance(value, dict):
+                group[key] = torch.tensor(value["tensor"])
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are in the module's state_dict, by name."""
+    found = {}
+    for path, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
 
 
 def as_json(value: Any, what: str, optimizer: Optimizer) -> Json:
@@ -143,4 +221,4 @@ def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
         )
 
 
-__all__ = ["ReplicatedState", "as_json"]
+__all__ = ["ReplicatedState", "as_json", "persistent_buffers", "take_settings"]

@@ -1,0 +1,54 @@
+"""A job that lost every member goes on from its newest checkpoint, under whatever strategy."""
+
+import secrets
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from elastic_bodies import CHECKPOINT_STEPS, Elastic
+from elastic_schedule import Schedule, check_same_weights
+from ranks import Ranks
+
+from shoal.checkpoint.directory import complete
+from shoal_client.local.cluster import LocalCluster
+
+TOLERANCE = 1e-5
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("first", "second"), [(("fsdp", 3), ("ddp", 2)), (("ddp", 2), ("zero1", 3))], ids=str
+)
+def test_a_checkpoint_of_one_strategy_and_world_size_is_read_by_another(
+    cluster: LocalCluster, tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
+) -> None:
+    directory = tmp_path / "checkpoints"
+    run = Elastic(
+        coordinator=cluster.coordinator,
+        job=f"resume-{secrets.token_hex(4)}",
+        member_id="",
+        batch_size=24,
+        optimizer="adamw",
+        checkpoints=str(directory),
+    )
+    with Ranks() as ranks:
+        lost = Schedule(
+            ranks, replace(run, strategy=first[0], desired_members=first[1]), tmp_path, seed=1
+        )
+        lost.start(first[1])
+        while len(complete(directory)) < 2:
+            lost.alive[0].expect("committed")
+        for rank in lost.alive:
+            rank.send_signal(signal.SIGKILL)
+        newest = max(complete(directory))
+        assert newest % CHECKPOINT_STEPS == 0
+        going_on = Schedule(
+            ranks,
+            replace(run, job=f"{run.job}-2", strategy=second[0], desired_members=second[1]),
+            tmp_path,
+            seed=1,
+        )
+        going_on.start(second[1])
+        assert min(data["step"] for _, data in going_on.committed()) >= newest
+        check_same_weights(going_on.finish(), run, TOLERANCE)
