@@ -20,9 +20,9 @@ from worlds import (
 
 import shoal
 from shoal.layouts.base import World
+from shoal.layouts.cutting import Cutter
 from shoal.layouts.pipeline import MAX_SHAPES, Course, PipelineLayout
 from shoal.layouts.schedules import num_microbatches
-from shoal.layouts.stages import Cutter
 from shoal_proto.errors import InvalidSpec
 
 # Sums over micro-batches are taken in another order than over a batch: single roundings of fp32.

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.layouts.stages import Cutter, Stage, balanced
+from shoal.layouts.cutting import Cutter, balanced
+from shoal.layouts.stages import Stage
 from shoal_proto.errors import InvalidSpec
 
 

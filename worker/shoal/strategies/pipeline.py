@@ -7,10 +7,10 @@ from typing import Any
 from torch import nn
 
 from shoal.layouts.base import Layout, World
+from shoal.layouts.cutting import Cutter
 from shoal.layouts.outline import Outline
 from shoal.layouts.pipeline import Course, PipelineLayout
 from shoal.layouts.schedules import SCHEDULES
-from shoal.layouts.stages import Cutter
 from shoal.layouts.timing import Clockwork
 from shoal.strategies.laid_out import LaidOut
 from shoal_proto.errors import InvalidSpec

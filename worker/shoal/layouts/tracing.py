@@ -1,0 +1,145 @@
+"""Traces the forward pass of a model with torch.fx, down to the layers that it calls."""
+
+import dis
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.proxy import TraceError
+
+from shoal_proto.errors import InvalidSpec
+
+# fx replaces nn.Module's methods for the whole process while it traces.
+_tracing = threading.Lock()
+# They take sizes, not tensors, so that torch would not ask a proxy among them.
+_CREATORS = ("arange", "empty", "full", "ones", "zeros")
+
+
+def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph:
+    """The forward pass as it goes in training, or in evaluation; `opened` modules are gone into.
+
+    Raises InvalidSpec if it depends on values or shapes.
+    """
+    tracer = _Tracer(opened)
+    with _tracing, _creators_traced(tracer), _mode(model, training):
+        try:
+            return tracer.trace(model)
+        except (TraceError, TypeError, RuntimeError, NameError, AttributeError) as error:
+            raise InvalidSpec(
+                f"the forward pass of {type(model).__name__} cannot be cut into stages",
+                seen=f"{type(error).__name__}: {error}",
+                expected="a forward pass that calls its layers one after the other, whatever the"
+                " values and shapes of its inputs",
+                fix="Move what depends on values or shapes into a layer, or make the model an"
+                " nn.Sequential.",
+            ) from error
+
+
+class _Tracer(fx.Tracer):
+    proxy_buffer_attributes = True
+
+    def __init__(self, opened: Collection[str]) -> None:
+        super().__init__()
+        self._opened = opened
+        self._thread = threading.get_ident()
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name not in self._opened
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if threading.get_ident() != self._thread:
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, fx.Proxy]) -> Any:
+        if threading.get_ident() != self._thread:
+            return attr_val
+        return super().getattr(attr, attr_val, parameter_proxy_cache)
+
+    def create_args_for_root(
+        self, root_fn: Callable[..., Any], is_module: bool, concrete_args: Any = None
+    ) -> tuple[Callable[[], Any], list[Any]]:
+        given = {}
+        assert isinstance(self.root, nn.Module)
+        for name, default in signature(self.root).items():
+            is_input = default is inspect.Parameter.empty
+            given[name] = self.create_proxy("placeholder", name, (), {}) if is_input else default
+        positional = _positional(self.root)
+        args = [given.pop(name) for name in positional]
+        return lambda: root_fn(self.root, *args, **given), []
+
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        # The asserting code, Proxy.__bool__, this one.
+        frame = sys._getframe(2)
+        if _is_assertion(frame.f_code, frame.f_lasti):
+            return True
+        return bool(super().to_bool(obj))
+
+
+def _is_assertion(code: Any, offset: int) -> bool:
+    """Whether the truth of a value at this place only decides whether an assertion fails."""
+    after = [step.opname for step in dis.get_instructions(code) if step.offset >= offset][:3]
+    return "LOAD_ASSERTION_ERROR" in after
+
+
+def signature(model: nn.Module) -> dict[str, Any]:
+    """The inputs of a model by name, with the value of those that it is traced with.
+
+    An input that has a default is fixed to it, but for the first: `if mask is not None` can only
+    be followed one way.
+    """
+    found: dict[str, Any] = {}
+    for parameter in inspect.signature(model.forward).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        found[parameter.name] = parameter.default if found else inspect.Parameter.empty
+    return found
+
+
+def _positional(model: nn.Module) -> list[str]:
+    parameters = inspect.signature(model.forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in kinds]
+
+
+@contextmanager
+def _creators_traced(tracer: fx.Tracer) -> Iterator[None]:
+    """Let torch.zeros(size of an input) stand in the trace too."""
+    originals = {name: getattr(torch, name) for name in _CREATORS}
+
+    def traced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def create(*args: Any, **kwargs: Any) -> Any:
+            found: list[Any] = []
+            fx.node.map_aggregate((args, kwargs), lambda a: found.append(isinstance(a, fx.Proxy)))
+            if any(found):
+                return tracer.create_proxy("call_function", original, args, kwargs)
+            return original(*args, **kwargs)
+
+        return create
+
+    for name, original in originals.items():
+        setattr(torch, name, traced(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch, name, original)
+
+
+@contextmanager
+def _mode(model: nn.Module, training: bool) -> Iterator[None]:
+    before = {part: part.training for part in model.modules()}
+    model.train(training)
+    try:
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode
+
+
+__all__ = ["signature", "trace"]
