@@ -130,7 +130,7 @@ def test_a_failure_is_raised_by_the_next_offer_and_the_one_after_tries_anew(tmp_
     checkpoints.offer(at(1))
     with pytest.raises(CheckpointFailed, match="step-00000001 could not be begun") as raised:
         checkpoints.offer(at(2))
-    assert raised.value.details["errno"] == "ENOTDIR"
+    assert raised.value.details["errno"] == "EEXIST"
     in_the_way.unlink()
     checkpoints.offer(at(3))
     checkpoints.close()
@@ -170,6 +170,14 @@ def test_a_rank_leaves_to_others_what_it_does_not_write(tmp_path):
     assert (newest / "__1_0.distcp").is_file()
 
 
+def test_what_every_rank_leaves_to_others_is_missed(tmp_path):
+    checkpoints = Checkpoints(tmp_path, every_steps=1)
+    checkpoints.offer(at(1), writes=lambda name: name != "model.last.bias")
+    with pytest.raises(InvalidSpec, match=r"no rank holds any of model\.last\.bias"):
+        checkpoints.close()
+    assert names_in(tmp_path) == []
+
+
 def test_a_rank_lost_while_writing_is_no_error_and_no_checkpoint(tmp_path):
     table = Table(2)
     checkpoints = Checkpoints(tmp_path, every_steps=1)
@@ -198,3 +206,19 @@ def test_a_run_may_fall_back_behind_its_own_checkpoints(tmp_path):
         for step in (10, 20, 15, 20):
             checkpoints.offer(at(step, trained("sgd", 3) if step == 20 else None))
     assert steps_in(tmp_path) == [10, 15, 20]
+
+
+def test_a_newcomer_may_be_the_first_rank_of_a_run_that_falls_back(tmp_path):
+    """It has written none of the later ones, but another rank has."""
+    veteran = Checkpoints(tmp_path, every_steps=1)
+    veteran.offer(at(20))
+    veteran.close()
+    whole = at(15)
+
+    def act(peers):
+        checkpoints = veteran if peers.rank else Checkpoints(tmp_path, every_steps=1)
+        checkpoints.offer(cut(whole, 0, peers.rank, 2), peers)
+        checkpoints.close()
+
+    assert on_all(2, act) == [None, None]
+    assert steps_in(tmp_path) == [15, 20]

@@ -11,6 +11,9 @@ from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, p
 from shoal.checkpoint.writing import write
 from shoal_proto.errors import InvalidSpec
 
+# DCP says so of every single process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_entries_are_those_of_plain_torch(tmp_path, optimizer_name):

@@ -25,6 +25,9 @@ from shoal_proto.errors import (
     ShapeMismatch,
 )
 
+# DCP says so of every single process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 
 @pytest.fixture(scope="module")
 def whole():

@@ -56,6 +56,11 @@ def test_ranks_that_do_not_hold_one_whole_state_are_refused(held, error, reason)
         shares(held)
 
 
+def test_a_tensor_that_somebody_knows_of_and_nobody_holds_is_missed():
+    with pytest.raises(InvalidSpec, match=r"no rank holds any of model\.lost"):
+        shares([[TOP], [BOTTOM]], known={"model.w", "model.lost"})
+
+
 def test_long_boxes_are_cut_by_rows_and_stay_whole(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     lower = outline((3, 0), (7, 6), shape=(10, 6))

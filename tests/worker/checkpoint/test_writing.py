@@ -20,6 +20,9 @@ from shoal.checkpoint.writing import write
 from shoal.state.pieces import Box, Holding, Piece
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
+# DCP says so of every single process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
 
 def changed(holding, **pieces):
     return Holding(step=holding.step, pieces={**holding.pieces, **pieces}, values=holding.values)

@@ -3,6 +3,7 @@
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -43,7 +44,7 @@ class Checkpoints:
         self.keep = keep
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._resumed = False
+        self._continues = False
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after so many committed steps."""
@@ -69,7 +70,9 @@ class Checkpoints:
         """
         self._finish()
         pieces = {name: piece for name, piece in holding.pieces.items() if writes(name)}
-        own = Holding(step=holding.step, pieces=pieces, values=holding.values).copied()
+        # What it declines others must write; if none does, that is noticed.
+        elsewhere = (holding.elsewhere | holding.pieces.keys()) - pieces.keys()
+        own = replace(holding, pieces=pieces, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
             target=self._write, args=(own, peers), name=f"shoal-checkpoint-{holding.step}"
         )
@@ -101,8 +104,8 @@ class Checkpoints:
     def _write(self, holding: Holding, peers: Peers) -> None:
         path = directory.path_of_step(self.directory, holding.step)
         try:
-            writing.write(path, holding, peers, prepare=lambda: self._refuse_older(holding.step))
-            self._resumed = True
+            writing.write(path, holding, peers, continues=self._continues)
+            self._continues = True
             log.info("checkpoint_written", path=str(path), num_bytes=holding.num_bytes)
             if peers.rank == writing.FIRST:
                 self._retire(holding.step)
@@ -110,18 +113,6 @@ class Checkpoints:
             log.warning("checkpoint_given_up", path=str(path), reason=str(error))
         except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
             self._failure = error
-
-    def _refuse_older(self, step: int) -> None:
-        """A run that has not gone on from the newest checkpoint would be mixed up with the one
-        that wrote it."""
-        later = [own for own in directory.complete(self.directory) if own > step]
-        if later and not self._resumed:
-            raise InvalidSpec(
-                f"{self.directory} has checkpoints of a run that was further than this one",
-                seen=f"step {max(later)}",
-                expected=f"none after step {step}",
-                fix="Go on from the newest one, or write into another directory.",
-            )
 
     def _retire(self, step: int) -> None:
         try:

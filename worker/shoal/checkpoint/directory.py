@@ -51,6 +51,21 @@ def complete(directory: Path) -> dict[int, Path]:
     return found
 
 
+def refuse_later(directory: Path, step: int) -> None:
+    """Raise InvalidSpec if the directory has checkpoints of later steps.
+
+    A run that has not gone on from the newest one would be mixed up with the one that wrote it.
+    """
+    last = max(complete(directory), default=step)
+    if last > step:
+        raise InvalidSpec(
+            f"{directory} has checkpoints of a run that was further than this one",
+            seen=f"step {last}",
+            expected=f"none after step {step}",
+            fix="Go on from the newest one, or write into another directory.",
+        )
+
+
 def begin(path: Path) -> Path:
     """A new directory in which to write what `path` will be.
 
@@ -159,6 +174,7 @@ __all__ = [
     "newest",
     "path_of_step",
     "publish",
+    "refuse_later",
     "retire",
     "sweep",
     "synchronise",

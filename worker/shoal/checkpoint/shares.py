@@ -1,6 +1,6 @@
 """Who writes which part of a state. Each rank computes it for all, from what all of them hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,13 @@ def from_json(entries: Sequence[Any]) -> list[Outline]:
     ]
 
 
-def shares(held: Sequence[Sequence[Outline]]) -> list[list[Outline]]:
+def shares(held: Sequence[Sequence[Outline]], known: Iterable[str] = ()) -> list[list[Outline]]:
     """The chunks that each rank writes, given what each holds: together every element once.
 
     What several ranks hold the lowest of them writes, so that a replicated state is that of one
-    rank, not a mixture. Raises InvalidSpec if elements are missing or boxes cross each other,
-    ShapeMismatch or DtypeMismatch if ranks differ.
+    rank, not a mixture. `known` are names of tensors that must be among them. Raises InvalidSpec
+    if elements are missing or boxes cross each other, ShapeMismatch or DtypeMismatch if ranks
+    differ.
     """
     first: dict[str, Outline] = {}
     boxes: dict[str, set[Box]] = {}
@@ -68,10 +69,13 @@ def shares(held: Sequence[Sequence[Outline]]) -> list[list[Outline]]:
     for rank, outlines in enumerate(held):
         for outline in outlines:
             _check_same(first.setdefault(outline.name, outline), outline, rank)
-            known = boxes.setdefault(outline.name, set())
-            if outline.box not in known and _has_content(outline):
-                known.add(outline.box)
+            own = boxes.setdefault(outline.name, set())
+            if outline.box not in own and _has_content(outline):
+                own.add(outline.box)
                 chunks[rank].extend(_cut(outline))
+    missing = sorted(set(known) - set(first))
+    if missing:
+        raise InvalidSpec(f"no rank holds any of {missing[0]}", seen=f"{len(missing)} such tensors")
     for name, outline in first.items():
         _check_whole(name, Box.whole(outline.shape), sorted(boxes[name]))
     return chunks

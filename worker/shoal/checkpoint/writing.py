@@ -36,18 +36,20 @@ def write(
     path: Path,
     holding: Holding,
     peers: Peers = ALONE,
-    prepare: Callable[[], None] = lambda: None,
+    *,
+    continues: bool = True,
 ) -> None:
     """Return once the checkpoint at `path` is complete, on every rank.
 
-    `holding` must not change meanwhile. `prepare` is what the first rank does before anything is
-    written. Whatever fails on one rank is raised on all, and nothing of this checkpoint is left:
-    CheckpointFailed for what the system refuses, InvalidSpec if the ranks hold no whole state.
-    Raises GenerationBroken if a peer is lost: then the next writer removes what is left.
+    `holding` must not change meanwhile. Whatever fails on one rank is raised on all, and nothing
+    of this checkpoint is left: CheckpointFailed for what the system refuses, InvalidSpec if the
+    ranks hold no whole state, or if none of them `continues` the run that wrote checkpoints of
+    later steps there. Raises GenerationBroken if a peer is lost: then the next writer removes what
+    is left.
     """
     writer = _Writer(path, holding, peers)
     try:
-        chunks = shares(writer.open(prepare))
+        chunks = writer.open(continues)
         located = writer.write_share(chunks[peers.rank])
         writer.publish(chunks, located)
     except GenerationBroken:
@@ -66,34 +68,41 @@ class _Writer:
         self._holding = holding
         self._peers = peers
         self._first = peers.rank == FIRST
+        self._continues = True
         self._values = names.entries_of(holding.step, holding.values) if self._first else {}
 
-    def open(self, prepare: Callable[[], None]) -> list[list[Outline]]:
-        """Agree on a directory; what each rank holds."""
+    def open(self, continues: bool) -> list[list[Outline]]:
+        """Agree on a directory and on who writes what."""
 
         def act() -> Any:
             if self._first:
-                prepare()
                 self._partial = directory.begin(self._path)
-            outlines = to_json(outlines_of(self._holding))
             return {
                 "step": self._holding.step,
                 "partial": self._partial.name,
-                "outlines": outlines,
+                "continues": continues,
+                "outlines": to_json(outlines_of(self._holding)),
+                "elsewhere": sorted(self._holding.elsewhere),
             }
 
         opened = self._together("could not be begun", act)
         self._partial = self._path.with_name(opened[FIRST]["partial"])
+        self._continues = any(answer["continues"] for answer in opened)
         steps = sorted({answer["step"] for answer in opened})
         if len(steps) > 1:
             raise InvalidSpec(f"the ranks hold different steps for {self._path}", seen=str(steps))
-        return [from_json(answer["outlines"]) for answer in opened]
+        return shares(
+            [from_json(answer["outlines"]) for answer in opened],
+            known={name for answer in opened for name in answer["elsewhere"]},
+        )
 
     def write_share(self, chunks: Sequence[Outline]) -> list[list[Place]]:
         """Where each rank has written its part: a place for each of `_entries`."""
 
         def act() -> Any:
             if self._first:
+                if not self._continues:
+                    directory.refuse_later(self._path.parent, self._holding.step)
                 # Every rank is here, so none still writes an earlier one.
                 directory.sweep(self._path, keep=self._partial)
             elif not self._partial.is_dir():
