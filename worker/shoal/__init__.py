@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     from shoal.compression.sparse import TopK
     from shoal.data import Batch
     from shoal.draining import Drained
+    from shoal.plain import (
+        clip_grad_norm,
+        data_share,
+        distribute,
+        forward_backward,
+        state_dict,
+    )
     from shoal.session import Session
     from shoal.strategies.ddp import DDP
     from shoal.validators import Reject, Roster, RosterMember, Validator, validator
@@ -44,13 +51,23 @@ __all__ = [
     "RosterMember",
     "Session",
     "TopK",
+    "clip_grad_norm",
+    "data_share",
+    "distribute",
+    "forward_backward",
     "init_mpi",
     "join",
     "run_in_memory",
+    "state_dict",
     "validator",
 ]
 
 _HOMES = {
+    "state_dict": "shoal.plain",
+    "forward_backward": "shoal.plain",
+    "distribute": "shoal.plain",
+    "data_share": "shoal.plain",
+    "clip_grad_norm": "shoal.plain",
     "BF16": "shoal.compression.half",
     "Batch": "shoal.data",
     "Checkpoints": "shoal.checkpoint.background",
@@ -81,6 +98,7 @@ def join(
     member_id: str | None = None,
     address: str | None = None,
     check_peers: str | None = None,
+    backend: str | None = None,
     validators: "Iterable[Validator]" = (),
 ) -> "Session":
     """A session of a job, to be used in a `with` statement; entering it joins.
@@ -89,11 +107,12 @@ def join(
     SHOAL_COORDINATOR (comma-separated host:port), SHOAL_MIN_MEMBERS, SHOAL_MAX_MEMBERS,
     SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS, SHOAL_CHECK_PEERS ("auto": members on
     different hosts find out before each generation whether they reach each other; "always",
-    "never"). `validators` are the session's own, beside those that `shoal.validator` registered.
+    "never"), SHOAL_BACKEND ("gloo", "nccl", "in-memory"; by itself NCCL for a model on CUDA and
+    Gloo for all else). `validators` are the session's own, beside those that `shoal.validator`
+    registered.
 
-    Raises InvalidSpec at once for what is
-    missing or contradictory; entering raises Unavailable if no coordinator answers, JobFinished,
-    or what else the coordinator refuses with.
+    Raises InvalidSpec at once for what is missing or contradictory; entering raises Unavailable if
+    no coordinator answers, JobFinished, or what else the coordinator refuses with.
     """
     from shoal.joining import read_config  # noqa: PLC0415 - see __getattr__
     from shoal.session import Session  # noqa: PLC0415
@@ -107,6 +126,7 @@ def join(
         "member_id": member_id,
         "address": address,
         "check_peers": check_peers,
+        "backend": backend,
     }
     return Session(read_config(given, os.environ), validators)
 

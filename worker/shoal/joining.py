@@ -49,6 +49,9 @@ class JoinConfig:
     check_peers: str = "auto"
     """Whether members find out before a generation starts if they reach each other: "auto": those
     on different hosts; "always"; "never"."""
+    backend: str = ""
+    """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA, Gloo
+    for all else."""
     beat_slot: str = ""
     """Where the launcher looks for whom to beat; empty: this member beats by itself."""
 
@@ -150,6 +153,7 @@ def read_config(
         member_id=text("member_id", "SHOAL_MEMBER_ID"),
         address=text("address", "SHOAL_ADDRESS"),
         check_peers=text("check_peers", "SHOAL_CHECK_PEERS") or "auto",
+        backend=text("backend", "SHOAL_BACKEND"),
         beat_slot=text("beat_slot", "SHOAL_BEATS"),
     )
 

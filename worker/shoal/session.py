@@ -113,6 +113,8 @@ class Session:
         judges = Judges(validators_of(self._validators), self.member_id)
         if keyed_dropout and chosen.synchronous:
             key_dropout(model)
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        chosen.choose_backend(device, self._config.backend)
         if checkpoints is not None:
             chosen.keep_checkpoints(checkpoints)
         distributed = chosen.distribute(model, optimizer)

@@ -21,6 +21,8 @@ CASES: list[tuple[str, Mapping[str, Any], str]] = [
     ("ddp", {}, "sgd"),
     ("zero1", {}, "adamw"),
     ("fsdp", {}, "adamw"),
+    ("tensor", {}, "adamw"),
+    ("pipeline", {}, "sgd"),
 ]
 
 

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.backends.base import Waiting
+from shoal.compression.base import Compressor
+from shoal.compression.exchange import exchange_for
+from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World, materialise, persistent_buffers
 from shoal.state.pieces import OPTIM
-from shoal.strategies.gradients import GradientExchange
 from shoal_proto.errors import InvalidSpec
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.
@@ -38,7 +40,9 @@ class Replicated(Layout):
         *,
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
+        compressor: Compressor | None = None,
     ) -> None:
+        """`compressor` keeps what it holds back: the same one for each generation of a member."""
         check_bucket(bucket_mb)
         materialise(model, world.device)
         self.world = world
@@ -47,7 +51,13 @@ class Replicated(Layout):
         self._parameters = dict(model.named_parameters())
         self._place()
         names = {parameter: name for name, parameter in self._parameters.items()}
-        self.exchange = GradientExchange(world.group, lambda p: names[p])  # type: ignore[index]
+        self.traffic = Traffic()
+        self.exchange = exchange_for(
+            world.group,
+            lambda p: names[p],  # type: ignore[index]
+            self.traffic,
+            compressor,
+        )
         # No comparison of the ranks' parameters: there is nothing in them yet.
         self._ddp = DistributedDataParallel(
             model,

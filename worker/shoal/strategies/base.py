@@ -118,6 +118,12 @@ class Strategy(ABC):
         (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
         """
 
+    def choose_backend(self, device_type: str, name: str) -> None:  # noqa: B027
+        """Which backend carries the collectives, if there are any; empty: the device's own.
+
+        Called before `distribute`. Raises InvalidSpec for one that is unknown or not there.
+        """
+
     def keep_checkpoints(self, checkpoints: "Checkpoints") -> None:
         """Write checkpoints, and start from one where no member has state. Called before all else.
 

@@ -15,6 +15,9 @@ from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
+from shoal.layouts.base import Layout, World
+from shoal.layouts.binding import Blueprint
+from shoal.layouts.replicated import Replicated
 from shoal.strategies.base import (
     Generation,
     LossFunction,
@@ -81,6 +84,16 @@ class DDP(GroupedStrategy):
         }
         self._model, self._optimizer = model, optimizer
         return replica_of(model, self._route), optimizer
+
+    def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
+        refuse_lbfgs(self.name, optimizer)
+        return Replicated(
+            blueprint.copy(),
+            world,
+            bucket_mb=self._bucket_mb,
+            find_unused_parameters=self._find_unused_parameters,
+            compressor=self._compressor,
+        )
 
     def fields(self) -> Mapping[str, str]:
         return self._fields

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.base import Backend, Group, Seat, Waiting
+from shoal.backends.choice import backend_for
 from shoal.backends.gloo import GlooBackend
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.directory import complete
@@ -77,6 +78,9 @@ class GroupedStrategy(Strategy):
         return None
 
     # --- generations ---
+
+    def choose_backend(self, device_type: str, name: str) -> None:
+        self._backend = backend_for(device_type, name or None)
 
     def attach(self, context: Context) -> None:
         super().attach(context)

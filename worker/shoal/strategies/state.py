@@ -111,8 +111,8 @@ class ReplicatedState:
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):
             tensors = {k: v for k, v in group.items() if isinstance(v, Tensor)}
             names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
-            values: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
-            groups.append({"params": names, **own, **values})
+            numbers: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
+            groups.append({"params": names, **own, **numbers})
         return Holding(step=step, pieces=pieces, values={"groups": groups})
 
     @torch.no_grad()

@@ -1,7 +1,11 @@
 """ZeRO-1: parameters whole on every member, the optimizer's state spread over them."""
 
+from collections.abc import Mapping
+
 from torch import nn
 
+from shoal.compression import find_compression
+from shoal.compression.base import Compression
 from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
 from shoal.strategies.laid_out import LaidOut
@@ -14,6 +18,7 @@ class Zero1(LaidOut):
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
+    `compression`: how gradients are made small for a slow network, as for `shoal.DDP`.
     `copies`, `copy_every_steps`: what others keep of a member's optimizer state, see `LaidOut`.
     """
 
@@ -24,6 +29,7 @@ class Zero1(LaidOut):
         *,
         bucket_mb: float = 25.0,
         find_unused_parameters: bool = False,
+        compression: str | Compression | None = None,
         copies: int = 1,
         copy_every_steps: int = 10,
     ) -> None:
@@ -31,6 +37,11 @@ class Zero1(LaidOut):
         replicated.check_bucket(bucket_mb)
         self._bucket_mb = bucket_mb
         self._find_unused_parameters = find_unused_parameters
+        self._compression = None if compression is None else find_compression(compression)
+        self._compressor = self._compression.compressor() if self._compression else None
+
+    def options(self) -> Mapping[str, str]:
+        return {"compression": str(self._compression or "none")}
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         return replicated.Zero1(
@@ -38,6 +49,7 @@ class Zero1(LaidOut):
             world,
             bucket_mb=self._bucket_mb,
             find_unused_parameters=self._find_unused_parameters,
+            compressor=self._compressor,
         )
 
 
