@@ -1,11 +1,16 @@
 """What ranks of the tests of state do: a module that their processes can import."""
 
+from collections import Counter
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.state.exchange import reshard
+from shoal.state import exchange
+from shoal.state.exchange import Needs
 from shoal.state.pieces import Box, Holding, Piece
+from shoal_proto.errors import MalformedMessage, ShoalError
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "model.embed": (11, 5),
@@ -54,22 +59,139 @@ def holding_of(state: dict[str, Tensor], step: int, how: str, rank: int, size: i
     return Holding(step=step, pieces=pieces, values={"lr": 0.1 * step})
 
 
-def reshard_on_rank(before: tuple[str, int], after: tuple[str, int], borrow: bool) -> str:
-    """What differs from what there should be, or nothing. The first ranks hold, the first need."""
-    rank = dist.get_rank()
-    group = dist.group.WORLD
-    assert group is not None
-    state = whole_state(7)
-    held = [holding_of(state, 7, *before[:1], rank, before[1])] if rank < before[1] else []
-    how, world_size = after
+def needs_of(how: str, rank: int, size: int) -> Needs:
+    """What a rank needs of any tensor; nothing if it is not among the first `size`."""
 
     def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
-        assert state[name].dtype == dtype
-        return cut(shape, how, rank, world_size) if rank < world_size else None
+        assert dtype == DTYPES.get(name, torch.float32), name
+        return cut(shape, how, rank, size) if rank < size else None
 
-    got = reshard(group, held, needs, borrow=borrow)
-    expected = holding_of(state, 7, how, rank, world_size) if rank < world_size else None
-    return difference(got, expected or Holding(step=7, pieces={}, values={"lr": 0.1 * 7}))
+    return needs
+
+
+def _group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def reshard_all(changes: list[tuple[tuple[str, int], tuple[str, int]]]) -> dict[str, str]:
+    """For each change from one cut to another: what differs from what there should be."""
+    rank, state = dist.get_rank(), whole_state(7)
+    found = {}
+    for before, after in changes:
+        for bucket_bytes, borrow in ((exchange.MIN_BUCKET_BYTES, True), (32, False)):
+            exchange.MIN_BUCKET_BYTES = exchange.MAX_BUCKET_BYTES = bucket_bytes
+            held = [holding_of(state, 7, before[0], rank, before[1])] if rank < before[1] else []
+            got = exchange.reshard(
+                _group(), held, needs_of(after[0], rank, after[1]), borrow=borrow
+            )
+            expected = (
+                holding_of(state, 7, after[0], rank, after[1])
+                if rank < after[1]
+                else Holding(step=7, pieces={}, values={"lr": 0.1 * 7})
+            )
+            wrong = difference(got, expected)
+            if not borrow:
+                for piece in got.pieces.values():
+                    piece.tensor.zero_()
+            wrong += difference_of_states(state, whole_state(7))
+            if wrong:
+                found[f"{before} to {after}, buckets of {bucket_bytes}"] = wrong
+    return found
+
+
+def difference_of_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> str:
+    return ", ".join(name for name in one if not torch.equal(one[name], other[name]))
+
+
+def reshard_large() -> bool:
+    """Rows of 12 MB become columns, and columns rows."""
+    rank, shape = dist.get_rank(), (1501, 2003)
+    exchange.MAX_BUCKET_BYTES = 1 << 19
+    state = {"model.w": torch.arange(1501 * 2003, dtype=torch.float32).reshape(shape)}
+    same = True
+    for before, after in (("rows", "columns"), ("columns", "rows"), ("rows", "whole")):
+        held = holding_of(state, 1, before, rank, 3)
+        got = exchange.reshard(_group(), [held], needs_of(after, rank, 3))
+        same &= difference(got, holding_of(state, 1, after, rank, 3)) == ""
+    return same
+
+
+def count_calls() -> dict[str, dict[str, int]]:
+    """Which calls of torch.distributed it took when nothing had to travel."""
+    rank = dist.get_rank()
+    long = {f"model.{index:04}.{index * 7919:x}": torch.zeros(3) for index in range(3000)}
+    found = {}
+    for label, state, how in (
+        ("each has all", whole_state(7), "whole"),
+        ("each has its part", whole_state(7), "rows"),
+        ("a long list", long, "whole"),
+    ):
+        calls: Counter[str] = Counter()
+        with _Counting(calls):
+            exchange.reshard(_group(), [holding_of(state, 7, how, rank, 3)], needs_of(how, rank, 3))
+        found[label] = dict(calls)
+    return found
+
+
+class _Counting:
+    """Counts what this process asks of torch.distributed."""
+
+    NAMES = ("all_gather", "all_reduce", "broadcast", "isend", "irecv", "send", "recv", "barrier")
+
+    def __init__(self, calls: Counter[str]) -> None:
+        self._calls = calls
+        self._real: dict[str, Any] = {}
+
+    def __enter__(self) -> None:
+        for name in self.NAMES:
+            self._real[name] = getattr(dist, name)
+            setattr(dist, name, self._counted(name))
+
+    def __exit__(self, *_: object) -> None:
+        for name, real in self._real.items():
+            setattr(dist, name, real)
+
+    def _counted(self, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._calls[name] += 1
+            return self._real[name](*args, **kwargs)
+
+        return call
+
+
+def refused() -> dict[str, str]:
+    """The errors of what cannot be, one after the other over the same group."""
+    rank, group = dist.get_rank(), _group()
+    state = whole_state(7)
+    rows = holding_of(state, 7, "rows", rank, 3)
+    odd = dict(state)
+    if rank:
+        odd["model.wide"] = torch.zeros(3, 18, dtype=torch.bfloat16)
+    other = dict(state)
+    if rank:
+        other["model.wide"] = torch.zeros(3, 17)
+    found = {}
+    for label, held in (
+        ("lost", [rows]),
+        ("nobody", []),
+        ("shapes", [holding_of(odd, 7, "whole", 0, 1)]),
+        ("dtypes", [holding_of(other, 7, "whole", 0, 1)]),
+        ("garbage", []),
+        ("boundless", []),
+        ("last", [holding_of(state, 7, "whole", 0, 1)]),
+    ):
+        try:
+            if label == "garbage" and rank:
+                exchange.gather(b"no inventory", group)
+                raise MalformedMessage("as the other one is told")
+            if label == "boundless" and rank:
+                exchange.gather(bytes(exchange.MAX_TEXT_BYTES + 1), group)
+            found[label] = str(exchange.reshard(group, held, needs_of("rows", rank, 2)).step)
+        except ShoalError as error:
+            found[label] = type(error).__name__
+    return found
 
 
 def difference(got: Holding, expected: Holding) -> str:

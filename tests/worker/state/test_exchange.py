@@ -1,0 +1,53 @@
+"""State over real groups: ranks get what they need, from any cut to any other."""
+
+import state_bodies
+from worlds import run_on_gloo
+
+CHANGES = [
+    (("rows", 3), ("rows", 2)),
+    (("rows", 2), ("rows", 3)),
+    (("rows", 4), ("rows", 3)),
+    (("rows", 4), ("rows", 4)),
+    (("rows", 3), ("columns", 3)),
+    (("columns", 4), ("rows", 2)),
+    (("whole", 2), ("rows", 4)),
+    (("whole", 4), ("whole", 4)),
+    (("whole", 1), ("whole", 3)),
+    (("rows", 3), ("whole", 4)),
+]
+
+
+def test_a_state_goes_over_from_any_cut_to_any_other() -> None:
+    """Bit for bit, in every dtype, also where sizes do not divide and with a bucket for each part;
+    in memory of its own, or borrowed, and in both cases what is held stays as it is."""
+    for differences in run_on_gloo(4, state_bodies.reshard_all, CHANGES):
+        assert differences == {}
+
+
+def test_a_large_tensor_goes_over_in_many_messages() -> None:
+    """Rows, which are sent from where they lie, and columns, which are packed."""
+    assert run_on_gloo(3, state_bodies.reshard_large) == [True] * 3
+
+
+def test_little_is_said_where_nothing_must_travel() -> None:
+    """One collective where each rank has everything, two where each has its part."""
+    for calls in run_on_gloo(3, state_bodies.count_calls):
+        assert calls == {
+            "each has all": {"all_gather": 1},
+            "each has its part": {"all_gather": 2},
+            "a long list": {"all_gather": 2},
+        }
+
+
+def test_ranks_refuse_alike_and_go_on_together() -> None:
+    """Each error is raised on all ranks, and the group is usable afterwards."""
+    for errors in run_on_gloo(2, state_bodies.refused):
+        assert errors == {
+            "lost": "StateLost",
+            "nobody": "StateLost",
+            "shapes": "ShapeMismatch",
+            "dtypes": "DtypeMismatch",
+            "garbage": "MalformedMessage",
+            "boundless": "MalformedMessage",
+            "last": "7",
+        }
