@@ -1,0 +1,36 @@
+"""A model trained by DDP under mpiexec, and by one process."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+NUM_STEPS = 5
+
+
+def _trained(module: nn.Module, model: nn.Module, rank: int, size: int) -> list[list[float]]:
+    samples = torch.Generator().manual_seed(1)
+    inputs = torch.randn(12, 5, generator=samples)[rank::size]
+    targets = torch.randn(12, 3, generator=samples)[rank::size]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        (module(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def alone() -> list[list[float]]:
+    model = _model()
+    return _trained(model, model, 0, 1)
+
+
+def by_ddp() -> list[list[float]]:
+    model = _model()
+    ddp = DistributedDataParallel(model)
+    return _trained(ddp, model, dist.get_rank(), dist.get_world_size())

@@ -1,0 +1,132 @@
+"""What the ranks of an MPI job tell each other beside their data, and how they wait.
+
+MPI by itself waits for ever, and a rank that ends alone makes the launcher kill the rest. So every
+operation is one that does not block, polled under a deadline; a rank that fails says so on a
+communicator of its own, which every wait polls too; and at the end of a failed job the ranks wait a
+moment for each other, so that each has raised its error before the launcher ends them all.
+"""
+
+import atexit
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+from mpi4py import MPI
+
+GOODBYE_S = 5.0
+"""How long a failed job's ranks wait for each other before the first one ends all."""
+MAX_REASON_BYTES = 2048
+_FAILED, _GONE = 1, 2
+_SPINS = 200
+_PAUSE_MAX_S = 0.001
+
+
+class MpiWorld:
+    """MPI.COMM_WORLD with deadlines. One for the process."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self.failure = ""
+        self.rank = MPI.COMM_WORLD.Get_rank()
+        self.size = MPI.COMM_WORLD.Get_size()
+        self.data = MPI.COMM_WORLD.Dup()
+        self._control = MPI.COMM_WORLD.Dup()
+        self._setup = MPI.COMM_WORLD.Dup()
+        self._gone: set[int] = set()
+        self._kept: list[tuple[Sequence[MPI.Request], Any]] = []
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._tell_uncaught
+        atexit.register(self._leave)
+
+    def wait(self, requests: Sequence[MPI.Request], what: str, timeout_s: float) -> None:
+        """Return when all are complete. Raises DistBackendError if the job fails meanwhile."""
+        deadline_s = time.monotonic() + timeout_s
+        tests, pause_s = 0, 1e-5
+        while not self._complete(requests, what):
+            self._listen()
+            if self.failure:
+                raise dist.DistBackendError(f"{what} failed: {self.failure}")
+            if time.monotonic() > deadline_s:
+                self.fail(f"rank {self.rank} waited more than {timeout_s:g} s in {what}")
+                continue
+            tests += 1
+            if tests > _SPINS:
+                # MPI has nothing that a thread could block on with a deadline.
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+
+    def keep(self, requests: Sequence[MPI.Request], memory: Any) -> None:
+        """Hold memory that MPI reads or writes until the requests are complete."""
+        if not self.failure:
+            self._kept = [each for each in self._kept if not MPI.Request.Testall(each[0])]
+        self._kept.append((requests, memory))
+
+    def fail(self, reason: str) -> None:
+        """Make every wait of every rank raise. The first reason stays."""
+        self._listen()
+        if self.failure:
+            return
+        self.failure = reason
+        self._tell_all(_FAILED, reason.encode()[:MAX_REASON_BYTES])
+
+    def subset(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
+        """A communicator of these ranks; called by each of them, and by no other."""
+        tag = zlib.crc32(name.encode()) % 32768
+        # Making one blocks, without a deadline: first see that everybody is there.
+        nothing = bytearray(0)
+        others = [rank for rank in ranks if rank != self.rank]
+        requests = [self._setup.Irecv([nothing, MPI.BYTE], rank, tag) for rank in others]
+        requests += [self._setup.Isend([nothing, MPI.BYTE], rank, tag) for rank in others]
+        self.wait(requests, f"new_group of ranks {list(ranks)}", self.timeout_s)
+        chosen = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
+        return self.data.Create_group(chosen, tag)
+
+    def _complete(self, requests: Sequence[MPI.Request], what: str) -> bool:
+        try:
+            return bool(MPI.Request.Testall(requests))
+        except MPI.Exception as error:
+            self.fail(f"{what} failed on rank {self.rank}: {error}")
+            raise dist.DistBackendError(f"{what} failed: {error}") from error
+
+    def _listen(self) -> None:
+        status = MPI.Status()
+        while (message := self._control.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
+            text = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([text, MPI.BYTE])
+            if status.Get_tag() == _GONE:
+                self._gone.add(status.Get_source())
+            else:
+                self.failure = self.failure or text.decode(errors="replace")
+
+    def _tell_all(self, kind: int, text: bytes) -> None:
+        others = (rank for rank in range(self.size) if rank != self.rank)
+        requests = [self._control.Isend([text, MPI.BYTE], rank, kind) for rank in others]
+        self._kept.append((requests, text))
+
+    def _tell_uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self._previous_hook(kind, error, trace)
+        self.fail(f"rank {self.rank} raised {kind.__name__}: {error}")
+
+    def _leave(self) -> None:
+        """At the end of the process: one of a job that failed must not wait for the others."""
+        self._listen()
+        if not self.failure:
+            return  # mpi4py finalises
+        self._tell_all(_GONE, b"")
+        deadline_s = time.monotonic() + GOODBYE_S
+        while len(self._gone) < self.size - 1 and time.monotonic() < deadline_s:
+            self._listen()
+            time.sleep(_PAUSE_MAX_S)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Finalising would wait for operations that never end.
+        MPI.COMM_WORLD.Abort(1)
+
+
+__all__ = ["GOODBYE_S", "MpiWorld"]
