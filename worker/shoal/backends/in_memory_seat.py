@@ -50,17 +50,14 @@ class InMemorySeat:
 
     def open(self) -> dist.ProcessGroup:
         deadline_s = time.monotonic() + self._seat.bring_up_s
-        hub = self._find_hub()
-        with self._lock:
-            self._hub = hub
-            reason = self._reason
-        if reason:
-            hub.fail(reason)
-            self._raise_if_cut()
-        open_world(hub, self._seat.rank)
-        group = dist.group.WORLD
-        assert group is not None
         try:
+            hub = self._find_hub()
+            with self._lock:
+                self._hub = hub
+            self._raise_if_cut()
+            open_world(hub, self._seat.rank)
+            group = dist.group.WORLD
+            assert group is not None
             group.barrier().wait(timedelta(seconds=max(deadline_s - time.monotonic(), 0.001)))
         except dist.DistError:
             self._raise_if_cut()
@@ -105,7 +102,11 @@ class InMemorySeat:
         return found
 
     def _raise_if_cut(self) -> None:
+        with self._lock:
+            hub = self._hub
         if self._reason:
+            if hub is not None:
+                hub.fail(self._reason)
             raise GenerationBroken(
                 f"generation {self._seat.generation} ended while it was brought up",
                 seen=self._reason,

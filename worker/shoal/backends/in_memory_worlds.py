@@ -8,6 +8,7 @@ torch has. Both are put back when the last such thread is done.
 
 import sys
 import threading
+from collections import ChainMap
 from collections.abc import Callable
 from typing import Any
 
@@ -44,9 +45,15 @@ class _Own(threading.local):
 
 
 class _WorldOfThread:
-    """Stands in for torch's table."""
+    """Stands in for torch's table.
+
+    A thread that is no rank sees torch's own, and what is known of any rank's group: so one that a
+    rank started (to write a checkpoint, say) can use the groups it was given.
+    """
 
     def __getattr__(self, name: str) -> Any:
+        if _own.world is None and name in _BY_GROUP:
+            return ChainMap(getattr(_torchs, name), *[getattr(each, name) for each in list(_bound)])
         return getattr(_own.world or _torchs, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -57,7 +64,8 @@ _own = _Own()
 _torchs: Any = c10d._world
 _native: Any = _distributed_c10d
 _lock = threading.Lock()
-_num_bound = 0
+_bound: list[RankWorld] = []
+_BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
 
 
 def own_world() -> RankWorld | None:
@@ -67,7 +75,6 @@ def own_world() -> RankWorld | None:
 
 def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
     """Make this thread a rank of the world; `initialise` makes torch's default group."""
-    global _num_bound  # noqa: PLW0603 - as global as what it counts
     if dist.is_initialized():
         raise InvalidSpec(
             "torch.distributed has a default process group already",
@@ -76,10 +83,10 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
             fix="Run ranks in threads of their own.",
         )
     with _lock:
-        if not _num_bound:
+        if not _bound:
             c10d._world = _WorldOfThread()  # type: ignore[assignment]
             _native._set_thread_isolation_mode(True)
-        _num_bound += 1
+        _bound.append(world)
         _own.world = world
         # torch wraps the hook of the process once more at each call, and never takes one off.
         hook = sys.excepthook
@@ -105,10 +112,10 @@ def unbind() -> None:
 
 
 def _release() -> None:
-    global _num_bound  # noqa: PLW0603
+    assert _own.world is not None, "only a bound thread is released"
+    _bound.remove(_own.world)
     _own.world = None
-    _num_bound -= 1
-    if not _num_bound:
+    if not _bound:
         c10d._world = _torchs
         _native._set_thread_isolation_mode(False)
 
