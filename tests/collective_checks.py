@@ -1,0 +1,381 @@
+"""What every backend promises: run on each rank of a world whose torch.distributed stands.
+
+Each check ends with the ranks in step whatever it finds, so that one which fails says nothing about
+the next.
+"""
+
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+
+CHECKS: dict[str, Callable[[torch.device], None]] = {}
+ReduceOp = dist.ReduceOp
+UNTAGGED = {"messages_arrive_in_the_order_sent_and_by_their_tags"}
+"""Not for backends without tags."""
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+GUARD = -77.0
+
+
+def check(body: Callable[[torch.device], None]) -> Callable[[torch.device], None]:
+    CHECKS[body.__name__] = body
+    return body
+
+
+def run_checks(device: str = "cpu") -> dict[str, str]:
+    """By name of each check: what failed on this rank, or an empty string."""
+    found = {}
+    for name, body in CHECKS.items():
+        try:
+            body(torch.device(device))
+            found[name] = ""
+        except Exception:  # noqa: BLE001 - the test shows it
+            found[name] = traceback.format_exc()
+        dist.barrier()
+    return found
+
+
+def place() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def equal(seen: Tensor, expected: object) -> None:
+    wanted = torch.as_tensor(expected, dtype=seen.dtype, device=seen.device)
+    assert torch.equal(seen, wanted), f"saw {seen}, expected {wanted}"
+
+
+# --- reductions ---
+
+
+@check
+def all_reduce_sums_averages_and_finds_the_extremes(device: torch.device) -> None:
+    rank, size = place()
+    values = [[r + 1, 10 * r - 5] for r in range(size)]
+    first, second = zip(*values, strict=True)
+    for op, reduce in (
+        (ReduceOp.SUM, sum),
+        (ReduceOp.MIN, min),
+        (ReduceOp.MAX, max),
+        (ReduceOp.AVG, lambda each: sum(each) / size),
+    ):
+        tensor = torch.tensor(values[rank], dtype=torch.float32, device=device)
+        dist.all_reduce(tensor, op=op)
+        equal(tensor, [reduce(first), reduce(second)])
+
+
+@check
+def all_reduce_knows_each_kind_of_number(device: torch.device) -> None:
+    rank, size = place()
+    for dtype in (*FLOATS, torch.int64, torch.int32, torch.uint8):
+        tensor = torch.full((5,), rank + 1, dtype=dtype, device=device)
+        dist.all_reduce(tensor)
+        equal(tensor, [size * (size + 1) // 2] * 5)
+
+
+@check
+def all_reduce_of_disjoint_shards_does_not_mix_them_up(device: torch.device) -> None:
+    """Each rank fills its own part of a buffer of zeros; the sum has every part as it was."""
+    rank, size = place()
+    whole = torch.arange(3 * size, dtype=torch.float32, device=device) + 1
+    buffer = torch.zeros_like(whole)
+    own = slice(3 * rank, 3 * rank + 3)
+    buffer[own] = whole[own]
+    dist.all_reduce(buffer)
+    equal(buffer, whole)
+
+
+@check
+def all_reduce_gives_every_rank_the_same_bits(device: torch.device) -> None:
+    rank, size = place()
+    tensor = torch.rand(1000, generator=torch.Generator().manual_seed(rank)).to(device)
+    dist.all_reduce(tensor)
+    copies = [torch.empty_like(tensor) for _ in range(size)]
+    dist.all_gather(copies, tensor)
+    assert all(torch.equal(copy, tensor) for copy in copies)
+
+
+@check
+def a_reduction_without_waiting_is_complete_once_it_is_waited_for(device: torch.device) -> None:
+    rank, size = place()
+    tensors = [torch.full((4,), float(rank + i), device=device) for i in range(3)]
+    works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in reversed(works):
+        work.wait()
+    for i, tensor in enumerate(tensors):
+        equal(tensor, [float(size * i + size * (size - 1) // 2)] * 4)
+
+
+@check
+def reduce_leaves_the_result_on_the_root(device: torch.device) -> None:
+    rank, size = place()
+    for root in range(size):
+        tensor = torch.full((2,), float(rank + 1), device=device)
+        dist.reduce(tensor, dst=root)
+        if rank == root:
+            equal(tensor, [size * (size + 1) / 2] * 2)
+
+
+# --- gathering ---
+
+
+@check
+def all_gather_gives_everybody_everything_in_the_order_of_ranks(device: torch.device) -> None:
+    rank, size = place()
+    own = torch.tensor([[float(rank), float(-rank)]], device=device)
+    parts = [torch.empty(1, 2, device=device) for _ in range(size)]
+    dist.all_gather(parts, own)
+    whole = torch.empty(size, 2, device=device)
+    dist.all_gather_single(whole, own)
+    for r, part in enumerate(parts):
+        equal(part, [[float(r), float(-r)]])
+    equal(whole, [[float(r), float(-r)] for r in range(size)])
+
+
+@check
+def all_gather_in_place_keeps_what_others_gave(device: torch.device) -> None:
+    """The input is a part of the output, as `fully_shard` has it."""
+    rank, size = place()
+    whole = torch.full((2 * size,), GUARD, device=device)
+    own = whole[2 * rank : 2 * rank + 2]
+    own.fill_(float(rank))
+    dist.all_gather_single(whole, own)
+    equal(whole, [float(i // 2) for i in range(2 * size)])
+
+
+@check
+def all_gather_takes_parts_of_different_sizes(device: torch.device) -> None:
+    """Rank 0 has nothing to give."""
+    rank, size = place()
+    parts = [torch.full((r, 2), GUARD, device=device) for r in range(size)]
+    all_gather_uneven(parts, torch.arange(2.0 * rank, device=device).view(rank, 2) + 10 * rank)
+    for r, part in enumerate(parts):
+        equal(part, (torch.arange(2.0 * r) + 10 * r).view(r, 2).to(device))
+
+
+@check
+def gather_and_scatter_are_each_others_inverse(device: torch.device) -> None:
+    rank, size = place()
+    root = size - 1
+    own = torch.tensor([float(rank), 2.0], device=device)
+    parts = [torch.empty(2, device=device) for _ in range(size)] if rank == root else None
+    dist.gather(own, parts, dst=root)
+    back = torch.empty(2, device=device)
+    dist.scatter(back, parts, src=root)
+    equal(back, [float(rank), 2.0])
+    if parts is not None:
+        for r, part in enumerate(parts):
+            equal(part, [float(r), 2.0])
+
+
+@check
+def objects_reach_everybody(device: torch.device) -> None:
+    rank, size = place()
+    seen: list[object] = [None] * size
+    dist.all_gather_object(seen, {"rank": rank, "text": "x" * (10 * rank)})
+    told: list[object] = [("from", rank)] if rank == 1 else [None]
+    dist.broadcast_object_list(told, src=1)
+    assert seen == [{"rank": r, "text": "x" * (10 * r)} for r in range(size)]
+    assert told == [("from", 1)]
+
+
+# --- scattering ---
+
+
+@check
+def reduce_scatter_leaves_each_rank_its_part_of_the_sum(device: torch.device) -> None:
+    rank, size = place()
+    for op, factor in ((ReduceOp.SUM, size * (size + 1) / 2), (ReduceOp.AVG, (size + 1) / 2)):
+        whole = (rank + 1) * torch.arange(1.0, 2 * size + 1, device=device)
+        single, listed = torch.empty(2, device=device), torch.empty(2, device=device)
+        dist.reduce_scatter_single(single, whole, op=op)
+        dist.reduce_scatter(listed, list(whole.split(2)), op=op)
+        expected = [(2 * rank + 1) * factor, (2 * rank + 2) * factor]
+        equal(single, expected)
+        equal(listed, expected)
+
+
+@check
+def reduce_scatter_of_sizes_that_do_not_divide_scatters_no_padding(device: torch.device) -> None:
+    """One more than divides, and one part empty; what lies beside an output stays as it was."""
+    rank, size = place()
+    even = [2 + (r < 1) for r in range(size)]
+    for sizes in (even, [0, *range(1, size)]):
+        total, start = sum(sizes), sum(sizes[:rank])
+        whole = (rank + 1) * torch.arange(1.0, total + 1, device=device)
+        buffer = torch.full((sizes[rank] + 2,), GUARD, device=device)
+        reduce_scatter_uneven(buffer[1:-1], whole, sizes)
+        factor = size * (size + 1) / 2
+        parts = [factor * (start + i + 1) for i in range(sizes[rank])]
+        equal(buffer, [GUARD, *parts, GUARD])
+
+
+@check
+def reduce_scatter_of_a_whole_that_does_not_divide_is_refused(device: torch.device) -> None:
+    """On every rank, and the group goes on: nothing was sent."""
+    _, size = place()
+    output = torch.full((2,), GUARD, device=device)
+    refused = False
+    try:
+        dist.reduce_scatter_single(output, torch.ones(2 * size + 1, device=device))
+    except Exception:  # noqa: BLE001 - each backend has a class of its own
+        refused = True
+    tensor = torch.ones(1, device=device)
+    dist.all_reduce(tensor)
+    assert refused
+    equal(output, [GUARD, GUARD])
+    equal(tensor, [size])
+
+
+@check
+def all_to_all_hands_each_rank_what_is_meant_for_it(device: torch.device) -> None:
+    rank, size = place()
+    given = torch.tensor([[rank, r] for r in range(size)], device=device)
+    taken = torch.empty_like(given)
+    dist.all_to_all_single(taken, given)
+    equal(taken, [[r, rank] for r in range(size)])
+
+
+@check
+def all_to_all_takes_parts_of_different_sizes(device: torch.device) -> None:
+    """Rank r gives r + s elements to rank s; so 0 gives itself none."""
+    rank, size = place()
+    given = [torch.full((rank + s,), float(10 * rank + s), device=device) for s in range(size)]
+    taken = [torch.full((r + rank,), GUARD, device=device) for r in range(size)]
+    all_to_all_uneven(taken, given)
+    for r, part in enumerate(taken):
+        equal(part, [float(10 * r + rank)] * (r + rank))
+
+
+# --- one to all, and all at once ---
+
+
+@check
+def broadcast_reaches_everybody_from_any_root(device: torch.device) -> None:
+    rank, size = place()
+    for root in range(size):
+        for dtype in (*FLOATS, torch.bool):
+            tensor = torch.full((3,), rank == root, device=device).to(dtype)
+            dist.broadcast(tensor, src=root)
+            equal(tensor, [1, 1, 1])
+
+
+@check
+def nobody_passes_a_barrier_before_all_have_come(device: torch.device) -> None:
+    _, size = place()
+    came_s = time.monotonic()
+    dist.barrier()
+    passed_s = time.monotonic()
+    times: list[tuple[float, float]] = [(0.0, 0.0)] * size
+    dist.all_gather_object(times, (came_s, passed_s))
+    assert max(came for came, _ in times) <= min(passed for _, passed in times)
+
+
+# --- messages ---
+
+
+@check
+def a_message_passes_around_the_ring(device: torch.device) -> None:
+    rank, size = place()
+    tensor = torch.zeros(3, device=device)
+    if rank == 0:
+        dist.send(tensor + 1, 1)
+        dist.recv(tensor, size - 1)
+    else:
+        dist.recv(tensor, rank - 1)
+        dist.send(tensor + 1, (rank + 1) % size)
+    equal(tensor, [float(rank if rank else size)] * 3)
+
+
+@check
+def all_may_send_before_they_receive(device: torch.device) -> None:
+    """Large messages too, which no buffer of a socket takes: else 1F1B would wait for ever."""
+    rank, size = place()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    given = torch.full((300_000,), float(rank), device=device)
+    taken = torch.empty_like(given)
+    sending = dist.isend(given, after)
+    receiving = dist.irecv(taken, before)
+    assert sending is not None
+    assert receiving is not None
+    receiving.wait()
+    sending.wait()
+    equal(taken, torch.full((300_000,), float(before)))
+
+
+@check
+def messages_arrive_in_the_order_sent_and_by_their_tags(device: torch.device) -> None:
+    rank, _ = place()
+    if rank == 0:
+        works = [
+            dist.isend(torch.tensor([value], device=device), 1, tag=tag)
+            for tag, value in ((1, 10.0), (2, 20.0), (1, 11.0))
+        ]
+        for work in works:
+            assert work is not None
+            work.wait()
+    if rank == 1:
+        taken = {}
+        for name, tag in (("third", 2), ("first", 1), ("second", 1)):
+            taken[name] = torch.zeros(1, device=device)
+            dist.recv(taken[name], 0, tag=tag)
+        seen = {name: float(tensor) for name, tensor in taken.items()}
+        assert seen == {"first": 10.0, "second": 11.0, "third": 20.0}
+
+
+@check
+def a_batch_of_messages_goes_both_ways_at_once(device: torch.device) -> None:
+    rank, size = place()
+    taken = [torch.full((2,), GUARD, device=device) for _ in range(size)]
+    operations = []
+    for peer in range(size):
+        if peer != rank:
+            given = torch.tensor([float(rank), float(peer)], device=device)
+            operations.append(dist.P2POp(dist.isend, given, peer))
+            operations.append(dist.P2POp(dist.irecv, taken[peer], peer))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    for peer in range(size):
+        equal(taken[peer], [GUARD] * 2 if peer == rank else [float(peer), float(rank)])
+
+
+# --- groups ---
+
+
+@check
+def a_group_of_some_ranks_counts_only_them(device: torch.device) -> None:
+    """Two groups at once that share no rank, then one that has a rank of each."""
+    rank, size = place()
+    members = [list(range(0, size, 2)), list(range(1, size, 2))]
+    halves = [dist.new_group(ranks) for ranks in members]
+    ends = dist.new_group([0, size - 1])
+    own = members[rank % 2]
+    tensor = torch.tensor([float(rank + 1)], device=device)
+    dist.all_reduce(tensor, group=halves[rank % 2])
+    equal(tensor, [float(sum(r + 1 for r in own))])
+    assert dist.get_rank(halves[rank % 2]) == own.index(rank)
+    assert dist.get_rank(halves[1 - rank % 2]) == -1
+    if rank in (0, size - 1):
+        told = torch.tensor([float(rank)], device=device)
+        dist.broadcast(told, src=size - 1, group=ends)
+        equal(told, [float(size - 1)])
+        dist.destroy_process_group(ends)
+
+
+@check
+def groups_of_the_same_ranks_do_not_hear_each_other(device: torch.device) -> None:
+    rank, size = place()
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    tensors = [torch.full((2,), float(rank * 10**i), device=device) for i in range(2)]
+    works = [
+        dist.all_reduce(tensor, group=group, async_op=True)
+        for tensor, group in zip(tensors, groups, strict=True)
+    ]
+    for work in works:
+        work.wait()
+    for i, tensor in enumerate(tensors):
+        equal(tensor, [float(10**i * size * (size - 1) // 2)] * 2)

@@ -1,0 +1,65 @@
+"""One contract for every backend: the same checks over processes, threads, MPI and GPUs."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_checks import CHECKS, UNTAGGED, run_checks
+from gpu_ranks import run_on_nccl
+from mpi_runs import MPIEXEC, run_under_mpiexec
+from worlds import run_on_gloo
+
+import shoal
+
+
+def under_mpi(world_size: int) -> Any:
+    ended = run_under_mpiexec(world_size, "collective_checks.run_checks")
+    assert ended.code == 0, ended.output
+    return [ended.reports[rank]["returned"] for rank in range(world_size)]
+
+
+def on_gpus(world_size: int) -> Any:
+    return run_on_nccl(world_size, run_checks, "cuda")
+
+
+RUNS: dict[str, Callable[[int], Any]] = {
+    "gloo": lambda world_size: run_on_gloo(world_size, run_checks),
+    "in-memory": lambda world_size: shoal.run_in_memory(run_checks, world_size),
+    "mpi": under_mpi,
+    "nccl": on_gpus,
+}
+
+
+@cache
+def reports(backend: str, world_size: int) -> list[dict[str, str]]:
+    """What each rank found, by check. The ranks are started once for all checks."""
+    found: list[dict[str, str]] = RUNS[backend](world_size)
+    return found
+
+
+def missing(backend: str, world_size: int, name: str) -> str:
+    """What a backend lacks here, if it lacks something."""
+    if backend == "mpi" and not MPIEXEC.exists():
+        return "mpi needs an mpiexec beside the interpreter: pip install mpich"
+    if backend == "nccl":
+        count = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        if count < world_size:
+            return f"nccl needs {world_size} CUDA devices and a torch with NCCL; here are {count}"
+        if name in UNTAGGED:
+            return "nccl has no tags"
+    return ""
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("backend", RUNS)
+def test_collectives(backend: str, world_size: int, name: str) -> None:
+    """See `collective_checks`: each has a name that says what must hold."""
+    if lacks := missing(backend, world_size, name):
+        pytest.skip(lacks)
+    found = {rank: report[name] for rank, report in enumerate(reports(backend, world_size))}
+    failed = {rank: trace for rank, trace in found.items() if trace}
+    assert not failed, "\n".join(f"rank {rank}: {trace}" for rank, trace in failed.items())

@@ -1,0 +1,88 @@
+"""A rank that fails: an error on every rank within the deadline, never a hang, on each backend."""
+
+from pathlib import Path
+
+import failing_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from failing_ranks import FAILING, Broken
+from mpi_runs import MPIEXEC, run_under_mpiexec
+from ranks import Ranks
+
+import shoal
+
+needs_mpiexec = pytest.mark.skipif(
+    not MPIEXEC.exists(), reason="mpi needs an mpiexec beside the interpreter: pip install mpich"
+)
+
+
+@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
+def test_over_gloo_every_survivor_is_told(tmp_path: Path, how: str) -> None:
+    """Also those who are no neighbours of the one that failed."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(failing_ranks.over_gloo, path, rank, 4, how) for rank in range(4)]
+        for rank in (0, 2, 3):
+            assert crew[rank].expect("told")["text"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_in_memory_every_survivor_is_told(world_size: int) -> None:
+    """The deadline is far away: they are told at once."""
+    told: dict[int, str] = {}
+
+    def body() -> None:
+        try:
+            failing_ranks.one_raises()
+        except dist.DistBackendError as error:
+            told[dist.get_rank()] = str(error)
+            raise
+
+    with pytest.raises(Broken, match="on purpose"):
+        shoal.run_in_memory(body, world_size, timeout_s=3600)
+    assert set(told) == set(range(world_size)) - {FAILING}
+    assert all("rank 1 raised Broken: on purpose" in text for text in told.values())
+
+
+@needs_mpiexec
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_under_mpiexec_every_survivor_is_told_of_an_error(world_size: int) -> None:
+    """MPI's launcher would end the others before they can say a word, or they would wait."""
+    ended = run_under_mpiexec(world_size, "failing_ranks.one_raises", timeout_s=3600)
+    assert ended.code != 0
+    assert ended.reports.pop(FAILING) == {"raised": "Broken", "text": "on purpose"}
+    assert set(ended.reports) == set(range(world_size)) - {FAILING}
+    for report in ended.reports.values():
+        assert report["raised"] == "DistBackendError"
+        assert "rank 1 raised Broken: on purpose" in report["text"]
+
+
+@needs_mpiexec
+def test_under_mpiexec_a_wait_for_a_rank_that_does_not_come_ends_at_its_deadline() -> None:
+    ended = run_under_mpiexec(3, "failing_ranks.one_does_not_come", timeout_s=1)
+    assert ended.code != 0
+    assert set(ended.reports) == {0, 2}
+    for report in ended.reports.values():
+        assert report["raised"] == "DistBackendError"
+        assert "waited more than 1 s in all_reduce" in report["text"]
+
+
+@needs_mpiexec
+def test_under_mpiexec_a_rank_that_is_killed_ends_the_job() -> None:
+    ended = run_under_mpiexec(3, "failing_ranks.one_is_killed", timeout_s=3600)
+    assert ended.code != 0
+    assert FAILING not in ended.reports
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not dist.is_nccl_available(),
+    reason=f"nccl needs 2 CUDA devices and torch with NCCL; here are {torch.cuda.device_count()}",
+)
+@pytest.mark.parametrize("how", ["raise", "kill", "stop"])
+def test_over_nccl_the_survivor_is_told(tmp_path: Path, how: str) -> None:
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(failing_ranks.over_nccl, path, rank, 2, how) for rank in range(2)]
+        assert crew[0].expect("told")["recognised"]
+        assert crew[0].join() == 0

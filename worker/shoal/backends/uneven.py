@@ -1,0 +1,70 @@
+"""Collectives over parts of different sizes, on every backend.
+
+Gloo refuses lists of different sizes for all-gather and all-to-all; its all-to-all of one tensor
+with split sizes takes them. Nothing is padded: a rank sends and receives its own part's bytes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal_proto.errors import ShapeMismatch
+
+
+def all_gather_uneven(
+    outputs: Sequence[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill `outputs[rank]` with each rank's tensor; every rank gives the outputs the same sizes.
+
+    Raises ShapeMismatch if this rank's own output has not its tensor's size.
+    """
+    own = outputs[dist.get_rank(group)]
+    if own.numel() != tensor.numel():
+        raise ShapeMismatch(
+            "a rank's output has not the size of its tensor",
+            seen=f"{own.numel()} elements",
+            expected=f"{tensor.numel()} elements",
+        )
+    all_to_all_uneven(outputs, [tensor] * len(outputs), group)
+
+
+def all_to_all_uneven(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Fill `outputs[rank]` with what that rank has in `inputs[own rank]`."""
+    given = torch.cat([part.reshape(-1) for part in inputs])
+    sizes = [part.numel() for part in outputs]
+    taken = given.new_empty(sum(sizes))
+    dist.all_to_all_single(taken, given, sizes, [part.numel() for part in inputs], group=group)
+    with torch.no_grad():
+        for output, part in zip(outputs, torch.split(taken, sizes), strict=True):
+            output.copy_(part.view(output.shape))
+
+
+def reduce_scatter_uneven(
+    output: Tensor,
+    tensor: Tensor,
+    sizes: Sequence[int],
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill `output` with this rank's part of the tensor reduced over all ranks.
+
+    `sizes` are the numbers of elements of each rank's part, of the flat tensor, in order; they
+    need not divide it evenly and may be 0. Raises ShapeMismatch if they do not make up the tensor,
+    or if the output is not as large as this rank's part.
+    """
+    rank, flat = dist.get_rank(group), tensor.reshape(-1)
+    if sum(sizes) != flat.numel() or output.numel() != sizes[rank]:
+        raise ShapeMismatch(
+            "the parts of a reduce-scatter do not fit",
+            seen=f"{flat.numel()} elements, an output of {output.numel()} on rank {rank}",
+            expected=f"{sum(sizes)} elements, an output of {sizes[rank]}",
+        )
+    pieces = [piece.contiguous() for piece in torch.split(flat, list(sizes))]
+    dist.reduce_scatter(output.view(-1), pieces, op=op, group=group)
+
+
+__all__ = ["all_gather_uneven", "all_to_all_uneven", "reduce_scatter_uneven"]
