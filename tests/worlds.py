@@ -74,6 +74,9 @@ class LaidOutTraining:
     def __init__(self, training: Training, lay_out: LayOut, world: World) -> None:
         self._training = training
         model, optimizer = training.build()
+        # Nobody draws a number of their own before all have made the model: threads share the
+        # generator, and what restores it (a pipeline's probe, say) would disturb them.
+        dist.barrier()
         blueprint = Blueprint(model, optimizer)
         initial = blueprint.initial().copied()
         self.layout: Layout = lay_out(blueprint.copy(), world)

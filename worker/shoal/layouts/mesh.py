@@ -74,7 +74,7 @@ def mesh_for(world_size: int, facts: ModelFacts, fixed: Fixed) -> MeshShape:
 
     1. with `max_rank_bytes`: those under which a rank holds no more, and of them the one with
        most copies (fewest bytes moved in a step); if there is none, the one with least to hold;
-    2. without it: the one whose largest size is smallest (4 ranks: two stages and two copies);
+    2. without it: the most even one (4 ranks: two stages and two copies; 8 ranks: 2 x 2 x 2);
     3. of equals: more copies, then more stages, which move less than layers that are split.
 
     A size that the user fixed is taken even if it does not suit. With nothing fixed there is a mesh
@@ -116,15 +116,14 @@ def _suits(mesh: MeshShape, facts: ModelFacts, fixed: Fixed) -> bool:
     )
 
 
-def _preference(
-    mesh: MeshShape, facts: ModelFacts, max_rank_bytes: int | None
-) -> tuple[int, int, int, int]:
+def _preference(mesh: MeshShape, facts: ModelFacts, max_rank_bytes: int | None) -> tuple[int, ...]:
     """The smaller the better."""
+    evenness = sorted(mesh.sizes, reverse=True)
     if max_rank_bytes is None:
-        return max(mesh.sizes), 0, -mesh.data, -mesh.pipeline
+        return (*evenness, -mesh.data, -mesh.pipeline)
     rank_bytes = -(-facts.state_bytes // (mesh.pipeline * mesh.tensor))
     over = max(0, rank_bytes - max_rank_bytes)
-    return over, -mesh.data, max(mesh.sizes), -mesh.pipeline
+    return (over, -mesh.data, *evenness, -mesh.pipeline)
 
 
 def _does_not_divide(world_size: int, fixed: Fixed) -> InvalidSpec:

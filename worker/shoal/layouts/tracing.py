@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
+from torch.utils import _pytree as pytree
 
 from shoal_proto.errors import InvalidSpec
 
@@ -26,7 +27,7 @@ def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph
     Raises InvalidSpec if it depends on values or shapes.
     """
     tracer = _Tracer(opened)
-    with _tracing, _creators_traced(tracer), _mode(model, training):
+    with _tracing, _creators_traced(), _mode(model, training):
         try:
             return tracer.trace(model)
         except (TraceError, TypeError, RuntimeError, NameError, AttributeError) as error:
@@ -108,17 +109,17 @@ def _positional(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def _creators_traced(tracer: fx.Tracer) -> Iterator[None]:
+def _creators_traced() -> Iterator[None]:
     """Let torch.zeros(size of an input) stand in the trace too."""
     originals = {name: getattr(torch, name) for name in _CREATORS}
 
     def traced(original: Callable[..., Any]) -> Callable[..., Any]:
         def create(*args: Any, **kwargs: Any) -> Any:
-            found: list[Any] = []
-            fx.node.map_aggregate((args, kwargs), lambda a: found.append(isinstance(a, fx.Proxy)))
-            if any(found):
-                return tracer.create_proxy("call_function", original, args, kwargs)
-            return original(*args, **kwargs)
+            proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
+            if not proxies:
+                return original(*args, **kwargs)
+            # Its own tracer, which may be that of another thread.
+            return proxies[0].tracer.create_proxy("call_function", original, args, kwargs)
 
         return create
 

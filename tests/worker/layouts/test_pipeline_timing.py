@@ -1,0 +1,94 @@
+"""Stages are balanced by time if the user asks for it, and all ranks cut alike."""
+
+import copy
+
+import pipeline_models as models
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shoal
+from shoal.layouts.base import World
+from shoal.layouts.cutting import Cutter
+from shoal.layouts.timing import Clockwork, measured
+from shoal.strategies.pipeline import Pipeline
+from shoal_proto.errors import InvalidSpec
+
+
+class Slow(nn.Linear):
+    """Small, and busy all the same."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(100):
+            x = torch.tanh(super().forward(x))
+        return x
+
+
+def lopsided() -> nn.Module:
+    return nn.Sequential(Slow(4, 4), nn.Linear(4, 60), nn.Linear(60, 60), nn.Linear(60, 2))
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).to("meta")
+
+
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [(lopsided, lambda: torch.randn(3, 4)), (models.transformer, lambda: models.tokens()[0][:3])],
+)
+def test_each_layer_has_a_time_and_the_model_stays_as_it_was(make, data):
+    model = on_meta(make())
+    outline = Cutter().outline(model, 1)
+    costs = measured(model, outline, data(), torch.device("cpu"))
+    assert len(costs) == len(outline.segments)
+    assert all(cost > 0 for cost in costs)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_the_first_ranks_times_hold_for_all_and_are_kept():
+    def body() -> list[list[int]]:
+        group = dist.group.WORLD
+        assert group is not None
+        world = World(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=torch.device("cpu"),
+            group=group,
+        )
+        model = on_meta(lopsided())
+        outline = Cutter().outline(model, 3)
+        clockwork = Clockwork(torch.randn(2, 4))
+        return [clockwork.costs(model, outline, world) for _ in range(2)]
+
+    first, *others = shoal.run_in_memory(body, 3)
+    assert first[0] == first[1]
+    assert all(each == first for each in others)
+
+
+def test_a_small_slow_layer_weighs_by_its_time_and_not_by_its_bytes():
+    cutter = Cutter()
+    outline = cutter.outline(on_meta(lopsided()), 2)
+    assert cutter.stage_of(outline, 2) == [0, 0, 1, 1]
+    assert cutter.stage_of(outline, 2, [900, 10, 20, 10]) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"balance": "time"}, "no example.*Give example="),
+        ({"balance": "luck"}, "balance is unknown; saw 'luck'"),
+        ({"schedule": "zigzag"}, "saw 'zigzag'; expected one of 'gpipe', '1f1b'"),
+        ({"microbatches": 0}, "microbatches is out of range; saw 0"),
+        ({"copies": -1}, "copies"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_at_once(options, said):
+    with pytest.raises(InvalidSpec, match=said):
+        Pipeline(**options)
+
+
+def test_members_agree_on_options_before_a_generation():
+    ours = Pipeline(microbatches=8, split_at=["1"]).options()
+    assert ours == Pipeline(microbatches=8, split_at=("1",)).options()
+    assert ours != Pipeline(microbatches=4, split_at=["1"]).options()
