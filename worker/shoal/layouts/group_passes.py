@@ -1,0 +1,95 @@
+"""When a group of several modules gathers and reduces in backward.
+
+torch's fully_shard takes a list of modules for a chain: it gathers in backward when the last of
+them begins, and reduces when the first one ends. Modules of a list need not be a chain: branches
+run side by side, and one module may run twice. Freed then are weights that others still need, and
+gradients that come later are reduced by nobody. Here the group gathers when any of its modules
+begins and reduces when all of them have ended.
+
+This leans on private parts of torch (2.13): FSDPState and FSDPParamGroup.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.utils import _pytree as pytree
+
+
+class GroupPasses:
+    """Counts the passes through the modules of one group that backward has not gone back yet."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        first: Any = modules[0]
+        self._state: Any = first._get_fsdp_state()
+        self._group: Any = self._state._fsdp_param_groups[0]
+        self._group._register_post_backward_hook = _leave_out
+        self.begin()
+        for module in modules:
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave)
+
+    def begin(self) -> None:
+        """Forget passes whose backward never came, such as those to outputs that nobody used."""
+        self._num_open = 0
+        self._blind = False
+
+    def ended(self) -> None:
+        """Backward came to where a module of the group had begun."""
+        self._num_open -= 1
+        # What no input leads back to may still come. Then torch's callback at the end reduces.
+        if not self._num_open and not self._blind:
+            self._group.post_backward()
+
+    @property
+    def _recomputes(self) -> bool:
+        """A forward pass within backward, of a checkpointed activation."""
+        return bool(self._state._training_state == TrainingState.PRE_BACKWARD)
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return None
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if _needs_gradient(leaf)]
+        if not places or self._recomputes:
+            self._blind = True
+            return None
+        self._num_open += 1
+        begin: Any = _Begin
+        passed = begin.apply(self, *(leaves[i] for i in places))
+        for place, tensor in zip(places, passed, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten(leaves, tree)
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and not self._recomputes:
+            for leaf in pytree.tree_leaves(output):
+                if _needs_gradient(leaf):
+                    leaf.register_hook(self._state._pre_backward)
+
+
+class _Begin(torch.autograd.Function):
+    """What goes into a module; its backward runs when the gradients of all of it are there."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: GroupPasses, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.passes = passes
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.passes.ended()
+        return None, *gradients
+
+
+def _needs_gradient(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _leave_out(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """In the place of torch's own mark of where the group begins."""
+    return args, kwargs
+
+
+__all__ = ["GroupPasses"]

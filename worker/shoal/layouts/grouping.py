@@ -1,0 +1,202 @@
+"""Which modules are gathered together: small ones in groups, large ones and blocks on their own.
+
+A group's parameters travel in one collective, so a thousand small layers must not be a thousand
+groups, and a large model must not be one. From the module tree and sizes alone.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal_proto.errors import InvalidSpec
+
+MIN_GROUP_BYTES = 1 << 20
+MOST_FULL_GROUPS = 24
+"""The least size rises with the model, so that so many groups hold all of it. A group may be half
+as large where its parent ends, which makes it 48 at the worst, and one for the rest."""
+LARGE_BYTES = 32 << 20
+"""The least size rises no further: more than this is worth a collective, however many there are."""
+
+# They read the weights of their own children, which therefore cannot be groups.
+_INDIVISIBLE = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleGroup:
+    """Parameters that are gathered, freed and reduced together."""
+
+    modules: tuple[str, ...]
+    """Paths, in the order of registration; "" is the model itself."""
+    parameters: tuple[str, ...]
+    """Names of the parameters, each once."""
+    num_bytes: int
+
+    @property
+    def title(self) -> str:
+        """For a table: the first module to the last."""
+        first, last = self.modules[0] or "(model)", self.modules[-1]
+        return first if len(self.modules) == 1 else f"{first} .. {last}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouping:
+    """All parameters of a model, each in one group."""
+
+    groups: tuple[ModuleGroup, ...]
+    rest: ModuleGroup
+    """What is in no other group, such as parameters that several modules share: gathered with the
+    model itself, at the beginning of its forward pass. Possibly without parameters."""
+
+    def __iter__(self) -> Iterator[ModuleGroup]:
+        """The groups that have parameters; the rest comes first."""
+        return iter((self.rest, *self.groups) if self.rest.parameters else self.groups)
+
+
+def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
+    """Cut the model into groups of at least `min_group_bytes` bytes.
+
+    Small modules are joined with their neighbours under the same parent. A module that is large
+    enough is cut further, unless it is one of several blocks of a kind in a list: those stay whole.
+    None: 1 MiB, or more where a model of small modules would come to more than 50 groups.
+    0: every module that has parameters itself is a group.
+
+    Raises InvalidSpec if the size is negative, or if one group has parameters of several dtypes.
+    """
+    if min_group_bytes is not None and min_group_bytes < 0:
+        raise InvalidSpec(
+            "min_group_bytes is out of range", seen=f"{min_group_bytes}", expected="at least 0"
+        )
+    if min_group_bytes is None:
+        total = sum(parameter.nbytes for parameter in model.parameters())
+        min_group_bytes = max(MIN_GROUP_BYTES, min(total // MOST_FULL_GROUPS, LARGE_BYTES))
+    cut = _Cut(model, min_group_bytes)
+    # From the inside out: a module's own group is what its parts left over.
+    groups = tuple(cut.group(paths) for paths in cut.groups())
+    grouping = Grouping(groups=groups, rest=cut.group([""]))
+    for group in grouping:
+        _check_dtypes(group, dict(model.named_parameters()))
+    return grouping
+
+
+class _Cut:
+    """One walk over a module tree."""
+
+    def __init__(self, model: nn.Module, least_bytes: int) -> None:
+        self._model = model
+        self._least_bytes = least_bytes
+        self._left = {id(parameter): name for name, parameter in model.named_parameters()}
+        places: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            places.setdefault(id(parameter), []).append(name)
+        self._shared = {key: found for key, found in places.items() if len(found) > 1}
+
+    def groups(self) -> list[list[str]]:
+        """Paths of the modules of each group."""
+        return self._cut("", self._model)
+
+    def group(self, paths: list[str]) -> ModuleGroup:
+        """What these modules have that no group made before has."""
+        names, num_bytes = [], 0
+        for path in paths:
+            for parameter in self._model.get_submodule(path).parameters():
+                name = self._left.pop(id(parameter), None)
+                if name is not None:
+                    names.append(name)
+                    num_bytes += parameter.nbytes
+        return ModuleGroup(modules=tuple(paths), parameters=tuple(names), num_bytes=num_bytes)
+
+    def _cut(self, path: str, module: nn.Module) -> list[list[str]]:
+        """Groups among what is below the module; what they leave over is the rest's."""
+        if self._stays_whole(module):
+            return []
+        found: list[list[str]] = []
+        run: list[str] = []
+        for child_path, child, is_block in self._parts(path, module):
+            num_bytes = self._num_bytes(child)
+            if not num_bytes:
+                continue
+            if not self._is_closed(child_path, child):
+                # Something in it is used elsewhere too, and has to be left to the rest.
+                found += self._close(run) + self._cut(child_path, child)
+                run = []
+            elif num_bytes < self._least_bytes:
+                run.append(child_path)
+                if self._size_of(run) >= self._least_bytes:
+                    found, run = [*found, run], []
+            else:
+                found += self._close(run) + self._large(child_path, child, is_block)
+                run = []
+        return found + self._close(run)
+
+    def _large(self, path: str, module: nn.Module, is_block: bool) -> list[list[str]]:
+        if self._stays_whole(module) or (is_block and self._least_bytes):
+            return [[path]]
+        below = self._cut(path, module)
+        own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+        grouped = sum(self._size_of(paths) for paths in below)
+        left = self._num_bytes(module) - grouped
+        # A group of its own for what the parts left over, if that is worth one.
+        worth = left >= self._least_bytes if self._least_bytes else own > 0
+        return [*below, [path]] if worth else below
+
+    def _close(self, run: list[str]) -> list[list[str]]:
+        """A run that ended before it was large enough: half is, less is left to the rest."""
+        return [run] if run and 2 * self._size_of(run) >= self._least_bytes else []
+
+    def _parts(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+        """Children that can be called, and whether each is one of several blocks of a kind."""
+        children = [(name, child) for name, child in module.named_children()]
+        kinds = [type(child) for _, child in children]
+        in_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+        for name, child in children:
+            child_path = f"{path}.{name}" if path else name
+            if not _can_be_called(child):
+                yield from self._parts(child_path, child)
+                continue
+            composite = any(True for _ in child.children()) and type(child) is not nn.Sequential
+            yield child_path, child, in_list and composite and kinds.count(type(child)) > 1
+
+    def _is_closed(self, path: str, module: nn.Module) -> bool:
+        """Whether no parameter in the module has a second place outside it."""
+        return all(
+            place.startswith(f"{path}.")
+            for parameter in module.parameters()
+            for place in self._shared.get(id(parameter), ())
+        )
+
+    def _stays_whole(self, module: nn.Module) -> bool:
+        return isinstance(module, _INDIVISIBLE) or not any(True for _ in module.children())
+
+    def _num_bytes(self, module: nn.Module) -> int:
+        return sum(parameter.nbytes for parameter in module.parameters())
+
+    def _size_of(self, paths: list[str]) -> int:
+        return sum(self._num_bytes(self._model.get_submodule(path)) for path in paths)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _check_dtypes(group: ModuleGroup, parameters: Mapping[str, nn.Parameter]) -> None:
+    """What is reduced in one collective has one dtype."""
+    dtypes: dict[torch.dtype, str] = {}
+    for name in group.parameters:
+        if parameters[name].requires_grad:
+            dtypes.setdefault(parameters[name].dtype, name)
+    if len(dtypes) > 1:
+        raise InvalidSpec(
+            f"the group {group.title} has parameters of several dtypes",
+            seen=", ".join(f"{name}: {dtype}" for dtype, name in dtypes.items()),
+            expected="one dtype for all that requires a gradient",
+            fix="Make the model with one dtype; param_dtype='bf16' computes in another one.",
+        )
+
+
+__all__ = ["Grouping", "ModuleGroup", "group_modules"]

@@ -1,0 +1,149 @@
+"""Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from shoal.layouts.base import Layout, World, materialise, persistent_buffers
+from shoal.layouts.group_passes import GroupPasses
+from shoal.layouts.grouping import group_modules
+from shoal.state.pieces import MODEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedOptions:
+    """How a sharded model is gathered and computed."""
+
+    free_after_forward: bool = True
+    """Gathered parameters are freed behind forward and gathered once more for backward (ZeRO-3).
+    Otherwise they stay until their gradients are reduced (ZeRO-2)."""
+    min_group_bytes: int | None = None
+    """See `group_modules`."""
+    param_dtype: torch.dtype | None = None
+    """What layers compute with and all-gathers carry; None: the parameters' own."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are summed up in over ranks; None: as they come from backward."""
+
+
+class Sharded(Layout):
+    """One rank's rows of every parameter. A parameter with fewer rows than ranks is nothing on the
+    last of them."""
+
+    def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
+        self.world = world
+        self.data_index, self.data_count = world.rank, world.world_size
+        self._passes: list[GroupPasses] = []
+        self._shard(model, options)
+        materialise(model, world.device)
+        self.module = model
+        self._parameters = dict(model.named_parameters())
+        self._buffers = persistent_buffers(model)
+        self._fsdp_parameters = list(fsdp_parameters(model))
+
+    def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
+        mesh = DeviceMesh.from_group(
+            self.world.group, self.world.device.type, mesh_dim_names=(self.world.axis("data"),)
+        )
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": _policy(options, None),
+            "reshard_after_forward": options.free_after_forward,
+        }
+        for group in group_modules(model, options.min_group_bytes).groups:
+            modules = [model.get_submodule(path) for path in group.modules]
+            fully_shard(modules if len(modules) > 1 else modules[0], **settings)
+            if len(modules) > 1:
+                self._passes.append(GroupPasses(modules))
+        # The rest would be gathered again at once: backward begins where forward ends.
+        settings["reshard_after_forward"] = False
+        first = next(model.parameters())
+        fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._parameters
+
+    def travels(self, name: str) -> bool:
+        """All but buffers: everybody has the same."""
+        return name.removeprefix(MODEL) not in self._buffers
+
+    def begin(self) -> None:
+        for passes in self._passes:
+            passes.begin()
+        self._settle()
+
+    def stepped(self) -> None:
+        """Give everybody the first rank's buffers, such as running means: the ranks have computed
+        their own from their own samples."""
+        self._settle()
+        if self._buffers and self.world.world_size > 1:
+            broadcast_packed(list(self._buffers.values()), self.world.group)
+
+    def _settle(self) -> None:
+        """Free what forward passes without a backward pass left gathered: to evaluate, say.
+
+        Else the next pass would compute with it, though the optimizer has stepped meanwhile.
+        """
+        root: Any = self.module
+        if root._get_fsdp_state()._is_root:  # None before the first pass
+            root.reset_iter_state()
+
+    def synchronised(self) -> bool:
+        """Whether there are gradients and all of them are reduced."""
+        reduced = any(parameter.grad is not None for parameter in self._parameters.values())
+        return reduced and not any(map(_left_over, self._fsdp_parameters))
+
+    def release(self) -> None:
+        for part in self._fsdp_parameters:
+            part.mesh_info.shard_process_group = None
+
+
+def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """What torch keeps of each parameter: its `sharded_param`, `all_gather_outputs` and others."""
+    states = {id(state): state for part in module.modules() if (state := _state_of(part))}
+    for state in states.values():
+        for group in state._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def _state_of(module: nn.Module) -> Any:
+    find: Any = getattr(module, "_get_fsdp_state", None)
+    return find() if find else None
+
+
+def _left_over(parameter: Any) -> bool:
+    """A gradient that came and was not reduced."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    accumulated = parameter.unsharded_accumulated_grad
+    return accumulated is not None or (whole is not None and whole.grad is not None)
+
+
+def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    if options.param_dtype is None:
+        return MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)
+    # The loss is computed in the dtype that the user made the model with.
+    return MixedPrecisionPolicy(
+        param_dtype=options.param_dtype,
+        reduce_dtype=options.reduce_dtype,
+        output_dtype=output_dtype,
+    )
+
+
+@torch.no_grad()
+def broadcast_packed(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast."""
+    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    dist.broadcast(packed, group=group, group_src=0)
+    parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        # A part may begin where its dtype may not.
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+__all__ = ["Sharded", "ShardedOptions", "broadcast_packed", "fsdp_parameters"]

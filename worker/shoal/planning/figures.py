@@ -1,0 +1,177 @@
+"""What a strategy says of itself before anything runs: groups, memory and traffic of a step.
+
+A strategy that can say so has a method `plan(subject) -> Plan`, see `Planned`. It computes, from
+shapes alone: no group exists yet, and the model may be on the meta device.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal_proto.errors import UnsupportedOptimizer
+
+FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Operations of one kind in one part of a step, as one rank counts them."""
+
+    kind: str
+    """As `shoal.backends.collectives` counts: "all_gather", "reduce_scatter", "all_reduce", ..."""
+    when: str
+    """"forward", "backward" or "update" (from the last gradient to the end of the step)."""
+    calls: int
+    num_bytes: int
+    """Of all calls together; of the whole tensor that an operation is about: what an all-gather
+    puts together, what a reduce-scatter, an all-reduce or a broadcast is given, what is sent or
+    received. Padding counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFigures:
+    """What one rank holds, in bytes of memory, and what it moves in a step.
+
+    Activations, and the buffers of operations under way, are not in it.
+    """
+
+    parameters: int
+    """Between steps. Padding counts."""
+    parameters_peak: int
+    """In a step: with those that are whole for as long as layers compute with them."""
+    gradients: int
+    """When the optimizer steps."""
+    gradients_peak: int
+    """In backward: with those that are whole until they are reduced, as they are handed over."""
+    optimizer: int
+    """State of the optimizer, once it has stepped every parameter."""
+    collectives: tuple[Collective, ...]
+    """Of a step with one forward and one backward pass in which everything takes part."""
+
+    @property
+    def peak(self) -> int:
+        """The largest that parameters, gradients and optimizer state can come to together."""
+        return self.parameters_peak + self.gradients_peak + self.optimizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFigures:
+    """Parameters that travel together: a gathered group, a bucket, a stage."""
+
+    title: str
+    num_parameters: int
+    num_bytes: int
+    """Of the parameters, whole and without padding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a strategy would train a model. `str()` is a table."""
+
+    strategy: str
+    groups: tuple[GroupFigures, ...]
+    """In the order in which a forward pass comes to them, as far as is known."""
+    ranks: tuple[RankFigures, ...]
+    notes: tuple[str, ...] = ()
+    """What the figures leave out or take for granted."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
+        """Calls and bytes of all operations of a kind in one rank's step."""
+        found = [each for each in self.ranks[rank].collectives if each.kind == kind]
+        return sum(each.calls for each in found), sum(each.num_bytes for each in found)
+
+    def __str__(self) -> str:
+        from shoal.planning.table import render  # noqa: PLC0415 - it draws what is defined here
+
+        return render(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What a plan is asked for."""
+
+    model: nn.Module
+    """On any device, meta too; it is not changed."""
+    world_size: int
+    optimizer: Optimizer | None = None
+    """Of the model's parameters; None: optimizer state counts as nothing."""
+    inputs: Any = None
+    """What the model is called with for the global batch, tensors or tuple of tensors, real or
+    meta; None where figures do not depend on it."""
+    parameters: Mapping[str, nn.Parameter] = field(init=False)
+    """By name, each once."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", dict(self.model.named_parameters()))
+
+    def state_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Bytes of the optimizer's state on a rank that steps these parameters in these shapes.
+
+        A copy of the optimizer takes a step on the meta device to find out. Parameters that do not
+        require a gradient have no state. Raises UnsupportedOptimizer if it cannot do that.
+        """
+        if self.optimizer is None:
+            return 0
+        stand_ins: dict[int, Any] = {}
+        for name, parameter in self.parameters.items():
+            shape = shapes.get(name, (0,))
+            stand_ins[id(parameter)] = stand_in = nn.Parameter(
+                torch.empty(shape, dtype=parameter.dtype, device="meta"),
+                requires_grad=parameter.requires_grad,
+            )
+            if parameter.requires_grad and name in shapes:
+                stand_in.grad = torch.empty_like(stand_in)
+        return _state_after_step(self.optimizer, stand_ins)
+
+
+class Planned(Protocol):
+    """A strategy that answers for itself."""
+
+    def plan(self, subject: Subject) -> Plan:
+        """The figures for this model. Talks to nobody, changes nothing.
+
+        Raises what `distribute` would refuse the model or the optimizer with.
+        """
+
+
+def _state_after_step(optimizer: Optimizer, stand_ins: dict[int, Any]) -> int:
+    # Its state, which may be large, is not copied: only what a first step makes of it counts.
+    stand_ins[id(optimizer.state)] = type(optimizer.state)(dict)
+    trial = copy.deepcopy(optimizer, stand_ins)
+    try:
+        trial.step()
+    except (RuntimeError, NotImplementedError, TypeError) as error:
+        raise UnsupportedOptimizer(
+            f"the state of {type(optimizer).__name__} cannot be told beforehand",
+            seen=str(error),
+            expected="an optimizer that can step parameters on the meta device",
+            fix="Plan without an optimizer; its state is then left out.",
+        ) from error
+    return sum(
+        value.nbytes
+        for state in trial.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )
+
+
+__all__ = [
+    "BACKWARD",
+    "FORWARD",
+    "UPDATE",
+    "Collective",
+    "GroupFigures",
+    "Plan",
+    "Planned",
+    "RankFigures",
+    "Subject",
+]
