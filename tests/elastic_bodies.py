@@ -71,6 +71,44 @@ def checkpoints_of(run: Elastic) -> shoal.Checkpoints | None:
     return shoal.Checkpoints(run.checkpoints, every_steps=CHECKPOINT_STEPS)
 
 
+class Planted(Exception):
+    """A bug in a user's code."""
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Lets its input through, and no gradient."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        raise Planted("backward")
+
+
+def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
+    """Let this process raise at that place of the step that now begins, whatever part it holds."""
+
+    def bang(*_: Any) -> None:
+        raise Planted(place)
+
+    if place == "forward":
+        nn.modules.module.register_module_forward_pre_hook(bang)
+    elif place == "backward":
+        nn.modules.module.register_module_forward_hook(
+            lambda module, inputs, output: (
+                RaisesInBackward.apply(output) if isinstance(output, Tensor) else output
+            )
+        )
+    elif place == "optimizer":
+        optimizer.register_step_pre_hook(bang)
+    elif place == "hook":
+        optimizer.register_step_post_hook(bang)
+    else:
+        raise AssertionError(place)
+
+
 def train(report: Report, run: Elastic) -> None:
     """Steps until the stop; then the whole model."""
     model, optimizer = build(run.optimizer)
@@ -86,6 +124,8 @@ def train(report: Report, run: Elastic) -> None:
                 break
             tried = {"step": batch.step, "generation": session.generation}
             share = session.strategy.data_share(session._present())
+            if run.fault and batch.step == run.at_step:
+                plant(run.fault, optimizer)
             report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
             with session.step() as step:
                 session.forward_backward(batch, nn.functional.cross_entropy)

@@ -34,12 +34,13 @@ class Schedule:
     def start(self, count: int) -> None:
         """The members that the first generation is made of."""
         for _ in range(count):
-            self._add()
+            self.add()
         for rank in self.alive:
             rank.expect("committed")
 
-    def _add(self) -> Rank:
-        run = replace(self._run, member_id=next(self._names))
+    def add(self, **changes: Any) -> Rank:
+        """One more member, whose run has these changes."""
+        run = replace(self._run, member_id=next(self._names), **changes)
         rank = self._ranks.start(elastic_bodies.train, run)
         self.alive.append(rank)
         self.all.append(rank)
@@ -56,7 +57,7 @@ class Schedule:
     def join(self) -> None:
         """One more member, which commits a step with the others."""
         before = self._generation()
-        self._add().expect("committed")
+        self.add().expect("committed")
         self._await_change(before)
         self.done.append("join")
 
@@ -81,7 +82,9 @@ class Schedule:
     def finish(self) -> Mapping[str, Any]:
         """Let all stop at one step; what the first of them reports then."""
         last = max(data["step"] for _, data in self.committed())
-        self._stop_file.write_text(str(last + MARGIN_STEPS))
+        draft = self._stop_file.with_suffix(".draft")
+        draft.write_text(str(last + MARGIN_STEPS))
+        draft.rename(self._stop_file)  # all of it at once: members read it at any moment
         finished = [rank.expect("finished") for rank in self.alive]
         for rank in self.alive:
             assert rank.join() == 0

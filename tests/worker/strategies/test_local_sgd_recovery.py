@@ -1,0 +1,110 @@
+"""Local SGD over losses, joins and drains: real members, a real coordinator, real signals."""
+
+import os
+import secrets
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import local_sgd_bodies
+import pytest
+import torch
+from local_sgd_bodies import LocalRun, num_steps_of, twin_of
+from ranks import Rank, Ranks
+
+from shoal_client.local.cluster import LocalCluster
+
+TOLERANCE = 1e-5
+"""fp32, some dozens of steps; only the order of additions differs."""
+
+
+def run_of(cluster: LocalCluster, **changes: Any) -> LocalRun:
+    settings: dict[str, Any] = {
+        "coordinator": cluster.coordinator,
+        "job": f"local-{secrets.token_hex(4)}",
+        "member_id": "",
+        "desired_members": 3,
+        "strategy": "diloco",
+        "every_steps": 5,
+    }
+    return LocalRun(**(settings | changes))
+
+
+def start(ranks: Ranks, run: LocalRun, names: str) -> list[Rank]:
+    return [ranks.start(local_sgd_bodies.train, replace(run, member_id=name)) for name in names]
+
+
+def check_equal_to_the_twin(
+    crew: Sequence[Rank], finished: Sequence[dict[str, Any]], run: LocalRun
+) -> None:
+    num_steps = num_steps_of(run)
+    expected = twin_of(crew, run, num_steps).weights()
+    for each in finished:
+        assert each["step"] == num_steps
+        for name, tensor in expected.items():
+            own = torch.tensor(each["weights"][name], dtype=tensor.dtype)
+            assert torch.allclose(own, tensor, rtol=0, atol=TOLERANCE), name
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fault", "at_step"),
+    [
+        ("diloco", "kill in forward", 7),
+        ("local-sgd", "kill in backward", 11),
+        ("diloco", "kill in optimizer", 9),
+        ("local-sgd", "stop in backward", 8),
+    ],
+)
+def test_survivors_go_back_to_the_last_meeting_and_train_its_round_again(
+    cluster: LocalCluster, strategy: str, fault: str, at_step: int
+) -> None:
+    """Wherever in a round the loss is; at step 9 the others wait at its end."""
+    with Ranks() as ranks:
+        run = run_of(cluster, strategy=strategy)
+        crew = [
+            *start(ranks, run, "ab"),
+            *start(ranks, replace(run, fault=fault, at_step=at_step), "c"),
+        ]
+        finished = [rank.expect("finished") for rank in crew[:2]]
+        assert [rank.join() for rank in crew[:2]] == [0, 0]
+        if fault.startswith("stop"):
+            crew[2].send_signal(signal.SIGKILL)
+        assert crew[2].join() == -signal.SIGKILL
+        crew[2].drain()
+        check_equal_to_the_twin(crew, finished, run)
+        for rank in crew[:2]:
+            generations = {data["generation"] for kind, data in rank.seen if kind == "tried"}
+            assert len(generations) == 2
+
+
+def test_a_planned_change_ends_the_round_where_the_generation_stops(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """One joins, another drains, within one long round: no step is trained twice."""
+    gates = {name: tmp_path / name for name in "ab"}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    with Ranks() as ranks:
+        run = run_of(cluster, desired_members=2, every_steps=10_000, epochs=60)
+        crew = [
+            *start(ranks, replace(run, hold_at=7, gate=str(gates["a"])), "a"),
+            *start(ranks, replace(run, hold_at=7, gate=str(gates["b"])), "b"),
+        ]
+        for rank in crew:
+            rank.expect("holds")
+        crew += start(ranks, run, "c")
+        crew[2].expect("entering")
+        for gate in gates.values():
+            gate.write_bytes(b"")
+        for _ in range(5):
+            crew[2].expect("committed")
+        crew[0].send_signal(signal.SIGTERM)
+        assert crew[0].expect("exits")["code"] == 143
+        finished = [rank.expect("finished") for rank in crew[1:]]
+        check_equal_to_the_twin(crew, finished, run)
+        assert len({data["generation"] for kind, data in crew[1].seen if kind == "tried"}) == 3
+    for rank in crew:
+        tried = [data["step"] for kind, data in rank.seen if kind == "tried"]
+        assert tried == list(range(tried[0], tried[0] + len(tried)))
