@@ -90,7 +90,12 @@ class PipelineLayout(Layout):
             loss_function=loss_function,
             weight=weight,
         )
-        loss = self._rounds_for(feed).forward_backward(feed)
+        try:
+            loss = self._rounds_for(feed).forward_backward(feed)
+        except BaseException:
+            # What was under way is still in the schedule's books.
+            self._rounds.clear()
+            raise
         dist.broadcast(loss, group=self._near.group, group_src=self._near.size - 1)
         self._complete = True
         return loss

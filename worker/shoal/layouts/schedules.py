@@ -92,15 +92,18 @@ class Rounds:
         self._losses.clear()
         rows = torch.arange(feed.num_samples)
         target = rows if self.is_last else None
+        wrapped: BaseException | None = None
         try:
             self._schedule.step(rows=rows, target=target, return_outputs=False)
         except RuntimeError as error:
             # torch wraps what a stage raises in a RuntimeError of its own.
-            if error.__cause__ is not None:
-                raise error.__cause__ from None
-            raise
+            wrapped = error.__cause__
+            if wrapped is None:
+                raise
         finally:
             self._feed = Feed(inputs={})
+        if wrapped is not None:
+            raise wrapped
         if not self._losses:
             return torch.zeros((), dtype=torch.float64, device=self._near.device)
         return torch.stack([loss.double() for loss in self._losses]).mean()
