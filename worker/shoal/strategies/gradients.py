@@ -1,9 +1,7 @@
 """Gradients averaged over the members, and who is at fault when the average is not a number."""
 
-import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,18 +9,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from shoal.compression.wire import Traffic
+from shoal.strategies.gates import Gate, Gates
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
-Gate = torch.futures.Future[str]
-"""What a waiting thread is let through: the reason if what it waited for has failed, or ""."""
 
-
-class GradientExchange:
+class GradientExchange(Gates):
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
-    What DDP waits for is a gate of our own behind Gloo's work: a write to a connection that was
-    just reset can leave Gloo waiting for as long as a collective may take, with nothing left to
-    shut down. `give_up` opens the gate, and the trainer goes on without that thread.
+    DDP waits at gates, so that `give_up` frees the trainer.
     """
 
     def __init__(
@@ -31,14 +25,13 @@ class GradientExchange:
         name_of: Callable[[Tensor], str],
         traffic: Traffic | None = None,
     ) -> None:
+        super().__init__()
         self._group = group
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
         self._fault = ""
         self._complete = False
-        self._lock = threading.Lock()
-        self._gates: list[Gate] = []
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         gradients = bucket.buffer()
@@ -61,41 +54,6 @@ class GradientExchange:
         assert work is not None
         return self._gate_behind(work)
 
-    def _new_gate(self) -> Gate:
-        gate: Gate = torch.futures.Future()
-        self._gates.append(gate)
-        return gate
-
-    def _gate_behind(self, work: dist.Work) -> Gate:
-        """A gate that opens when the collective has ended, well or not."""
-        gate = self._new_gate()
-        work.get_future().add_done_callback(partial(self._finished, gate))
-        return gate
-
-    def _finished(self, gate: Gate, future: torch.futures.Future[Any]) -> None:
-        """Gloo's thread is done with a collective."""
-        try:
-            future.value()
-            reason = ""
-        except RuntimeError as error:
-            reason = str(error)
-        self._open(gate, reason)
-
-    def _open(self, gate: Gate, reason: str) -> None:
-        with self._lock:
-            if not gate.done():
-                gate.set_result(reason)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a bucket is still on its way. Any thread."""
-        return any(not gate.done() for gate in list(self._gates))
-
-    def give_up(self, reason: str) -> None:
-        """Let nobody wait for Gloo any longer. Any thread."""
-        for gate in list(self._gates):
-            self._open(gate, f"gloo did not end what it did before the cut: {reason}")
-
     @property
     def complete(self) -> bool:
         """Whether all gradients were averaged since `begin`."""
@@ -104,7 +62,7 @@ class GradientExchange:
     def begin(self, step: int) -> None:
         """Forget the last step; `step` are committed."""
         self._averaged.clear()
-        self._gates.clear()
+        self._forget()
         self._fault = ""
         self._complete = False
 
