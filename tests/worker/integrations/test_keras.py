@@ -1,0 +1,116 @@
+"""A Keras model trains over ranks to the weights that one process trains it to."""
+
+from itertools import chain
+
+import keras_ranks  # before keras: it says which backend
+
+import keras  # isort: skip
+import pytest
+import torch
+from torch import Tensor
+from worlds import assemble, largest_difference, one_process, run_on_gloo, train_rank
+
+import shoal
+from shoal.integrations.keras import KerasModule, distribute
+from shoal.layouts.base import Layout, World
+from shoal.layouts.tensor import TensorLayout
+from shoal.layouts.tensor_derive import derive
+from shoal.strategies import find_strategy
+from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
+
+TOLERANCE = 1e-5  # fp32: ranks' sums are taken in another order
+OPTIMIZERS = ["sgd", "adamw", "clipped", "accumulating"]
+
+
+def test_what_was_trained_goes_back_into_the_keras_model():
+    module = KerasModule(keras_ranks.dense_model())
+    trained = {name: value + 1 for name, value in module.state_dict().items()}
+    module.give_back(trained)
+    given = [variable.value for variable in module.keras_model.trainable_variables]
+    assert all(
+        torch.equal(value, trained[name])
+        for (name, _), value in zip(module.named_parameters(), given, strict=True)
+    )
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """Seeds and counters are whole numbers and are compared as well."""
+    return largest_difference(ours, theirs)
+
+
+def test_fit_equals_one_process_and_ranks_hold_parts():
+    found = run_on_gloo(2, keras_ranks.fit_each, OPTIMIZERS)
+    for name in OPTIMIZERS:
+        alone = keras_ranks.fit_alone(name)
+        for rank in found:
+            (weights, state, whole), *split = rank[name]
+            assert worst(weights, alone) <= TOLERANCE
+            # Momentum; mean and square; and the gradients that add up. Beside steps and rate.
+            kinds = {"sgd": 1, "adamw": 2, "clipped": 2, "accumulating": 3}[name]
+            assert state - 2 == kinds * sum(-(-size // 2) for size in (42, 7, 35, 5, 15, 3))
+            for split_weights, held, _ in split:
+                assert worst(split_weights, alone) <= TOLERANCE
+                assert held < whole
+        if name != "clipped":
+            biases = 5  # of the row: on both ranks
+            assert sum(rank[name][1][1] for rank in found) == found[0][name][1][2] + biases
+
+
+def test_a_loop_of_ones_own_over_three_ranks():
+    alone = keras_ranks.own_loop_alone()
+    for weights in run_on_gloo(3, keras_ranks.own_loop):
+        assert worst(weights, alone) <= TOLERANCE
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_sample_is_in_one_batch_of_one_rank_an_epoch(world_size):
+    ranks = shoal.run_in_memory(keras_ranks.shares_of_epochs, world_size)
+    orders = []
+    for epoch in range(2):
+        shares = zip(*(rank[epoch] for rank in ranks), strict=True)
+        batches = [list(chain(*parts)) for parts in shares]
+        orders.append(list(chain(*batches)))
+        assert sorted(orders[-1]) == list(range(keras_ranks.NUM_SAMPLES))
+        assert [len(batch) for batch in batches] == [8, 8, 5]
+    assert orders[0] != orders[1]
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp", "tensor"])
+def test_as_a_module_it_trains_under_any_strategy(strategy):
+    done = keras_ranks.training()
+
+    def lay_out(model: torch.nn.Module, world: World) -> Layout:
+        if strategy == "tensor":
+            return TensorLayout(model, world, derive(model, world.world_size))
+        return find_strategy(strategy).lay_out(model, world)  # type: ignore[attr-defined]
+
+    ours = assemble(shoal.run_in_memory(train_rank, 2, done, lay_out))
+    assert largest_difference(ours, one_process(done)) <= TOLERANCE
+
+
+def test_what_cannot_be_distributed_is_refused():
+    with pytest.raises(InvalidSpec, match="built=True compiled=False"):
+        distribute(keras_ranks.dense_model())
+    with pytest.raises(UnknownStrategy, match="'zero2' or 'tensor'"):
+        distribute(keras_ranks.compiled("sgd"), "pipeline")
+    trained = keras_ranks.compiled("sgd")
+    trained.optimizer.build(trained.trainable_variables)
+    with pytest.raises(InvalidSpec, match="has state already"):
+        distribute(trained)
+    with pytest.raises(InvalidSpec, match="not built"):
+        KerasModule(keras.Sequential([keras.layers.Dense(2)]))
+
+
+def refused(optimizer_name: str, strategy: str) -> str:
+    model = keras_ranks.dense_model()
+    kind = getattr(keras.optimizers, optimizer_name)
+    clipped = {"clipnorm": 1.0} if strategy == "tensor" else {}
+    model.compile(optimizer=kind(**clipped), loss="mse")
+    with pytest.raises(UnsupportedOptimizer) as caught:
+        distribute(model, strategy)
+    return str(caught.value)
+
+
+def test_optimizers_that_need_whole_weights_are_refused():
+    assert "Lamb" in shoal.run_in_memory(refused, 1, "Lamb", "zero2")[0]
+    assert "clipnorm" in shoal.run_in_memory(refused, 1, "Adam", "tensor")[0]

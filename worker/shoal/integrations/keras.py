@@ -1,0 +1,230 @@
+"""Keras 3 on the torch backend.
+
+Two ways. `distribute` keeps `model.fit` and Keras's own optimizers, over a fixed set of ranks as
+torchrun starts them. `KerasModule` makes a plain torch module of a Keras model, which trains with a
+torch optimizer in a loop of your own: in a session, elastic, and under `shoal.distribute`.
+"""
+
+import copy
+import math
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+
+from shoal.backends.choice import init_static_world
+from shoal.data import share
+from shoal.integrations.keras_sharded import shard_optimizer
+from shoal.integrations.keras_tensor import split_layers, whole_value
+from shoal_proto.errors import InvalidSpec, UnknownStrategy
+
+
+class KerasModule(nn.Module):
+    """A built Keras model as a torch module, with the model's own weights as its parameters.
+
+    Trainable weights are parameters and all else (moving averages, seeds) buffers, named by their
+    Keras paths with "." for "/". Copies share the model's layers but not its weights, which go in
+    with each call. Any strategy takes it; under "tensor" nothing of it is split. Losses that Keras
+    layers add on their own are not part of what it returns.
+
+    The Keras model itself keeps the weights it had: `give_back` writes what was trained into it.
+    """
+
+    keras_model: Any
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        _check_backend()
+        if not model.built:
+            raise InvalidSpec(
+                "the Keras model has no weights yet",
+                seen="a model that is not built",
+                expected="a built one",
+                fix="Give its input shape, or call it once.",
+            )
+        self.__dict__["keras_model"] = model
+        for variable in model.trainable_variables:
+            self._keep(variable, trainable=True)
+        for variable in model.non_trainable_variables:
+            self._keep(variable, trainable=False)
+
+    def _keep(self, variable: Any, *, trainable: bool) -> None:
+        owner: nn.Module = self
+        *path, name = variable.path.split("/")
+        for step in path:
+            if step not in owner._modules:
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        if trainable:
+            owner.register_parameter(name, variable.value)
+        else:
+            owner.register_buffer(name, variable.value.detach())
+
+    def _values(self, variables: Sequence[Any]) -> Iterator[Tensor]:
+        for variable in variables:
+            *path, name = variable.path.split("/")
+            value: Tensor = getattr(self.get_submodule(".".join(path)), name)
+            yield value
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """What the Keras model returns; whether it trains is what `train()` and `eval()` say."""
+        model = self.keras_model
+        kept = list(self._values(model.non_trainable_variables))
+        outputs, updated = model.stateless_call(
+            list(self._values(model.trainable_variables)),
+            [value.clone() for value in kept],
+            *inputs,
+            training=self.training,
+            **named,
+        )
+        with torch.no_grad():
+            for value, new in zip(kept, updated, strict=True):
+                value.copy_(new)
+        return outputs
+
+    @torch.no_grad()
+    def give_back(self, state: Mapping[str, Tensor]) -> None:
+        """Write a whole state_dict of this module, as trained, into the Keras model's weights."""
+        for variable in self.keras_model.variables:
+            name = variable.path.replace("/", ".")
+            if name in state:
+                variable.value.copy_(state[name])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KerasModule":
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        for key, value in self.__dict__.items():
+            twin.__dict__[key] = value if key == "keras_model" else copy.deepcopy(value, memo)
+        return twin
+
+
+def distribute(model: Any, strategy: str = "zero2", *, backend: str | None = None) -> Any:
+    """Make a compiled Keras model train over all ranks that torchrun or mpiexec started.
+
+    `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as they did.
+    Every rank calls it with the same model before the first step; the weights are those of rank 0.
+
+    "zero2": ranks take shares of each batch (`GlobalBatches`); gradients are reduce-scattered, each
+    rank's optimizer updates and keeps state for its part of every weight, and the weights are
+    gathered. "tensor": Dense and Embedding layers are split; all ranks take the same samples.
+
+    Raises UnknownStrategy, InvalidSpec for a model that is not compiled and built on torch, and
+    UnsupportedOptimizer for one that does not treat each element by itself.
+    """
+    _check_backend()
+    compiled = model.compiled and model.optimizer is not None
+    if not model.built or not compiled:
+        raise InvalidSpec(
+            "the Keras model cannot be distributed yet",
+            seen=f"built={model.built} compiled={compiled}",
+            expected="a model that is built and compiled with an optimizer",
+        )
+    if strategy not in ("zero2", "tensor"):
+        raise UnknownStrategy(
+            "no such strategy for fit()",
+            seen=repr(strategy),
+            expected="'zero2' or 'tensor'",
+            fix="Any other trains a KerasModule in a loop of your own.",
+        )
+    if model.optimizer.built:
+        raise InvalidSpec(
+            "the optimizer has state already",
+            seen=f"{int(model.optimizer.iterations)} steps",
+            expected="a fresh one",
+            fix="Distribute the model between compile() and the first step.",
+        )
+    init_static_world(backend)
+    for variable in model.variables:
+        dist.broadcast(variable.value.detach(), src=0)
+    if strategy == "tensor":
+        split_layers(model, model.optimizer)
+    else:
+        shard_optimizer(model.optimizer)
+        _count_samples(model)
+    return model
+
+
+def whole_weights(model: Any) -> Mapping[str, Tensor]:
+    """All weights of a distributed model by path, whole, on every rank. Called by all ranks."""
+    return {variable.path: whole_value(variable).detach().clone() for variable in model.variables}
+
+
+class GlobalBatches(DataLoader[Any]):
+    """This rank's share of each batch, for `fit` under "zero2".
+
+    The order is a function of the seed and the epoch alone, so the batches are those of one
+    process. Raises InvalidSpec if a batch has fewer samples than there are ranks.
+    """
+
+    def __init__(
+        self, x: Any, y: Any, *, global_batch_size: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        fewest = min(len(x) % global_batch_size or global_batch_size, global_batch_size)
+        if fewest < dist.get_world_size():
+            raise InvalidSpec(
+                "a batch has fewer samples than there are ranks",
+                seen=f"{fewest} samples in one, {dist.get_world_size()} ranks",
+                expected="a sample for every rank",
+                fix="Choose another global_batch_size.",
+            )
+        shares = _Shares(len(x), global_batch_size, seed if shuffle else None)
+        pairs = TensorDataset(torch.as_tensor(x), torch.as_tensor(y))
+        super().__init__(pairs, batch_sampler=shares)
+
+
+class _Shares(Sampler[list[int]]):
+    """The places of this rank's samples in each batch of an epoch; a new order in each epoch."""
+
+    def __init__(self, num_samples: int, batch_size: int, seed: int | None) -> None:
+        self._num_samples, self._batch_size, self._seed = num_samples, batch_size, seed
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        return math.ceil(self._num_samples / self._batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = torch.arange(self._num_samples)
+        if self._seed is not None:
+            drawn = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+            order = torch.randperm(self._num_samples, generator=drawn)
+        for start in range(0, self._num_samples, self._batch_size):
+            stop = min(self._num_samples, start + self._batch_size)
+            own = share(start, stop, dist.get_rank(), dist.get_world_size())
+            yield order[slice(*own)].tolist()
+        # Not at the beginning: Keras also looks at one batch before it trains.
+        self._epoch += 1
+
+
+def _count_samples(model: Any) -> None:
+    """Let each step's gradients count by the rank's samples, and keep what layers track in step."""
+    plain_step = model.train_step
+
+    def train_step(self: Any, data: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        self.optimizer.num_samples = keras.tree.flatten(x)[0].shape[0]
+        logs = plain_step(data)
+        tracked = [v.value for v in self.non_trainable_variables if v.value.is_floating_point()]
+        for value in tracked:
+            dist.all_reduce(value.detach())
+            value.detach().div_(dist.get_world_size())
+        return logs
+
+    model.train_step = types.MethodType(train_step, model)
+
+
+def _check_backend() -> None:
+    if keras.backend.backend() != "torch":
+        raise InvalidSpec(
+            "Keras computes with another backend",
+            seen=keras.backend.backend(),
+            expected="torch",
+            fix="Set KERAS_BACKEND=torch before Keras is imported.",
+        )
+
+
+__all__ = ["GlobalBatches", "KerasModule", "distribute", "whole_weights"]

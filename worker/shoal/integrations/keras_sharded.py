@@ -1,0 +1,141 @@
+"""A Keras optimizer of which each rank does its part: ZeRO-2 for `fit`.
+
+Each weight is flattened and cut into as many parts as there are ranks. Gradients are
+reduce-scattered, so a rank gets the global batch's gradient of its parts; the user's own optimizer
+updates those and keeps state for no others; the new weights are gathered.
+(S. Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.)
+"""
+
+from typing import Any
+
+import keras
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal_proto.errors import UnsupportedOptimizer
+
+# torch before 2.13 has these under their old names only.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_ELEMENTWISE = (
+    keras.optimizers.SGD,
+    keras.optimizers.Adam,
+    keras.optimizers.AdamW,
+    keras.optimizers.Adamax,
+    keras.optimizers.Nadam,
+    keras.optimizers.Adagrad,
+    keras.optimizers.Adadelta,
+    keras.optimizers.RMSprop,
+    keras.optimizers.Lion,
+)
+
+
+class _Sharded:
+    """Goes before an optimizer's own class; outside it is an optimizer of whole weights."""
+
+    num_samples = 0
+    """Of this rank in the step to come; 0: as many as every other rank has."""
+
+    def build(self: Any, variables: Any) -> None:
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        wholes, parts = list(variables), []
+        for variable in wholes:
+            own = _rows(variable.value.detach(), ranks)[rank].clone()
+            part = keras.Variable(own, dtype=variable.dtype, name=variable.name)
+            part._path = variable.path
+            parts.append(part)
+        # Past Keras's own setattr, which takes every variable that it sees for the optimizer's.
+        self.__dict__["shoal_wholes"] = wholes
+        self.__dict__["shoal_parts"] = {
+            id(whole): part for whole, part in zip(wholes, parts, strict=True)
+        }
+        self.__dict__["shoal_whole_of"] = {
+            id(part): whole for whole, part in zip(wholes, parts, strict=True)
+        }
+        super().build(parts)  # type: ignore[misc]
+
+    @torch.no_grad()
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        """Take one step. `grads` are this rank's; all ranks call it with the same variables."""
+        wholes = list(trainable_variables or self.shoal_wholes)
+        if not self.built:
+            self.build(wholes)
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        pairs = [(w, g) for w, g in zip(wholes, grads, strict=True) if g is not None]
+        parts = [self.shoal_parts[id(whole)] for whole, _ in pairs]
+        packed = torch.cat([_rows(gradient, ranks) for _, gradient in pairs], 1)
+        packed *= self._shoal_weight(packed.device)
+        own = packed.new_empty(packed.shape[1])
+        _reduce_scatter(own, packed.flatten())
+        for (whole, _), part in zip(pairs, parts, strict=True):
+            # The user may have set the weights since.
+            part.value.copy_(_rows(whole.value, ranks)[rank])
+        super().apply(torch.split(own, [part.value.numel() for part in parts]), parts)  # type: ignore[misc]
+        updated = torch.empty_like(packed)
+        _all_gather(updated.view(-1), torch.cat([part.value for part in parts]))
+        start = 0
+        for (whole, _), part in zip(pairs, parts, strict=True):
+            width = part.value.numel()
+            value = updated[:, start : start + width].reshape(-1)[: whole.value.numel()]
+            whole.value.copy_(value.view(whole.value.shape))
+            start += width
+            if whole.constraint is not None:
+                whole.assign(whole.constraint(whole))
+
+    def _shoal_weight(self: Any, device: torch.device) -> Tensor:
+        """This rank's share of the global batch."""
+        counts = torch.tensor(float(self.num_samples or 1), device=device)
+        total = counts.clone()
+        dist.all_reduce(total)
+        return counts / total
+
+    def _clip_gradients(self: Any, grads: Any) -> Any:
+        """As Keras clips, by norms over all ranks' parts."""
+        bound = self.clipnorm or self.global_clipnorm
+        if not bound:
+            return super()._clip_gradients(grads)  # type: ignore[misc]
+        squares = torch.stack([gradient.square().sum() for gradient in grads])
+        dist.all_reduce(squares)
+        if not self.clipnorm:
+            squares = squares.sum().expand(len(grads))
+        scales = bound / squares.sqrt().clamp(min=bound)
+        return [gradient * scale for gradient, scale in zip(grads, scales, strict=True)]
+
+    def _use_weight_decay(self: Any, variable: Any) -> bool:
+        whole = self.shoal_whole_of.get(id(variable), variable)
+        return bool(super()._use_weight_decay(whole))  # type: ignore[misc]
+
+
+def shard_optimizer(optimizer: Any) -> None:
+    """Make each rank's optimizer update its own part of the weights. It must have no state yet.
+
+    Raises UnsupportedOptimizer if it does more than treat each element by itself.
+    """
+    check_elementwise(optimizer)
+    own = type(optimizer)
+    # Under its own name, so that a saved model is loaded with the plain optimizer.
+    optimizer.__class__ = type(own.__name__, (_Sharded, own), {"__module__": own.__module__})
+
+
+def check_elementwise(optimizer: Any) -> None:
+    """Raise UnsupportedOptimizer for one that would go wrong on parts of weights."""
+    if not isinstance(optimizer, _ELEMENTWISE) or optimizer.use_ema:
+        average = " with use_ema" if optimizer.use_ema else ""
+        raise UnsupportedOptimizer(
+            "the optimizer cannot work on parts of weights",
+            seen=f"{type(optimizer).__name__}{average}",
+            expected=" or ".join(kind.__name__ for kind in _ELEMENTWISE) + ", without use_ema",
+        )
+
+
+def _rows(value: Tensor, ranks: int) -> Tensor:
+    """The elements in as many equal rows as there are ranks, zeros at the end."""
+    width = -(-value.numel() // ranks)
+    padded = value.new_zeros(ranks * width)
+    padded[: value.numel()] = value.reshape(-1)
+    return padded.view(ranks, width)
+
+
+__all__ = ["check_elementwise", "shard_optimizer"]
