@@ -38,8 +38,13 @@ class Whole(Layout):
         return dict(self.module.named_parameters())
 
 
+# Ranks that are threads share torch's random generator.
+_making = threading.Lock()
+
+
 def bound(optimizer_name: str, seed: int = 0) -> tuple[nn.Module, Bound]:
-    model, optimizer = make(optimizer_name, seed)
+    with _making:
+        model, optimizer = make(optimizer_name, seed)
     return model, Bound(Blueprint(model, optimizer), optimizer, Whole(model))
 
 
@@ -158,9 +163,7 @@ def write_on_all(path: Path, holdings: Sequence[Holding]) -> list[BaseException 
 
 def write_in_group(directory: str, steps: int) -> str:
     """One rank of a process group: offers its rows; the name of what is complete on return."""
-    group = dist.new_group()
-    assert isinstance(group, dist.ProcessGroup)
-    peers = GroupPeers(group)
+    peers = GroupPeers(dist.new_group())
     holding = cut(trained("adamw", steps), 0, peers.rank, dist.get_world_size())
     with Checkpoints(directory, every_steps=1) as checkpoints:
         checkpoints.offer(holding, peers)
@@ -184,8 +187,7 @@ class MortalPeers(GroupPeers):
 def write_with_a_loss(report: Report, store: str, directory: str, rank: int, size: int) -> None:
     """The last rank of the group is killed while all write."""
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
-    group = dist.group.WORLD
-    assert group is not None
+    group = dist.new_group()
     holding = cut(trained("sgd"), 0, rank, size)
     checkpoints = Checkpoints(directory, every_steps=1)
     checkpoints.offer(holding, MortalPeers(group))
@@ -198,12 +200,12 @@ _TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdi
 
 
 def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: int) -> None:
-    """Write a checkpoint of the steps `new` beside one of `old`, killed before the first call that
+    """Write a checkpoint of step `new` beside one of `old`, killed before the first call that
     touches the directory, then before the second ... until one lives. Reports what is to be read
     after each death."""
     first, second = (
-        Holding(step=step, pieces=state.pieces, values=state.values)
-        for step, state in ((old, trained("sgd", 2)), (new, trained("sgd", 3)))
+        Holding(step=step, pieces={"model.a": Piece.whole(torch.full((3, 2), value))})
+        for step, value in ((old, 1.0), (new, 2.0))
     )
     for calls_to_live in range(200):
         place = Path(directory) / str(calls_to_live)
@@ -215,7 +217,7 @@ def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: i
         whole = [
             label
             for label, state in (("old", first), ("new", second))
-            if not differences(found, with_aliases(state))
+            if not differences(found, state)
         ]
         _offer(place, keep, second)
         report("died", status=status, whole=whole, left=names_in(place))

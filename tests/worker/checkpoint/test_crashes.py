@@ -8,6 +8,7 @@ from checkpoint_world import cut, differences, names_in, needs_cut, trained, wit
 from ranks import Ranks
 from worlds import run_on_gloo
 
+from shoal.backends.in_memory_run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.directory import newest
 from shoal.checkpoint.reading import everything, read
@@ -51,8 +52,17 @@ def test_a_rank_killed_while_writing_leaves_no_checkpoint(tmp_path):
     assert names_in(directory) == ["step-00000001", "step-00000004"]
 
 
-def test_processes_of_one_group_write_together(tmp_path):
-    complete = run_on_gloo(3, world.write_in_group, str(tmp_path), 3)
+def on_gloo(directory):
+    return run_on_gloo(3, world.write_in_group, directory, 3)
+
+
+def in_memory(directory):
+    return run_in_memory(world.write_in_group, 3, directory, 3)
+
+
+@pytest.mark.parametrize("run", [on_gloo, in_memory])
+def test_ranks_of_one_group_write_together(tmp_path, run):
+    complete = run(str(tmp_path))
     assert complete == ["step-00000003"] * 3
     whole = trained("adamw", 3)
     for rank in range(2):

@@ -110,6 +110,8 @@ class Checkpoints:
             if peers.rank == writing.FIRST:
                 self._retire(holding.step)
         except GenerationBroken as error:
+            # Others may have completed it.
+            self._continues = True
             log.warning("checkpoint_given_up", path=str(path), reason=str(error))
         except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
             self._failure = error

@@ -47,24 +47,25 @@ class GroupPeers:
         """`device` is where the group's tensors are: by default the host (Gloo)."""
         self._group = group
         self._device = device or torch.device("cpu")
-        self.rank = dist.get_rank(group)
+        self.rank = group.rank()
 
     def gather(self, message: bytes) -> list[bytes]:
-        if len(message) > MAX_MESSAGE_BYTES:
-            raise Overloaded(
-                "a message between the ranks of a checkpoint is too long",
-                seen=f"{len(message)} bytes",
-                expected=f"at most {MAX_MESSAGE_BYTES}",
-            )
         own = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self._device)
         lengths = [int(n) for n in self._all(torch.tensor([own.numel()], device=self._device))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8, device=self._device)
+        longest = max(lengths)
+        if longest > MAX_MESSAGE_BYTES:
+            raise Overloaded(
+                "a message between the ranks of a checkpoint is too long",
+                seen=f"{longest} bytes",
+                expected=f"at most {MAX_MESSAGE_BYTES}",
+            )
+        padded = torch.zeros(longest, dtype=torch.uint8, device=self._device)
         padded[: own.numel()] = own
         gathered = zip(self._all(padded), lengths, strict=True)
         return [tensor[:length].cpu().numpy().tobytes() for tensor, length in gathered]
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        gathered = [torch.empty_like(tensor) for _ in range(dist.get_world_size(self._group))]
+        gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
         dist.all_gather(gathered, tensor, group=self._group)
         return gathered
 

@@ -10,6 +10,7 @@ and every rank works out the same plan from it; the files are written by DCP's F
 
 import errno
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ _FIXES = {
 
 
 def write(
-    path: Path,
+    path: str | os.PathLike[str],
     holding: Holding,
     peers: Peers = ALONE,
     *,
@@ -47,7 +48,7 @@ def write(
     later steps there. Raises GenerationBroken if a peer is lost: then the next writer removes what
     is left.
     """
-    writer = _Writer(path, holding, peers)
+    writer = _Writer(Path(path), holding, peers)
     try:
         chunks = writer.open(continues)
         located = writer.write_share(chunks[peers.rank])
@@ -148,12 +149,14 @@ class _Writer:
     ) -> Iterator[tuple[Entry, Place]]:
         """All entries of all ranks. A tied parameter stands under each of its names."""
         tied: Any = self._holding.values.get("tied", {})
+        aliases: dict[names.Path, list[str]] = {}
+        for alias, name in tied.items():
+            aliases.setdefault(("model", name), []).append(alias)
         for rank, (own, places) in enumerate(zip(chunks, located, strict=True)):
             for entry, place in zip(self._entries(own, rank == FIRST), places, strict=True):
                 yield entry, place
-                for alias, name in tied.items():
-                    if entry.path == ("model", name):
-                        yield Entry(("model", alias), entry.data), place
+                for alias in aliases.get(entry.path, []):
+                    yield Entry(("model", alias), entry.data), place
 
     def give_up(self) -> None:
         """Leave nothing behind. All ranks have failed at the same point: none writes any more."""
@@ -169,11 +172,10 @@ class _Writer:
             failure = self._failure(stage, error)
             message = {"failed": _told(failure)}
         answers = [json.loads(text) for text in self._gather(json.dumps(message).encode())]
-        if failure:
-            raise failure
-        for answer in answers:
+        for rank, answer in enumerate(answers):
             if "failed" in answer:
-                raise _retold(answer["failed"])
+                own = failure if rank == self._peers.rank else None
+                raise own or _retold(answer["failed"])
         return [answer["done"] for answer in answers]
 
     def _gather(self, message: bytes) -> list[bytes]:
