@@ -1,5 +1,6 @@
 """A model in stages trains to the weights that one process trains it to."""
 
+import copy
 import functools
 import threading
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from worlds import (
     LaidOutTraining,
     Training,
@@ -19,6 +21,8 @@ from worlds import (
 )
 
 import shoal
+from shoal import randomness
+from shoal.dropout import key_dropout
 from shoal.layouts.base import World
 from shoal.layouts.cutting import Cutter
 from shoal.layouts.pipeline import MAX_SHAPES, Course, PipelineLayout
@@ -164,6 +168,55 @@ def test_batches_of_changing_size_give_the_gradients_of_the_whole_batch():
         for name, parameter in model.named_parameters():
             for found in (rank[turn][name] for rank in ranks if name in rank[turn]):
                 torch.testing.assert_close(found, parameter.grad, rtol=0, atol=1e-6)
+
+
+class Forgetful(nn.Module):
+    """Drops in every layer, and computes the second one's forward pass again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(5, 6), nn.Dropout(0.4)
+        self.second = Recomputed(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)))
+        self.third = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.third(self.second(self.drop(self.first(x))))
+        return out
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
+        return out
+
+
+def test_what_is_dropped_does_not_depend_on_stages_and_microbatches():
+    inputs, targets = models.numbers()
+    torch.manual_seed(0)
+    model = Forgetful()
+    key_dropout(model)
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def body() -> dict[str, Tensor]:
+        layout = in_stages(copy.deepcopy(model).to("meta"), world_of_rank())
+        known = dict(zip(dict(model.named_parameters()), weights, strict=True))
+        with torch.no_grad():
+            for name, parameter in layout.parameters.items():
+                parameter.copy_(known[name])
+        with randomness.at(seed=3, step=2, first=4, count=12):
+            layout.forward_backward(inputs[:12], targets[:12], models.squared, 1.0)
+        return {name: p.grad for name, p in layout.parameters.items() if p.grad is not None}
+
+    ranks = shoal.run_in_memory(body, 3)
+    with randomness.at(seed=3, step=2, first=4, count=12):
+        models.squared(model(inputs[:12]), targets[:12]).backward()
+    found = {name: gradient for rank in ranks for name, gradient in rank.items()}
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def test_every_rank_is_told_the_mean_loss_of_the_batch():

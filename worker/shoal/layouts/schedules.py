@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils import _pytree as pytree
 
+from shoal import randomness
 from shoal.layouts.base import LossFunction
 from shoal.layouts.relay import Neighbours
 from shoal.layouts.stages import Stage
@@ -71,7 +72,7 @@ class Rounds:
         self._losses: list[Tensor] = []
         given, returned = self._probe()
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
-        torch_stage = PipelineStage(
+        torch_stage = _PlacedStage(
             _Part(self),
             stage.index,
             stage.num_stages,
@@ -80,6 +81,7 @@ class Rounds:
             output_args=tuple(returned),
             group=near.group,
         )
+        torch_stage.rounds = self
         # The loss is scaled instead: gradients that are there already must stay as they are.
         self._schedule = kind(torch_stage, count, loss_fn=_as_it_is, scale_grads=False)
 
@@ -114,13 +116,18 @@ class Rounds:
 
     def compute(self, activations: Sequence[Tensor], start: int, stop: int) -> Any:
         inputs = self._feed.samples(dict(self._feed.inputs), start, stop)
-        outputs = self._stage.run(inputs, activations)
+        with randomness.part(start, stop):
+            outputs = self._stage.run(inputs, activations)
         if self.is_last:
             return outputs
         for output in outputs:
             if not isinstance(output, Tensor):
                 raise _not_a_tensor(self._stage.index, output)
         return tuple(output.contiguous() for output in outputs)
+
+    def rows_of(self, microbatch: int) -> tuple[int, int]:
+        size = self._feed.num_samples // self._count
+        return microbatch * size, (microbatch + 1) * size
 
     def loss_of(self, outputs: Any, start: int, stop: int) -> Tensor:
         """This micro-batch's part of what backward begins with."""
@@ -139,13 +146,23 @@ class Rounds:
         given: list[Tensor] = []
         if stage.index:
             given = near.receive(source=stage.index - 1, values=False)
-        stop = self._feed.num_samples // self._count
         with _undone(stage.model, near.device):
-            outputs = self.compute(given, 0, stop)
+            outputs = self.compute(given, *self.rows_of(0))
         if self.is_last:
             return given, [torch.zeros(1, device=near.device)]
         near.send(outputs, to=stage.index + 1, values=False)
         return given, [_like(output) for output in outputs]
+
+
+class _PlacedStage(PipelineStage):
+    """Computes each backward pass at the place of its samples: by then the forward passes of others
+    have begun, and activation checkpointing draws again what its own drew."""
+
+    rounds: Rounds
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with randomness.part(*self.rounds.rows_of(bwd_chunk_id)):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class _Part(nn.Module):
