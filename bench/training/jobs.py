@@ -29,8 +29,17 @@ def environment(**more: str) -> Mapping[str, str]:
 class ShoalJob:
     """A job of `shoal run`'s workers in the cluster; up inside its `with` block."""
 
-    def __init__(self, cluster: LocalCluster, directory: Path, *, max_members: int) -> None:
+    def __init__(
+        self,
+        cluster: LocalCluster,
+        directory: Path,
+        *,
+        max_members: int,
+        script: tuple[str, ...] = ("on_shoal.py",),
+    ) -> None:
+        """`script`: its name and what it gets behind the directory."""
         self._cluster = cluster
+        self._script, *self._script_arguments = script
         self._directory = directory
         self._max_members = max_members
         self._supervisor = Supervisor(grace_s=2.0)
@@ -58,7 +67,7 @@ class ShoalJob:
                     *("--coordinator", self._cluster.coordinator),
                     *("--desired", str(NUM_WORKERS), "--max", str(self._max_members)),
                     *("--max-restarts", str(max_restarts)),
-                    *(str(HERE / "on_shoal.py"), str(self._directory)),
+                    *(str(HERE / self._script), str(self._directory), *self._script_arguments),
                 ),
                 environment=environment(),
                 log_path=self._directory / f"launcher-{number}.log",
@@ -112,16 +121,16 @@ def torchft_job(python: str, directory: Path) -> Iterator[Steps]:
 
 
 @contextmanager
-def torchrun_job(directory: Path, port: int) -> Iterator[Steps]:
+def torchrun_job(directory: Path, port: int, script: str = "on_torchrun.py") -> Iterator[Steps]:
     """Four nodes of one worker each that meet at the first one's store."""
     directory.mkdir()
     with Supervisor(grace_s=2.0) as supervisor:
         for number in range(NUM_WORKERS):
-            supervisor.spawn(torchrun_node(directory, port, number))
+            supervisor.spawn(torchrun_node(directory, port, number, script))
         yield Steps(directory)
 
 
-def torchrun_node(directory: Path, port: int, number: int) -> Command:
+def torchrun_node(directory: Path, port: int, number: int, script: str) -> Command:
     is_host = "true" if number == 0 else "false"
     return Command(
         name=f"node-{number}",
@@ -130,7 +139,7 @@ def torchrun_node(directory: Path, port: int, number: int) -> Command:
             *(f"--rdzv-id={directory.name}", f"--nnodes=1:{NUM_WORKERS}", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
             *(f"--rdzv-conf=last_call_timeout=1,is_host={is_host}", "--max-restarts=1000"),
-            *(str(HERE / "on_torchrun.py"), str(directory)),
+            *(str(HERE / script), str(directory)),
         ),
         # A store of its own for every restart: without it workers read stale addresses.
         environment=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),

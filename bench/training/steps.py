@@ -21,6 +21,8 @@ class Step:
     agent: int
     formation: int
     world_size: int
+    step: int = 0
+    """Number of the step, from those workers that tell it."""
 
 
 class Steps:

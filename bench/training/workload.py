@@ -41,7 +41,7 @@ class StepLog:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         self._descriptor = os.open(directory / f"steps-{self._pid}", flags, 0o644)
 
-    def committed(self, *, formation: int, world_size: int) -> None:
+    def committed(self, *, formation: int, world_size: int, step: int = 0) -> None:
         """Write a step down. `formation` changes whenever the workers that train do."""
         line = {
             "at_s": time.monotonic(),  # one clock for all processes of this machine
@@ -49,6 +49,7 @@ class StepLog:
             "agent": os.getppid(),
             "formation": formation,
             "world_size": world_size,
+            "step": step,
         }
         # One write: a SIGKILL leaves no half of a line.
         os.write(self._descriptor, (json.dumps(line) + "\n").encode())

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoal.checkpoint.names import tied
 from shoal.layouts.base import Layout, persistent_buffers
 from shoal.state.pieces import MODEL, OPTIM, Box, Holding, Piece
 from shoal.strategies.base import Json
@@ -54,8 +55,9 @@ class Blueprint:
                         fix="Distribute one module that holds them all.",
                     )
             self.groups.append([names[parameter] for parameter in group["params"]])
-        self.shapes = {name: tuple(p.shape) for p, name in names.items()}
-        """Whole shapes of all parameters by name."""
+        # Before the weights are forgotten, which unties them.
+        self.tied: dict[str, Json] = dict(tied(model))
+        """For each further name of a parameter, its first."""
 
     def copy(self) -> nn.Module:
         """The model once more: its parameters on the meta device, its buffers real and its own."""
@@ -108,6 +110,7 @@ class Bound:
         self._held = dict(layout.held)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self.group_names = blueprint.groups
+        self._tied = blueprint.tied
         optimizer.state.clear()
         for group, names in zip(optimizer.param_groups, blueprint.groups, strict=True):
             group["params"] = [self._parameters[name] for name in names if name in self._parameters]
@@ -128,14 +131,14 @@ class Bound:
                     path, piece = self._piece_of_state(name, key, value)
                     pieces[path] = piece
         kept = {path: piece for path, piece in pieces.items() if piece.box.num_elements}
-        return Holding(step=step, pieces=kept, values={"groups": self._settings()})
+        return Holding(step=step, pieces=kept, values=self._values())
 
     def _piece_of_state(self, name: str, key: str, value: Any) -> tuple[str, Piece]:
         path = f"{OPTIM}{name}/{key}"
         if not isinstance(value, Tensor):
             for mark, kind in _NUMBERS.items():
                 if type(value) is kind:
-                    return path + mark, Piece.whole(torch.tensor(value))
+                    return path + mark, Piece.whole(_as_tensor(value))
             raise self._cannot_hand_over(f"state {key!r} of {name}: {type(value).__name__}")
         if value.ndim == 0:
             return path, Piece.whole(_local(value))
@@ -149,6 +152,9 @@ class Bound:
                 f" {whole.shape} that is cut"
             )
         return path, Piece.whole(_local(value))
+
+    def _values(self) -> dict[str, Json]:
+        return {"groups": self._settings(), "tied": self._tied}
 
     def _settings(self) -> list[Json]:
         groups: list[Json] = []
@@ -248,6 +254,11 @@ class Bound:
             else:
                 assert given is not None, "what has another shape is whole on every rank"
                 self.optimizer.state[parameter][key] = given.tensor.clone()
+
+
+def _as_tensor(number: float) -> Tensor:
+    """A Python number without loss: its floats have 64 bits."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
 
 
 def _local(tensor: Tensor) -> Tensor:

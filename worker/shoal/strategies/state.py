@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.checkpoint.names import tied
 from shoal.state.pieces import MODEL, OPTIM, Holding, Piece
 from shoal.strategies.base import Json, State
 from shoal_proto.errors import (
@@ -113,7 +114,8 @@ class ReplicatedState:
             names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
             numbers: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
             groups.append({"params": names, **own, **numbers})
-        return Holding(step=step, pieces=pieces, values={"groups": groups})
+        values: dict[str, Json] = {"groups": groups, "tied": dict(tied(self._model))}
+        return Holding(step=step, pieces=pieces, values=values)
 
     @torch.no_grad()
     def adopt(self, holding: Holding) -> None:
