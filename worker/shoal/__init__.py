@@ -32,18 +32,25 @@ if TYPE_CHECKING:
         forward_backward,
         state_dict,
     )
+    from shoal.planning import plan
     from shoal.session import Session
     from shoal.strategies.ddp import DDP
+    from shoal.strategies.fsdp import FSDP, Zero2, Zero3
+    from shoal.strategies.local_sgd import DiLoCo, LocalSGD
+    from shoal.strategies.zero1 import Zero1
     from shoal.validators import Reject, Roster, RosterMember, Validator, validator
 
 __all__ = [
     "BF16",
     "DDP",
     "FP16",
+    "FSDP",
     "Batch",
     "Checkpoints",
+    "DiLoCo",
     "Drained",
     "Int8",
+    "LocalSGD",
     "OneBit",
     "PowerSGD",
     "Reject",
@@ -51,12 +58,16 @@ __all__ = [
     "RosterMember",
     "Session",
     "TopK",
+    "Zero1",
+    "Zero2",
+    "Zero3",
     "clip_grad_norm",
     "data_share",
     "distribute",
     "forward_backward",
     "init_mpi",
     "join",
+    "plan",
     "run_in_memory",
     "state_dict",
     "validator",
@@ -72,9 +83,16 @@ _HOMES = {
     "Batch": "shoal.data",
     "Checkpoints": "shoal.checkpoint.background",
     "DDP": "shoal.strategies.ddp",
+    "FSDP": "shoal.strategies.fsdp",
+    "Zero1": "shoal.strategies.zero1",
+    "Zero2": "shoal.strategies.fsdp",
+    "Zero3": "shoal.strategies.fsdp",
+    "plan": "shoal.planning",
+    "DiLoCo": "shoal.strategies.local_sgd",
     "Drained": "shoal.draining",
     "FP16": "shoal.compression.half",
     "Int8": "shoal.compression.quantised",
+    "LocalSGD": "shoal.strategies.local_sgd",
     "OneBit": "shoal.compression.quantised",
     "PowerSGD": "shoal.compression.low_rank",
     "Reject": "shoal.validators",
