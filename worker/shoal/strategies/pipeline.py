@@ -10,8 +10,10 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.cutting import Cutter
 from shoal.layouts.outline import Outline
 from shoal.layouts.pipeline import Course, PipelineLayout
+from shoal.layouts.pipeline_figures import PipelineFigures
 from shoal.layouts.schedules import SCHEDULES
 from shoal.layouts.timing import Clockwork
+from shoal.planning.figures import Plan, Subject
 from shoal.strategies.laid_out import LaidOut
 from shoal_proto.errors import InvalidSpec
 
@@ -42,6 +44,13 @@ class Cutting:
         outline = self.cutter.outline(model, num_stages)
         costs = None if self._clockwork is None else self._clockwork.costs(model, outline, world)
         return outline, self.cutter.stage_of(outline, num_stages, costs)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan of the stages takes for granted."""
+        if self._clockwork is None:
+            return ()
+        return ("the stages shown are balanced by bytes; those of a run are by measured time",)
 
     def options(self) -> dict[str, Any]:
         return {"balance": self._balance, "split_at": self._split_at and list(self._split_at)}
@@ -95,6 +104,13 @@ class Pipeline(LaidOut):
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         cut = self._cutting.cut(model, world, world.world_size)
         return PipelineLayout(model, world, cut, self._course)
+
+    def plan(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        cutter = self._cutting.cutter
+        outline = cutter.outline(subject.model, subject.world_size)
+        cut = outline, cutter.stage_of(outline, subject.world_size)
+        return PipelineFigures(subject, cut, self._course).plan(self.name, self._cutting.notes)
 
     def options(self) -> Mapping[str, str]:
         chosen = {
