@@ -20,6 +20,8 @@ from worlds import (
 )
 
 import shoal
+from shoal import randomness
+from shoal.dropout import key_dropout
 from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor import TensorLayout, parallelise
 from shoal.layouts.tensor_derive import derive
@@ -200,3 +202,41 @@ def test_evaluation_goes_past_kernels_that_need_whole_weights():
     expected = whole(inputs, src_key_padding_mask=padding)
     for given in shoal.run_in_memory(evaluate, 2, whole, inputs, padding):
         torch.testing.assert_close(given[~padding], expected[~padding])
+
+
+def answer(whole: nn.Module, inputs: Tensor) -> Tensor:
+    parts = copy.deepcopy(whole)
+    mesh = DeviceMesh.from_group(this_world().group, "cpu")
+    plan = derive(parts, mesh.size(), min_split_bytes=0)
+    parallelise(parts, mesh, plan)
+    assert plan.entry("1").style == "mask"
+    with randomness.at(seed=1, step=2, first=0, count=len(inputs)):
+        out: Tensor = parts(inputs).detach()
+        return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dropout_that_is_keyed_stays_so_within_a_pair(world_size):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 10), nn.Dropout(0.5), nn.Linear(10, 3), nn.Dropout(0.5))
+    assert key_dropout(whole) == 2
+    inputs = torch.randn(6, 4)
+    with randomness.at(seed=1, step=2, first=0, count=6):
+        expected = whole(inputs).detach()
+    for given in shoal.run_in_memory(answer, world_size, whole, inputs):
+        torch.testing.assert_close(given, expected)
+
+
+def travelling(done: Training) -> set[str]:
+    layout = LaidOutTraining(done, split, this_world()).layout
+    names = [f"model.{name}" for name in layout.held]
+    names += [f"optim.{name}/exp_avg" for name in layout.parameters]
+    return {name for name in names if layout.travels(name)}
+
+
+def test_only_what_is_split_is_lost_with_a_rank():
+    done = training(models.encoder_layer, models.adamw)
+    cut = {"linear1.weight", "linear1.bias", "linear2.weight", "self_attn.in_proj_weight"}
+    cut |= {"self_attn.in_proj_bias", "self_attn.out_proj.weight"}
+    for found in shoal.run_in_memory(travelling, 2, done):
+        assert found == {f"model.{n}" for n in cut} | {f"optim.{n}/exp_avg" for n in cut}

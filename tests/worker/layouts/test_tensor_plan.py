@@ -218,6 +218,8 @@ def test_the_strategy_refuses_what_it_cannot_run():
         TensorParallel({"nowhere": "row"}).check(model, models.momentum(model.parameters()))
     with pytest.raises(UnsupportedOptimizer, match="foreach=True"):
         TensorParallel().check(model, torch.optim.SGD(model.parameters(), 0.1, foreach=True))
+    with pytest.raises(UnsupportedOptimizer, match="elementwise_optimizer=True"):
+        TensorParallel().check(model, torch.optim.Adafactor(model.parameters()))
     with pytest.raises(InvalidSpec, match="min_split_bytes"):
         TensorParallel(min_split_bytes=-1)
     assert TensorParallel({"0": "row"}).options() != TensorParallel().options()

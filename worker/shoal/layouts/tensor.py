@@ -22,6 +22,7 @@ from shoal.layouts.tensor_parts import (
 )
 from shoal.layouts.tensor_plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, Entry, TensorPlan
 from shoal.layouts.tensor_styles import CUT_DIMS
+from shoal.state.pieces import MODEL, OPTIM
 
 _Known = dict[int, nn.Parameter]
 
@@ -61,7 +62,9 @@ class _Split(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         group = device_mesh.get_group()
-        kind = type(module), self._entry.style
+        # A dropout may have been keyed, which its class tells.
+        made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
+        kind = made, self._entry.style
         _APPLY[kind](module, group, self._entry)
         for key, dim in CUT_DIMS[kind].items():
             self._cut(module, key, dim, device_mesh)
@@ -146,6 +149,12 @@ class TensorLayout(Layout):
 
     def counts(self, name: str) -> bool:
         return isinstance(self._parameters.get(name), DTensor) or self.world.rank == 0
+
+    def travels(self, name: str) -> bool:
+        if name.startswith(MODEL):
+            return isinstance(self._parameters.get(name.removeprefix(MODEL)), DTensor)
+        owner, _, _ = name.removeprefix(OPTIM).rpartition("/")
+        return isinstance(self._parameters.get(owner), DTensor)
 
     def reduce(self) -> None:
         """Give all ranks the first one's gradients of whole parameters.

@@ -15,6 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.dropout import draw
 from shoal.layouts.tensor_plan import part_sizes
 
 
@@ -184,8 +185,9 @@ class ColumnEmbedding(nn.Embedding):
 class CutDropout(nn.Dropout):
     """Dropout between a ColumnLinear and a RowLinear.
 
-    Draws the mask of the whole width and uses its own part: where the ranks' generators are in the
-    same state, the masks are those of one process, and the generators stay in the same state.
+    Draws the mask of the whole width and uses its own part: by place where the module was keyed;
+    else, where the ranks' generators are in the same state, the masks are those of one process, and
+    the generators stay in the same state.
     """
 
     cut: Cut
@@ -194,7 +196,11 @@ class CutDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
         if not self.training or not self.p:
             return input
-        return input * self.cut.own(whole_mask(input, -1, self.cut, self.p))
+        whole = torch.Size([*input.shape[:-1], sum(self.cut.sizes)])
+        kept = draw(self, whole, input.device, p=self.p)
+        if kept is None:
+            return input * self.cut.own(whole_mask(input, -1, self.cut, self.p))
+        return input * self.cut.own(kept) * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
 def whole_mask(part: Tensor, dim: int, cut: Cut, p: float) -> Tensor:

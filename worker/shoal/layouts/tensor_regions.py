@@ -19,8 +19,11 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
+from shoal.dropout import KeyedDropout
+
+_DROPOUTS = (nn.Dropout, KeyedDropout)
 _ELEMENTWISE_MODULES = (
-    nn.Dropout,
+    *_DROPOUTS,
     nn.ELU,
     nn.GELU,
     nn.Hardswish,
@@ -193,7 +196,7 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
             columns.append(str(node.target))
         elif _is_elementwise(node, module):
             ahead += node.all_input_nodes
-            dropouts += [str(node.target)] if type(module) is nn.Dropout else []
+            dropouts += [str(node.target)] if type(module) in _DROPOUTS else []
         else:
             return None
     stays = all(user is row or user in inside for node in inside for user in node.users)

@@ -11,6 +11,7 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor import TensorLayout
 from shoal.layouts.tensor_derive import MIN_SPLIT_BYTES, derive
 from shoal.layouts.tensor_plan import TensorPlan
+from shoal.strategies.elementwise import refuse_unless_elementwise
 from shoal.strategies.laid_out import LaidOut
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
@@ -22,7 +23,8 @@ class TensorParallel(LaidOut):
 
     The plan is derived anew for each world size. `plan`: what you want otherwise, patterns of
     module names to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
-    pairs with smaller weights stay whole on every member.
+    pairs with smaller weights stay whole on every member. `elementwise_optimizer=True` vouches for
+    an optimizer that is not torch's own: that it treats each element of a parameter by itself.
     """
 
     name = "tensor"
@@ -32,6 +34,7 @@ class TensorParallel(LaidOut):
         plan: Mapping[str, str] | None = None,
         *,
         min_split_bytes: int = MIN_SPLIT_BYTES,
+        elementwise_optimizer: bool = False,
         copies: int = 1,
         copy_every_steps: int = 10,
     ) -> None:
@@ -40,6 +43,7 @@ class TensorParallel(LaidOut):
             raise InvalidSpec(
                 "min_split_bytes is out of range", seen=str(min_split_bytes), expected="0 or more"
             )
+        self._elementwise_optimizer = elementwise_optimizer
         self._overrides = dict(plan or {})
         self._min_split_bytes = min_split_bytes
 
@@ -60,6 +64,7 @@ class TensorParallel(LaidOut):
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.plan(model, 1)
+        refuse_unless_elementwise(self.name, optimizer, self._elementwise_optimizer)
         for group in optimizer.param_groups:
             for option in ("foreach", "fused"):
                 if group.get(option):
