@@ -59,7 +59,13 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
     """Offer one step after the other; what was wrong, and the figures to look at."""
     rank, size = dist.get_rank(), dist.get_world_size()
     copying.CHUNK_BYTES = 50
-    copies = PeerCopies(dist.new_group(), copies=num_copies, every_steps=2, travels=travels)
+    copies = PeerCopies(
+        dist.new_group(),
+        copies=num_copies,
+        every_steps=2,
+        travels=travels,
+        limit_s=60 if num_copies > 1 else None,
+    )
     wrong, memory, sizes = [], [], []
     for step in (0, 2, 4, 6, 8):
         live = part(step, rank, size).copied()
@@ -207,6 +213,7 @@ def _fail_after_a_chunk(report: Report, number: int) -> None:
         work.wait()
         report("failing")
         os.kill(os.getpid(), number)
+        threading.Event().wait()  # the kernel stops one thread after the other
 
     dist.isend = send_once
 

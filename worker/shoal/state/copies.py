@@ -7,6 +7,7 @@ ranks while training goes on.
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import structlog
@@ -32,8 +33,8 @@ from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-CHUNK_BYTES = 32 * 1024 * 1024
-"""A copy travels in messages of this size; each must come within the group's time limit."""
+CHUNK_BYTES = 16 * 1024 * 1024
+"""A copy travels in messages of this size, each of which must come within a time limit."""
 
 
 class PeerCopies:
@@ -66,8 +67,13 @@ class PeerCopies:
         every_steps: int,
         before: "PeerCopies | None" = None,
         travels: Callable[[str], bool] = lambda _: True,
+        limit_s: float | None = None,
     ) -> None:
-        """`travels` says of each name, on all ranks alike, whether it is lost with its rank."""
+        """`travels` says of each name, on all ranks alike, whether it is lost with its rank.
+
+        A message that takes longer than `limit_s` fails the copy. None: than the group's own limit
+        for messages, which for a Gloo group of a session is a sixth of the limit of its bring-up.
+        """
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(
                 "the copies' settings are out of range",
@@ -92,11 +98,12 @@ class PeerCopies:
         self._announced: Inventory | None = None
         self._inventories: list[Inventory | None] = [None] * world_size
         self._names: frozenset[str] = frozenset()
-        # The thread alone has the group: who holds a group longest must wait for its threads.
-        self._thread = threading.Thread(
-            target=self._serve, args=(group,), name="peer-copies", daemon=True
-        )
-        self._thread.start()
+        self._limit = None if limit_s is None else timedelta(seconds=limit_s)
+        if self._targets:
+            # It alone has the group: whoever is the last to hold one must wait for its threads.
+            threading.Thread(
+                target=self._serve, args=(group,), name="peer-copies", daemon=True
+            ).start()
 
     # --- the trainer's side ---
 
@@ -108,7 +115,7 @@ class PeerCopies:
         """Copy this rank's holding; on return it may change. All ranks offer the same steps.
 
         What goes to peers goes in the background. Waits for the copy before to be complete on all
-        ranks: no longer than the group's limit for a collective. Raises what that copy failed
+        ranks: no longer than the time limits of its messages. Raises what that copy failed
         with, as a collective of the group would, and GenerationBroken after `close`. Also in a
         world of one, which forgets what is left of the last generation: nobody needs it any more.
         """
@@ -210,11 +217,15 @@ class PeerCopies:
             for chunk in _chunks(slot.travelling)
         ]
         for peer, (pieces, works) in arriving.items():
-            _wait(works)
+            self._wait(works)
             slot.show(peer, pieces, values[peer])
-        _wait(leaving)
+        self._wait(leaving)
         # Behind this every rank has all that it is to have of this step.
         dist.all_reduce(torch.zeros(1), group=group)
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait() if self._limit is None else work.wait(self._limit)
 
     def _announce(self, own: Holding, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
         """Tell the others what comes and learn what they send; the values of each of them."""
@@ -253,11 +264,6 @@ class PeerCopies:
 def _chunks(memory: Tensor) -> list[Tensor]:
     starts = range(0, memory.numel(), CHUNK_BYTES)
     return [memory[start : start + CHUNK_BYTES] for start in starts]
-
-
-def _wait(works: Sequence[Any]) -> None:
-    for work in works:
-        work.wait()
 
 
 __all__ = ["PeerCopies"]
