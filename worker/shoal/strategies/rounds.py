@@ -117,12 +117,16 @@ class Rounds(Gates):
         """
         own = {name: t for name, t in given.tensors.items() if not name.startswith(_OUTER)}
         self.state.restore(State(step=given.step, tensors=own, values=given.values))
+        self.agree(given.step)
         self._velocity = {
-            name.removeprefix(_OUTER): tensor.clone()
+            # In memory of its own, beside its parameter.
+            name.removeprefix(_OUTER): tensor.to(self._device_of(name), copy=True)
             for name, tensor in given.tensors.items()
             if name.startswith(_OUTER)
         }
-        self.agree(given.step)
+
+    def _device_of(self, outer: str) -> torch.device:
+        return self.agreed.tensors[outer.removeprefix(_OUTER)].device
 
     # --- where they go on ---
 
