@@ -16,8 +16,11 @@ from shoal.backends.uneven import all_gather_uneven, all_to_all_uneven, reduce_s
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {}
 ReduceOp = dist.ReduceOp
-UNTAGGED = {"messages_arrive_in_the_order_sent_and_by_their_tags"}
-"""Not for backends without tags."""
+UNTAGGED = {
+    "messages_arrive_in_the_order_sent_and_by_their_tags",
+    "a_message_of_whoever_sends_one_tells_who_did",
+}
+"""Not for backends that find a message by its sender alone."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 GUARD = -77.0
 
@@ -325,6 +328,20 @@ def messages_arrive_in_the_order_sent_and_by_their_tags(device: torch.device) ->
             dist.recv(taken[name], 0, tag=tag)
         seen = {name: float(tensor) for name, tensor in taken.items()}
         assert seen == {"first": 10.0, "second": 11.0, "third": 20.0}
+
+
+@check
+def a_message_of_whoever_sends_one_tells_who_did(device: torch.device) -> None:
+    rank, size = place()
+    if rank:
+        dist.send(torch.tensor([float(rank)], device=device), 0)
+        return
+    came = {}
+    for _ in range(size - 1):
+        tensor = torch.zeros(1, device=device)
+        source = dist.recv(tensor)
+        came[source] = float(tensor)
+    assert came == {r: float(r) for r in range(1, size)}
 
 
 @check

@@ -1,4 +1,6 @@
-"""A model trained by DDP under mpiexec, and by one process."""
+"""What two ranks do under mpiexec: train by DDP as one process does, and fail to understand."""
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,3 +36,19 @@ def by_ddp() -> list[list[float]]:
     model = _model()
     ddp = DistributedDataParallel(model)
     return _trained(ddp, model, dist.get_rank(), dist.get_world_size())
+
+
+def short_message() -> str:
+    """What rank 0 is told of a message that is shorter than what it is to receive."""
+    if dist.get_rank() == 1:
+        dist.send(torch.ones(1), 0)
+        return ""
+    try:
+        dist.recv(torch.ones(3), 1)
+    except dist.DistBackendError as error:
+        return str(error)
+    return "nothing"
+
+
+def report() -> dict[str, Any]:
+    return {"parameters": by_ddp(), "short": short_message()}

@@ -49,7 +49,7 @@ def missing(backend: str, world_size: int, name: str) -> str:
         if count < world_size:
             return f"nccl needs {world_size} CUDA devices and a torch with NCCL; here are {count}"
         if name in UNTAGGED:
-            return "nccl has no tags"
+            return "nccl finds a message by its sender alone"
     return ""
 
 

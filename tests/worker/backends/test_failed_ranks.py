@@ -46,13 +46,12 @@ def test_in_memory_every_survivor_is_told(world_size: int) -> None:
 
 
 @needs_mpiexec
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_under_mpiexec_every_survivor_is_told_of_an_error(world_size: int) -> None:
+def test_under_mpiexec_every_survivor_is_told_of_an_error() -> None:
     """MPI's launcher would end the others before they can say a word, or they would wait."""
-    ended = run_under_mpiexec(world_size, "failing_ranks.one_raises", timeout_s=3600)
+    ended = run_under_mpiexec(4, "failing_ranks.one_raises", timeout_s=3600)
     assert ended.code != 0
     assert ended.reports.pop(FAILING) == {"raised": "Broken", "text": "on purpose"}
-    assert set(ended.reports) == set(range(world_size)) - {FAILING}
+    assert set(ended.reports) == {0, 2, 3}
     for report in ended.reports.values():
         assert report["raised"] == "DistBackendError"
         assert "rank 1 raised Broken: on purpose" in report["text"]

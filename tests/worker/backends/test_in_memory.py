@@ -29,6 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shoal
 from shoal.backends.collectives import counts, reset_counts
+from shoal.backends.in_memory_meeting import MAX_UNDELIVERED
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec
 
 torch.manual_seed(0)
@@ -307,6 +308,29 @@ def test_ranks_that_do_different_things_are_told_what_each_does() -> None:
 def test_ranks_that_hand_in_different_sizes_are_told() -> None:
     with pytest.raises(dist.DistBackendError, match=r"\(2,\).*\(3,\)"):
         shoal.run_in_memory(lambda: dist.all_reduce(torch.ones(2 + dist.get_rank())), 2)
+
+
+def test_a_message_of_another_size_is_no_message() -> None:
+    def body() -> None:
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(2), 1)
+        else:
+            dist.recv(torch.ones(3), 0)
+
+    with pytest.raises(dist.DistBackendError, match=r"\(2,\).*was sent.*\(3,\).*received"):
+        shoal.run_in_memory(body, 2)
+
+
+def test_who_sends_without_end_waits_for_the_receiver() -> None:
+    """What was sent and not yet received has a bound; here nobody will ever receive."""
+
+    def body() -> None:
+        if dist.get_rank() == 0:
+            for _ in range(MAX_UNDELIVERED + 1):
+                dist.send(torch.ones(1), 1)
+
+    with pytest.raises(dist.DistBackendError, match="send to rank 1"):
+        shoal.run_in_memory(body, 2)
 
 
 def test_a_reduction_does_not_depend_on_who_comes_first() -> None:

@@ -1,5 +1,7 @@
 """Training over MPI as a user starts it, and what is refused."""
 
+from typing import Any
+
 import mpi_training
 import pytest
 import torch
@@ -13,15 +15,25 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_ddp_under_mpiexec_trains_as_one_process_does() -> None:
-    ended = run_under_mpiexec(2, "mpi_training.by_ddp")
+@pytest.fixture(scope="module")
+def reports() -> list[Any]:
+    """What each of two ranks returns; they are started once for all tests."""
+    ended = run_under_mpiexec(2, "mpi_training.report")
     assert ended.code == 0, ended.output
-    for rank in range(2):
-        ours = ended.reports[rank]["returned"]
-        for mine, expected in zip(ours, mpi_training.alone(), strict=True):
+    return [ended.reports[rank]["returned"] for rank in range(2)]
+
+
+def test_ddp_under_mpiexec_trains_as_one_process_does(reports: list[Any]) -> None:
+    for report in reports:
+        for mine, expected in zip(report["parameters"], mpi_training.alone(), strict=True):
             torch.testing.assert_close(
                 torch.tensor(mine), torch.tensor(expected), rtol=0, atol=1e-5
             )
+
+
+def test_a_message_of_another_size_is_no_message(reports: list[Any]) -> None:
+    """MPI takes a shorter one without a word, and what it does not fill stays what it was."""
+    assert "rank 1 sent 4 bytes, 12 are to be received" in reports[0]["short"]
 
 
 def test_a_world_without_a_deadline_is_refused() -> None:

@@ -8,6 +8,7 @@ moment for each other, so that each has raised its error before the launcher end
 
 import atexit
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Sequence
@@ -25,6 +26,28 @@ _SPINS = 200
 _PAUSE_MAX_S = 0.001
 
 
+class Flight:
+    """Requests under way, and the memory that MPI reads or writes until they are complete."""
+
+    def __init__(self, requests: list[MPI.Request], memory: Any) -> None:
+        self.statuses = [MPI.Status() for _ in requests]
+        self.error: MPI.Exception | None = None
+        self._requests = requests
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._landed = False
+
+    def landed(self) -> bool:
+        """Whether all are complete, with or without an error. Any thread: MPI permits one."""
+        with self._lock:
+            if not self._landed:
+                try:
+                    self._landed = bool(MPI.Request.Testall(self._requests, self.statuses))
+                except MPI.Exception as error:
+                    self._landed, self.error = True, error
+            return self._landed
+
+
 class MpiWorld:
     """MPI.COMM_WORLD with deadlines. One for the process."""
 
@@ -37,16 +60,17 @@ class MpiWorld:
         self._control = MPI.COMM_WORLD.Dup()
         self._setup = MPI.COMM_WORLD.Dup()
         self._gone: set[int] = set()
-        self._kept: list[tuple[Sequence[MPI.Request], Any]] = []
+        self._flights: list[Flight] = []
+        self._lock = threading.Lock()
         self._previous_hook = sys.excepthook
         sys.excepthook = self._tell_uncaught
         atexit.register(self._leave)
 
-    def wait(self, requests: Sequence[MPI.Request], what: str, timeout_s: float) -> None:
-        """Return when all are complete. Raises DistBackendError if the job fails meanwhile."""
+    def wait(self, flight: Flight, what: str, timeout_s: float) -> None:
+        """Return when it has landed. Raises DistBackendError if the job fails meanwhile."""
         deadline_s = time.monotonic() + timeout_s
         tests, pause_s = 0, 1e-5
-        while not self._complete(requests, what):
+        while not flight.landed():
             self._listen()
             if self.failure:
                 raise dist.DistBackendError(f"{what} failed: {self.failure}")
@@ -58,12 +82,17 @@ class MpiWorld:
                 # MPI has nothing that a thread could block on with a deadline.
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
+        if flight.error is not None:
+            self.fail(f"{what} failed on rank {self.rank}: {flight.error}")
+            raise dist.DistBackendError(f"{what} failed: {flight.error}") from flight.error
 
-    def keep(self, requests: Sequence[MPI.Request], memory: Any) -> None:
-        """Hold memory that MPI reads or writes until the requests are complete."""
-        if not self.failure:
-            self._kept = [each for each in self._kept if not MPI.Request.Testall(each[0])]
-        self._kept.append((requests, memory))
+    def launch(self, requests: list[MPI.Request], memory: Any) -> Flight:
+        """Hold the memory until the requests are complete, whether anybody waits or not."""
+        flight = Flight(requests, memory)
+        with self._lock:
+            self._flights = [each for each in self._flights if not each.landed()]
+            self._flights.append(flight)
+        return flight
 
     def fail(self, reason: str) -> None:
         """Make every wait of every rank raise. The first reason stays."""
@@ -81,16 +110,11 @@ class MpiWorld:
         others = [rank for rank in ranks if rank != self.rank]
         requests = [self._setup.Irecv([nothing, MPI.BYTE], rank, tag) for rank in others]
         requests += [self._setup.Isend([nothing, MPI.BYTE], rank, tag) for rank in others]
-        self.wait(requests, f"new_group of ranks {list(ranks)}", self.timeout_s)
+        self.wait(
+            self.launch(requests, nothing), f"new_group of ranks {list(ranks)}", self.timeout_s
+        )
         chosen = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
         return self.data.Create_group(chosen, tag)
-
-    def _complete(self, requests: Sequence[MPI.Request], what: str) -> bool:
-        try:
-            return bool(MPI.Request.Testall(requests))
-        except MPI.Exception as error:
-            self.fail(f"{what} failed on rank {self.rank}: {error}")
-            raise dist.DistBackendError(f"{what} failed: {error}") from error
 
     def _listen(self) -> None:
         status = MPI.Status()
@@ -105,7 +129,7 @@ class MpiWorld:
     def _tell_all(self, kind: int, text: bytes) -> None:
         others = (rank for rank in range(self.size) if rank != self.rank)
         requests = [self._control.Isend([text, MPI.BYTE], rank, kind) for rank in others]
-        self._kept.append((requests, text))
+        self.launch(requests, text)
 
     def _tell_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -118,15 +142,16 @@ class MpiWorld:
         self._listen()
         if not self.failure:
             return  # mpi4py finalises
+        # First: as soon as all are gone, one of them ends the others.
+        sys.stdout.flush()
+        sys.stderr.flush()
         self._tell_all(_GONE, b"")
         deadline_s = time.monotonic() + GOODBYE_S
         while len(self._gone) < self.size - 1 and time.monotonic() < deadline_s:
             self._listen()
             time.sleep(_PAUSE_MAX_S)
-        sys.stdout.flush()
-        sys.stderr.flush()
         # Finalising would wait for operations that never end.
         MPI.COMM_WORLD.Abort(1)
 
 
-__all__ = ["GOODBYE_S", "MpiWorld"]
+__all__ = ["GOODBYE_S", "Flight", "MpiWorld"]

@@ -1,0 +1,112 @@
+"""Tensors as MPI can read and write them: flat memory of octets, or of numbers to reduce."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from shoal_proto.errors import InvalidSpec
+
+_Op: Any = dist.ReduceOp.RedOpType  # the stub has no members
+_OPS = {
+    _Op.SUM: MPI.SUM,
+    _Op.AVG: MPI.SUM,
+    _Op.PRODUCT: MPI.PROD,
+    _Op.MIN: MPI.MIN,
+    _Op.MAX: MPI.MAX,
+    _Op.BAND: MPI.BAND,
+    _Op.BOR: MPI.BOR,
+    _Op.BXOR: MPI.BXOR,
+}
+_TYPES = {
+    torch.float64: MPI.DOUBLE,
+    torch.float32: MPI.FLOAT,
+    torch.int64: MPI.INT64_T,
+    torch.int32: MPI.INT32_T,
+    torch.int16: MPI.INT16_T,
+    torch.int8: MPI.INT8_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.bool: MPI.UINT8_T,
+}
+# MPI has no such numbers: they are reduced in single precision.
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class Staged:
+    """A tensor as MPI can reduce it, and the way back."""
+
+    def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
+        if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):
+            raise InvalidSpec(
+                "this reduction is not supported",
+                seen=f"{op} of {tensor.dtype}",
+                expected="sum, avg, product, min, max or bits, of a number that MPI knows",
+            )
+        self._tensor, self._divisor = tensor, size if op == _Op.AVG else 1
+        self.op = _OPS[op]
+        wide = tensor.float() if tensor.dtype in _HALVES else tensor
+        self._flat = wide.contiguous()
+        memory = _checked(self._flat).view(-1)
+        self.numbers = [memory.view(torch.uint8).numpy(), memory.numel(), _TYPES[wide.dtype]]
+
+    def deliver(self) -> None:
+        if self._divisor > 1:
+            self._flat.div_(self._divisor)
+        if self._flat is not self._tensor:
+            self._tensor.copy_(self._flat)
+
+
+def deliver(staged: Sequence[Staged]) -> None:
+    """Write the results of reductions to the tensors that were handed in."""
+    for each in staged:
+        each.deliver()
+
+
+def _checked(tensor: Tensor) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise InvalidSpec(
+            "the backend mpi moves tensors on the CPU only", seen=f"{tensor.device}", expected="cpu"
+        )
+    return tensor
+
+
+def octets(tensor: Tensor) -> list[Any]:
+    """The memory of a contiguous tensor of whatever kind."""
+    return [_checked(tensor).view(-1).view(torch.uint8).numpy(), MPI.BYTE]
+
+
+def vector(whole: Tensor, parts: Sequence[Tensor]) -> list[Any]:
+    """The parts that lie one behind the other in the memory of `whole`."""
+    memory, kind = octets(whole)
+    return [memory, [part.numel() * part.element_size() for part in parts], kind]
+
+
+def joined(parts: Sequence[Tensor], *, fill: bool) -> Tensor:
+    """Memory for all parts, one behind the other; with what they hold, or for what they will."""
+    if fill:
+        return torch.cat([part.reshape(-1) for part in parts])
+    return parts[0].new_empty(sum(part.numel() for part in parts))
+
+
+def split(whole: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write what `joined` made memory for to the parts."""
+    pieces = torch.split(whole, [part.numel() for part in parts])
+    copy([p.view(part.shape) for p, part in zip(pieces, parts, strict=True)], parts)
+
+
+def split_all(wholes: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> None:
+    for whole, parts in zip(wholes, lists, strict=True):
+        split(whole, parts)
+
+
+def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    """Write what came into contiguous memory to those tensors that have none."""
+    for source, target in zip(sources, targets, strict=True):
+        if source is not target:
+            target.copy_(source)
+
+
+__all__ = ["Staged", "copy", "deliver", "joined", "octets", "split", "split_all", "vector"]
