@@ -21,7 +21,7 @@ CASES: list[tuple[str, Mapping[str, Any], str]] = [
     ("ddp", {}, "sgd"),
     ("zero1", {}, "adamw"),
     ("fsdp", {}, "adamw"),
-    ("tensor", {}, "adamw"),
+    ("tensor", {"min_split_bytes": 0}, "adamw"),
     ("pipeline", {}, "sgd"),
 ]
 
