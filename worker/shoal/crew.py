@@ -226,6 +226,10 @@ class Crew:
     # --- before a generation ---
 
     def _judge(self, prepare: Prepare) -> Sequence[Rejection]:
+        world_size = len(prepare.roster.entries)
+        expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
+        if expected:
+            return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
         limit_s = JUDGING_SHARE * self.membership.limits.prepare_s
         return self._judges.judge(prepare.roster, limit_s)
 

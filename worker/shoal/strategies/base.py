@@ -142,6 +142,13 @@ class Strategy(ABC):
         global_batch, dataset and seed.
         """
 
+    def refuses(self, world_size: int) -> str:
+        """Why the model cannot be trained by so many members: what is expected. Empty: it can.
+
+        Asked of every roster before anybody acts on it, on the membership's thread: be quick.
+        """
+        return ""
+
     def attach(self, context: Context) -> None:
         """Learn the surroundings. Called once, when this process has become a member."""
         self.context = context
