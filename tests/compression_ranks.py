@@ -1,5 +1,8 @@
 """What ranks do in the tests of compression: a module that their processes can import."""
 
+import os
+import signal
+import threading
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -197,7 +200,7 @@ class HalfUsed(nn.Module):
 class Replica:
     """A model under DDP with Shoal's hook, as the strategy makes it."""
 
-    def __init__(self, model: nn.Module, compression: str, *, bucket_mb: float = 0.01) -> None:
+    def __init__(self, model: nn.Module, compression: str, *, bucket_mb: float = 0.02) -> None:
         self.model = model
         self.traffic = Traffic()
         group = default_group()
@@ -228,6 +231,14 @@ class Replica:
         optimizer.step()
 
 
+def fill(model: nn.Module) -> None:
+    """The same weights on all ranks; threads share torch's own generator."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        bound = parameter.shape[-1] ** -0.5
+        nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+
 def train_digits(num_steps: int, batch: int) -> dict[str, tuple[float, int, dict[str, float]]]:
     """Accuracy on the test images, a checksum of the weights and the traffic, by compression."""
     loaded = digits.load()
@@ -235,12 +246,12 @@ def train_digits(num_steps: int, batch: int) -> dict[str, tuple[float, int, dict
     rank, world_size = dist.get_rank(), dist.get_world_size()
     seen = {}
     for name in ("none", *COMPRESSIONS):
-        torch.manual_seed(0)
         model = nn.Sequential(
             nn.Flatten(), nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 96), nn.ReLU(),
             nn.Linear(96, 10),
         )  # fmt: skip
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        fill(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
         replica = Replica(model, name)
         for step in range(num_steps):
             own = torch.arange(step * batch + rank, (step + 1) * batch, world_size) % len(images)
@@ -261,8 +272,8 @@ def leave_out_each() -> dict[str, tuple[bool, int, float]]:
     moved that is in the loss of odd ranks."""
     seen = {}
     for name in COMPRESSIONS:
-        torch.manual_seed(0)
         model = HalfUsed()
+        fill(model)
         before = {key: value.detach().clone() for key, value in model.named_parameters()}
         replica = Replica(model, name, bucket_mb=0.0002)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -284,8 +295,8 @@ def fault_each() -> dict[str, tuple[str, str]]:
     """The error of each compression, by class and parameter, when rank 1's gradient is NaN."""
     seen = {}
     for name in ("none", *COMPRESSIONS):
-        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 1))
+        fill(model)
         replica = Replica(model, name)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         before = checksum({key: value.detach() for key, value in model.named_parameters()})
@@ -297,6 +308,41 @@ def fault_each() -> dict[str, tuple[str, str]]:
             seen[name] = (type(error).__name__, error.details.get("parameter", ""))
         assert before == checksum({k: value.detach() for k, value in model.named_parameters()})
     return seen
+
+
+def stuck_for_good(report: Report, path: str, rank: int) -> None:
+    """Rank 1 of two stops; rank 0 averages, and is told to give up on what does not end."""
+    store = dist.FileStore(path, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    replica = Replica(nn.Linear(40, 40), "one-bit")
+    optimizer = torch.optim.SGD(replica.model.parameters(), lr=0.01)
+
+    def loss_of(ddp: nn.Module) -> Tensor:
+        return ddp(torch.ones(2, 40)).sum()
+
+    for step in range(2):  # in its second step DDP orders its buckets anew, together
+        replica.step(step, loss_of, optimizer)
+    if rank == 1:
+        report("stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begun = threading.Event()
+    replica.model.bias.register_hook(lambda _: begun.set())
+
+    def free() -> None:
+        begun.wait(60)
+        while not replica.exchange.waits:
+            begun.wait(0.01)
+        replica.exchange.give_up("the test said so")
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    try:
+        replica.step(2, loss_of, optimizer)
+    except RuntimeError as error:
+        report("freed", reason=str(error))
+    thread.join()
+    # Gloo's thread still waits for the peer, and no clean end of the process would pass it.
+    os._exit(0)
 
 
 def train_compressed(report: Report, run: Run) -> None:

@@ -1,19 +1,29 @@
-"""Compressed averages as the hook of DDP, on real ranks."""
+"""Compressed averages as the hook of DDP, on ranks in threads and in processes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import compression_ranks as bodies
 import pytest
+from ranks import Ranks
 from worlds import run_on_gloo
 
+import shoal
 from shoal.compression import COMPRESSIONS
 
-RATIOS = {"fp16": 1.9, "bf16": 1.9, "int8": 3.6, "one-bit": 25, "top-k": 40, "powersgd": 8}
-POINTS = 0.03
-"""Of 359 test images; one is 0.003."""
+RATIOS = {"fp16": 1.9, "bf16": 1.9, "int8": 3.6, "one-bit": 20, "top-k": 40, "powersgd": 4}
+POINTS = 0.04
+"""Of 359 test images; one is 0.003. After a hundred steps the strong ones are a few behind."""
+
+
+def in_threads(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return shoal.run_in_memory(body, world_size, *arguments)
 
 
 def test_digits_are_learned_as_well_and_for_fewer_bytes() -> None:
     """In buckets that DDP orders anew behind the first step."""
-    every = run_on_gloo(2, bodies.train_digits, 80, 48)
+    every = in_threads(2, bodies.train_digits, 100, 359)
     for first, second in zip(*(seen.values() for seen in every), strict=True):
         assert first[:2] == second[:2]
     plain, _, uncompressed = every[0].pop("none")
@@ -26,9 +36,11 @@ def test_digits_are_learned_as_well_and_for_fewer_bytes() -> None:
         assert ratio == pytest.approx(metrics["compression_ratio"])
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_layers_in_no_loss_or_in_that_of_some_ranks(world_size: int) -> None:
-    every = run_on_gloo(world_size, bodies.leave_out_each)
+@pytest.mark.parametrize(("run", "world_size"), [(in_threads, 2), (run_on_gloo, 3)])
+def test_layers_in_no_loss_or_in_that_of_some_ranks(
+    run: Callable[..., list[Any]], world_size: int
+) -> None:
+    every = run(world_size, bodies.leave_out_each)
     for name in COMPRESSIONS:
         assert len({seen[name][1] for seen in every}) == 1, name
         for same, _, moved in (seen[name] for seen in every):
@@ -38,7 +50,17 @@ def test_layers_in_no_loss_or_in_that_of_some_ranks(world_size: int) -> None:
 
 def test_a_gradient_that_is_no_number_is_named_where_it_is_and_known_to_all() -> None:
     """And no weight has changed."""
-    healthy, faulty = run_on_gloo(2, bodies.fault_each)
+    healthy, faulty = in_threads(2, bodies.fault_each)
     for name in ("none", *COMPRESSIONS):
         assert healthy[name] == ("GenerationBroken", ""), name
         assert faulty[name] == ("NonFiniteGradient", "1.bias"), name
+
+
+def test_a_trainer_that_waits_for_a_lost_peer_can_be_freed(tmp_path: Path) -> None:
+    """Between two collectives of an average too, where DDP does not wait yet."""
+    with Ranks() as ranks:
+        crew = [
+            ranks.start(bodies.stuck_for_good, str(tmp_path / "store"), rank) for rank in range(2)
+        ]
+        crew[1].expect("stops")
+        assert "the test said so" in crew[0].expect("freed")["reason"]

@@ -43,12 +43,24 @@ class CompressedExchange(GradientExchange):
         self._wire = Wire(group, traffic)
         self._underway: list[Underway] = []
         self._works: dict[int, Gate] = {}
+        self._given_up = ""
 
     def begin(self, step: int) -> None:
         super().begin(step)
         self._underway.clear()
         self._works.clear()
         self._compressor.begin(step)
+
+    def give_up(self, reason: str) -> None:
+        # First: whichever gate the base does not see any more is opened as soon as it is made.
+        self._given_up = f"given up between two collectives: {reason}"
+        super().give_up(reason)
+
+    def _new_gate(self) -> Gate:
+        gate = super()._new_gate()
+        if self._given_up:
+            self._open(gate, self._given_up)
+        return gate
 
     def _begin_average(self, bucket: GradBucket) -> Gate:
         parameters = bucket.parameters()

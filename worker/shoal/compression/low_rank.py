@@ -27,7 +27,7 @@ class PowerSGD(Compression):
     """
 
     name: ClassVar[str] = "powersgd"
-    rank: int = 2
+    rank: int = 4
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -35,10 +35,10 @@ class Int8(Compression):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Compression):
-    """A sign a value and a scale for each block of `block` values. About 1/30 of fp32."""
+    """A sign a value and a scale for each block of `block` values. About 1/25 of fp32."""
 
     name: ClassVar[str] = "one-bit"
-    block: int = 512
+    block: int = 128
 
     def __post_init__(self) -> None:
         _check_block(self.block)
