@@ -181,6 +181,24 @@ def test_exactly_one_rank_answers_for_each_element(sizes):
     assert all(bool((counted == 1).all()) for counted in times.values())
 
 
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1)])
+def test_copies_keep_the_first_ones_statistics(sizes):
+    """Of its own samples; `assemble` fails where two ranks hold different ones."""
+    done = Training(
+        model=pipeline_models.Counted,
+        optimizer=models.momentum,
+        data=pipeline_models.numbers,
+        loss=pipeline_models.squared,
+        num_steps=3,
+        interleaved=True,
+    )
+    lay_out = functools.partial(on_mesh, sizes=sizes)
+    ours = assemble(shoal.run_in_memory(train_rank, sizes[0] * sizes[1], done, lay_out))
+    microbatches = 2 if sizes[0] > 1 else 1
+    assert ours["norm.num_batches_tracked"] == 3 * microbatches
+    assert not torch.equal(ours["norm.running_mean"], torch.zeros(4, dtype=torch.float64))
+
+
 def test_evaluation_gives_every_rank_the_outputs_of_the_whole_model():
     inputs, _ = models.tokens()
 

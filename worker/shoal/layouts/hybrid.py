@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shoal.layouts.base import Layout, LossFunction, World, materialise
+from shoal.layouts.base import Layout, LossFunction, World, materialise, persistent_buffers
 from shoal.layouts.mesh import MeshShape
 from shoal.layouts.outline import Outline
 from shoal.layouts.pipeline import Course, PipelineLayout
+from shoal.layouts.sharded import broadcast_packed
 from shoal.layouts.tensor import parallelise
 from shoal.layouts.tensor_plan import MASK, TensorPlan
 
@@ -93,6 +94,13 @@ class HybridLayout(Layout):
         if self.plan.mesh.tensor > 1:
             align(list(self.parameters.values()), self._groups["tensor"])
 
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """Give all copies the first one's buffers, such as running means of its samples."""
+        buffers = list(persistent_buffers(self.plain).values())
+        if buffers and self.plan.mesh.data > 1:
+            broadcast_packed(buffers, self._groups["data"])
+
     def synchronised(self) -> bool:
         return self._inner.synchronised()
 
@@ -166,12 +174,7 @@ def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in _buckets(whole):
-        packed = torch.cat([_local_gradient(parameter).reshape(-1) for parameter in bucket])
-        dist.broadcast(packed, group=group, group_src=0)
-        for parameter, part in zip(
-            bucket, torch.split(packed, [p.numel() for p in bucket]), strict=True
-        ):
-            _local_gradient(parameter).copy_(part.view_as(parameter))
+        broadcast_packed([_local_gradient(parameter) for parameter in bucket], group)
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
