@@ -19,7 +19,7 @@ from shoal.state.pieces import OPTIM
 from shoal_proto.errors import InvalidSpec
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.
-_ALIGNMENT_BYTES = 16
+ALIGNMENT_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
 """Gloo copies what it is about to send to another host: no message is larger than this."""
 
@@ -199,7 +199,7 @@ def lay_in_one_piece(parameters: Sequence[nn.Parameter]) -> Tensor:
 
     What was in them is not kept, but where elements lie in memory (channels last, say) is.
     """
-    sizes = [-(-p.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for p in parameters]
+    sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in parameters]
     device = parameters[0].device if parameters else None
     memory = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
     for parameter, part in zip(parameters, torch.split(memory, sizes), strict=True):

@@ -103,11 +103,21 @@ class ShardedFigures:
     def _gradients_peak(self) -> int:
         """When a group is reduced: what came before, its own whole, and the result."""
         before, peak = 0, 0
-        for group in reversed(self._groups):
+        for group in self._order_of_reduction():
             whole = self._reduced(group)
             peak = max(peak, before + whole + whole // self._n)
             before += self._gradients(group)
         return max(peak, before)
+
+    def _order_of_reduction(self) -> list[ModuleGroup]:
+        """The groups with gradients, as backward comes to an end with them.
+
+        Nothing that goes into the model, or into the first layer that is trained, needs a
+        gradient; so torch learns only at the very end that they are through, the model first.
+        """
+        first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
+        found = [group for group in reversed(self._groups) if self._trained(group)]
+        return sorted(found, key=lambda g: (first in g.parameters, g is self._rest))
 
     # --- traffic ---
 

@@ -18,6 +18,8 @@ from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.binding import Blueprint
 from shoal.layouts.replicated import Replicated
+from shoal.layouts.replicated_figures import ReplicatedFigures
+from shoal.planning.figures import Plan, Subject
 from shoal.strategies.base import (
     Generation,
     LossFunction,
@@ -94,6 +96,12 @@ class DDP(GroupedStrategy):
             find_unused_parameters=self._find_unused_parameters,
             compressor=self._compressor,
         )
+
+    def plan(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
+        return ReplicatedFigures(
+            subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
+        ).ddp()
 
     def fields(self) -> Mapping[str, str]:
         return self._fields

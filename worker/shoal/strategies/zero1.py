@@ -8,6 +8,8 @@ from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
+from shoal.layouts.replicated_figures import ReplicatedFigures
+from shoal.planning.figures import Plan, Subject
 from shoal.strategies.laid_out import LaidOut
 
 
@@ -51,6 +53,12 @@ class Zero1(LaidOut):
             find_unused_parameters=self._find_unused_parameters,
             compressor=self._compressor,
         )
+
+    def plan(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        return ReplicatedFigures(
+            subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
+        ).zero1()
 
 
 __all__ = ["Zero1"]
