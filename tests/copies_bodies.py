@@ -127,6 +127,30 @@ def over_generations() -> dict[str, Any]:
     return seen
 
 
+def interrupted_generations() -> list[list[int]]:
+    """Steps held over five generations, of which all but the first end in their first copy."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    real = dist.all_reduce
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    seen = []
+    copies = None
+    for step in (3, 4, 5, 6, 7):
+        copies = PeerCopies(dist.new_group(), copies=1, every_steps=1, before=copies)
+        dist.all_reduce = real if step == 3 else lost
+        copies.offer(part(step, rank, size))
+        try:
+            copies.flush()
+        except RuntimeError as error:
+            assert step > 3, error
+        copies.close()
+        seen.append(sorted({holding.step for holding in copies.held()}))
+    dist.all_reduce = real
+    return seen
+
+
 def different_steps() -> str:
     """What a rank is told if the others copy another step."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -47,6 +47,12 @@ def test_a_generations_copies_remain_until_the_next_has_a_complete_one() -> None
         }
 
 
+def test_what_may_be_complete_everywhere_outlives_generations_that_end_at_once() -> None:
+    """Nobody knows what others have let go of for it; and no more is kept than can be needed."""
+    for seen in run_on_gloo(2, copies_bodies.interrupted_generations):
+        assert seen == [[3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [3, 5, 6, 7]]
+
+
 def test_ranks_that_copy_different_steps_are_told() -> None:
     """Copies of different steps are worth nothing together."""
     first, second = run_on_gloo(2, copies_bodies.different_steps)

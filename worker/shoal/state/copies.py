@@ -6,7 +6,7 @@ ranks while training goes on.
 
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,21 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.state.exchange import gather
-from shoal.state.inventory import (
-    Inventory,
-    Listing,
-    Meta,
-    from_json,
-    inventory_of,
-    malformed,
-    pack,
-    to_json,
-    unpack,
-)
+from shoal.state.catalogue import Catalogue
 from shoal.state.pieces import Holding
 from shoal.state.shelves import Slot
-from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
+from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
 
@@ -52,8 +41,8 @@ class PeerCopies:
     at most K steps if the last copy was complete already.
 
     **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks before
-    it). Until a generation's first copy is complete, up to three of the last generations' copies
-    beside one of its own.
+    it). Until a generation's first copy is complete, up to four copies of generations before it and
+    one of its own; no more than three unless several generations in a row end that soon.
 
     The group must be for nothing else: it is used from a thread, at the same time as others. A
     state's names, shapes and boxes are sent only when they have changed.
@@ -84,7 +73,6 @@ class PeerCopies:
         distances = range(1, min(copies, world_size - 1) + 1)
         self._targets = [(rank + distance) % world_size for distance in distances]
         self._sources = [(rank - distance) % world_size for distance in distances]
-        self._rank = rank
         self._every_steps = every_steps
         self._travels = travels
         self._remains: tuple[Slot, ...] = before._left() if before is not None else ()
@@ -95,9 +83,7 @@ class PeerCopies:
         self._closed = False
         self._failure: BaseException | None = None
         self._queue: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
-        self._announced: Inventory | None = None
-        self._inventories: list[Inventory | None] = [None] * world_size
-        self._names: frozenset[str] = frozenset()
+        self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         if self._targets:
             # It alone has the group: whoever is the last to hold one must wait for its threads.
@@ -156,7 +142,7 @@ class PeerCopies:
     @property
     def names(self) -> frozenset[str]:
         """Of all tensors of the state, as of the last copy that began."""
-        return self._names
+        return self._catalogue.names
 
     @property
     def num_bytes(self) -> int:
@@ -175,11 +161,18 @@ class PeerCopies:
         self._queue.put(None)
 
     def _left(self) -> tuple[Slot, ...]:
-        """What the next generation is to hold: two complete copies and one begun at most."""
+        """What the next generation is to hold.
+
+        Where no copy was seen to be complete everywhere, that is what this generation was given of
+        such copies, the newest that is complete on this rank (it may be so on all, and be all that
+        they kept), and the one that was begun.
+        """
         own = tuple(slot for slot in self._slots if slot.step is not None)
         if any(slot.everywhere for slot in own):
             return own
-        return (*(slot for slot in self._remains if slot.everywhere), *own)
+        known = [slot for slot in self._remains if slot.everywhere]
+        perhaps = [slot for slot in self._remains if slot.full and not slot.everywhere]
+        return (*known, *perhaps[-1:], *own)
 
     # --- the thread's side ---
 
@@ -203,12 +196,13 @@ class PeerCopies:
         """Give the slot's own part to the peers of this rank, and take theirs."""
         own = slot.own
         assert own is not None
-        values = self._announce(own, group)
-        slot.know(self._names)
+        values = self._catalogue.announce(own, group)
+        slot.know(self._catalogue.names)
         arriving = {}
         for peer in self._sources:
-            listing, metas = self._listing(peer)
-            pieces, memory = slot.room_for(peer, listing.boxes, metas)
+            boxes, metas = self._catalogue.of(peer)
+            coming = {name: box for name, box in boxes.items() if self._travels(name)}
+            pieces, memory = slot.room_for(peer, coming, metas)
             works = [dist.irecv(chunk, group=group, group_src=peer) for chunk in _chunks(memory)]
             arriving[peer] = (pieces, works)
         leaving = [
@@ -219,6 +213,7 @@ class PeerCopies:
         for peer, (pieces, works) in arriving.items():
             self._wait(works)
             slot.show(peer, pieces, values[peer])
+        slot.full = True
         self._wait(leaving)
         # Behind this every rank has all that it is to have of this step.
         dist.all_reduce(torch.zeros(1), group=group)
@@ -226,39 +221,6 @@ class PeerCopies:
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:
             work.wait() if self._limit is None else work.wait(self._limit)
-
-    def _announce(self, own: Holding, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
-        """Tell the others what comes and learn what they send; the values of each of them."""
-        inventory = inventory_of([Holding(step=0, pieces=own.pieces)])
-        news = None if inventory == self._announced else to_json(inventory)
-        self._announced = inventory
-        words = gather(pack([own.step, dict(own.values), news]), group)
-        all_values: list[Mapping[str, Any]] = []
-        for rank, word in enumerate(words):
-            try:
-                step, values, content = unpack(word, rank)
-                all_values.append(dict(values))
-            except (TypeError, ValueError) as error:
-                raise malformed(rank, f"{type(error).__name__}: {error}") from error
-            if step != own.step:
-                raise InternalError(
-                    "ranks copy their state at different steps",
-                    seen=f"step {step} on rank {rank}",
-                    expected=f"step {own.step} as on rank {self._rank}",
-                )
-            if content is not None:
-                self._inventories[rank] = from_json(content, rank)
-        known = [each.metas for each in self._inventories if each is not None]
-        self._names = frozenset().union(*known)
-        return all_values
-
-    def _listing(self, peer: int) -> tuple[Listing, Mapping[str, Meta]]:
-        inventory = self._inventories[peer]
-        if inventory is None or len(inventory.listings) != 1:
-            raise malformed(peer, "a copy without a list of what is in it")
-        (listing,) = inventory.listings
-        boxes = {name: box for name, box in listing.boxes.items() if self._travels(name)}
-        return Listing(step=0, boxes=boxes), inventory.metas
 
 
 def _chunks(memory: Tensor) -> list[Tensor]:

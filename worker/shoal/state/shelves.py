@@ -59,6 +59,8 @@ class Slot:
 
     def __init__(self) -> None:
         self.step: int | None = None
+        self.full = False
+        """Whether all that this rank is to have of the step is here."""
         self.everywhere = False
         """Whether all ranks have completed this step."""
         self.own: Holding | None = None
@@ -72,7 +74,8 @@ class Slot:
 
     def clear(self) -> None:
         """Show nothing any more: the memory is about to be written."""
-        self.step, self.everywhere, self.own, self._peers = None, False, None, {}
+        self.step, self.full, self.everywhere = None, False, False
+        self.own, self._peers = None, {}
 
     def take(self, holding: Holding, travels: Callable[[str], bool]) -> None:
         """Make a snapshot of the holding."""
