@@ -25,18 +25,15 @@ if TYPE_CHECKING:
     from shoal.compression.sparse import TopK
     from shoal.data import Batch
     from shoal.draining import Drained
-    from shoal.plain import (
-        clip_grad_norm,
-        data_share,
-        distribute,
-        forward_backward,
-        state_dict,
-    )
+    from shoal.plain import clip_grad_norm, data_share, distribute, forward_backward, state_dict
     from shoal.planning import plan
     from shoal.session import Session
     from shoal.strategies.ddp import DDP
     from shoal.strategies.fsdp import FSDP, Zero2, Zero3
+    from shoal.strategies.hybrid import Hybrid
     from shoal.strategies.local_sgd import DiLoCo, LocalSGD
+    from shoal.strategies.pipeline import Pipeline
+    from shoal.strategies.tensor import TensorParallel
     from shoal.strategies.zero1 import Zero1
     from shoal.validators import Reject, Roster, RosterMember, Validator, validator
 
@@ -49,14 +46,17 @@ __all__ = [
     "Checkpoints",
     "DiLoCo",
     "Drained",
+    "Hybrid",
     "Int8",
     "LocalSGD",
     "OneBit",
+    "Pipeline",
     "PowerSGD",
     "Reject",
     "Roster",
     "RosterMember",
     "Session",
+    "TensorParallel",
     "TopK",
     "Zero1",
     "Zero2",
@@ -74,34 +74,37 @@ __all__ = [
 ]
 
 _HOMES = {
-    "state_dict": "shoal.plain",
-    "forward_backward": "shoal.plain",
-    "distribute": "shoal.plain",
-    "data_share": "shoal.plain",
-    "clip_grad_norm": "shoal.plain",
     "BF16": "shoal.compression.half",
     "Batch": "shoal.data",
     "Checkpoints": "shoal.checkpoint.background",
     "DDP": "shoal.strategies.ddp",
-    "FSDP": "shoal.strategies.fsdp",
-    "Zero1": "shoal.strategies.zero1",
-    "Zero2": "shoal.strategies.fsdp",
-    "Zero3": "shoal.strategies.fsdp",
-    "plan": "shoal.planning",
     "DiLoCo": "shoal.strategies.local_sgd",
     "Drained": "shoal.draining",
     "FP16": "shoal.compression.half",
+    "FSDP": "shoal.strategies.fsdp",
+    "Hybrid": "shoal.strategies.hybrid",
     "Int8": "shoal.compression.quantised",
     "LocalSGD": "shoal.strategies.local_sgd",
     "OneBit": "shoal.compression.quantised",
+    "Pipeline": "shoal.strategies.pipeline",
     "PowerSGD": "shoal.compression.low_rank",
     "Reject": "shoal.validators",
     "Roster": "shoal.validators",
     "RosterMember": "shoal.validators",
     "Session": "shoal.session",
+    "TensorParallel": "shoal.strategies.tensor",
     "TopK": "shoal.compression.sparse",
+    "Zero1": "shoal.strategies.zero1",
+    "Zero2": "shoal.strategies.fsdp",
+    "Zero3": "shoal.strategies.fsdp",
+    "clip_grad_norm": "shoal.plain",
+    "data_share": "shoal.plain",
+    "distribute": "shoal.plain",
+    "forward_backward": "shoal.plain",
     "init_mpi": "shoal.backends.mpi",
+    "plan": "shoal.planning",
     "run_in_memory": "shoal.backends.in_memory_run",
+    "state_dict": "shoal.plain",
     "validator": "shoal.validators",
 }
 
