@@ -256,7 +256,7 @@ class Bound:
                 self.optimizer.state[parameter][key] = given.tensor.clone()
 
 
-def _as_tensor(number: float) -> Tensor:
+def _as_tensor(number: object) -> Tensor:
     """A Python number without loss: its floats have 64 bits."""
     return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
 

@@ -114,8 +114,8 @@ class ReplicatedState:
             names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
             numbers: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
             groups.append({"params": names, **own, **numbers})
-        values: dict[str, Json] = {"groups": groups, "tied": dict(tied(self._model))}
-        return Holding(step=step, pieces=pieces, values=values)
+        common: dict[str, Json] = {"groups": groups, "tied": dict(tied(self._model))}
+        return Holding(step=step, pieces=pieces, values=common)
 
     @torch.no_grad()
     def adopt(self, holding: Holding) -> None:
