@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from worlds import Training
 
+import shoal
 from shoal.integrations.keras import GlobalBatches, KerasModule, distribute, whole_weights
 
 NUM_SAMPLES, BATCH = 21, 8
@@ -79,7 +80,8 @@ def fit_each(names: list[str]) -> dict[str, list[Fitted]]:
 
 def fit_sharded(name: str) -> Fitted:
     """The weights; how many elements of state this rank's optimizer has, and one process's."""
-    model = distribute(compiled(name), "zero2")
+    model = compiled(name)
+    model, _ = shoal.distribute(model, model.optimizer, "zero2")
     x, y = samples()
     model.fit(GlobalBatches(x, y, global_batch_size=BATCH, shuffle=False), epochs=3, verbose=0)
     held = sum(int(np.prod(v.shape)) for v in model.optimizer.variables)
@@ -144,6 +146,33 @@ def own_loop_alone() -> dict[str, Tensor]:
     model = embedded_model()
     model.compile(optimizer=optimizer("sgd"), loss="mse")
     return train_words(model)
+
+
+def torch_loop(strategy: str) -> dict[str, Tensor]:
+    """What a plain torch loop trains behind one line, and gives back to the Keras model."""
+    model = dense_model()
+    optimizer = momentum(model.parameters())
+    trained, optimizer = shoal.distribute(model, optimizer, strategy=strategy)
+    index, count = shoal.data_share(trained)
+    x, y = tensors()
+    for start in range(0, 16, 8):
+        own = slice(start + index, start + 8, count)
+        squared(trained(x[own]), y[own]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained.give_back(shoal.state_dict(trained))
+    return {str(i): v.value.detach().clone() for i, v in enumerate(model.trainable_variables)}
+
+
+def torch_loop_alone() -> dict[str, Tensor]:
+    model = dense_model()
+    optimizer = momentum(model.parameters())
+    x, y = tensors()
+    for start in range(0, 16, 8):
+        optimizer.zero_grad()
+        squared(model(x[start : start + 8]), y[start : start + 8]).backward()
+        optimizer.step()
+    return {str(i): v.value.detach().clone() for i, v in enumerate(model.trainable_variables)}
 
 
 def shares_of_epochs() -> list[list[list[float]]]:

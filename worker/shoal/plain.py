@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.choice import init_static_world
+from shoal.integrations.adapting import as_torch, fits_by_itself
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.binding import Blueprint, Bound
 from shoal.layouts.gradients import clip
@@ -99,11 +100,18 @@ def distribute(
     that is lost ends the job, for its launcher to start it again; `shoal.join` is the elastic way.
     The loss is a mean over a rank's own samples, and every rank has equally many; under "tensor"
     and "pipeline" all ranks have the same ones (see `data_share`).
+    A compiled Keras model with its own optimizer goes on training through `fit`: see
+    `shoal.integrations.keras`.
     `backend`: "gloo", "nccl", "mpi"; chosen by the device and the launcher if it is not given.
 
     Raises UnknownStrategy, InvalidSpec, or what the strategy refuses the model or optimizer with.
     """
+    if fits_by_itself(model, optimizer):
+        from shoal.integrations import keras  # noqa: PLC0415 - only where it is loaded already
+
+        return keras.distribute(model, strategy, backend=backend), optimizer
     chosen = find_strategy(strategy)
+    model = as_torch(model, optimizer)
     init_static_world(backend)
     return Static(model, optimizer, chosen).model, optimizer
 

@@ -17,6 +17,7 @@ from shoal.data import Batch, Collate, Dataset, Loader, Order, dataset_size, des
 from shoal.draining import Drained, DrainSignal
 from shoal.dropout import key_dropout
 from shoal.feeds import Feed, LeasedFeed, TogetherFeed
+from shoal.integrations.adapting import as_torch
 from shoal.joining import JoinConfig
 from shoal.reports import StepReports
 from shoal.strategies import find_strategy
@@ -110,6 +111,7 @@ class Session:
         if self._fields:
             raise InvalidSpec("a session distributes one model", expected="one distribute()")
         chosen = find_strategy(strategy)
+        model = as_torch(model, optimizer)
         judges = Judges(validators_of(self._validators), self.member_id)
         if keyed_dropout and chosen.synchronous:
             key_dropout(model)

@@ -11,6 +11,7 @@ from torch import Tensor
 from worlds import assemble, largest_difference, one_process, run_on_gloo, train_rank
 
 import shoal
+from shoal.integrations.adapting import as_torch
 from shoal.integrations.keras import KerasModule, distribute
 from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor import TensorLayout
@@ -60,6 +61,23 @@ def test_a_loop_of_ones_own_over_three_ranks():
     alone = keras_ranks.own_loop_alone()
     for weights in run_on_gloo(3, keras_ranks.own_loop):
         assert worst(weights, alone) <= TOLERANCE
+
+
+def test_one_line_and_a_torch_loop():
+    alone = keras_ranks.torch_loop_alone()
+    for weights in run_on_gloo(2, keras_ranks.torch_loop, "zero2"):
+        assert worst(weights, alone) <= TOLERANCE
+
+
+def test_a_session_takes_a_torch_optimizer():
+    model = keras_ranks.compiled("sgd")
+    with pytest.raises(InvalidSpec, match=r"a torch\.optim\.Optimizer"):
+        as_torch(model, model.optimizer)
+    found = as_torch(model, keras_ranks.momentum(model.parameters()))
+    assert isinstance(found, KerasModule)
+    assert {id(p) for p in found.parameters()} == {id(p) for p in model.parameters()}
+    plain = torch.nn.Linear(2, 2)
+    assert as_torch(plain, None) is plain
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

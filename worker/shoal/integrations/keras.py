@@ -103,7 +103,7 @@ class KerasModule(nn.Module):
         return twin
 
 
-def distribute(model: Any, strategy: str = "zero2", *, backend: str | None = None) -> Any:
+def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = None) -> Any:
     """Make a compiled Keras model train over all ranks that torchrun or mpiexec started.
 
     `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as they did.
