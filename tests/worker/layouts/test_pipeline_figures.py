@@ -68,7 +68,7 @@ def test_figures_are_those_of_a_run(model, optimizer, microbatches):
     done = training(model, optimizer)
     whole, its_optimizer = done.build()
     subject = Subject(model=whole, world_size=3, optimizer=its_optimizer, inputs=done.batch(0)[0])
-    plan = Pipeline(microbatches=microbatches).plan(subject)
+    plan = Pipeline(microbatches=microbatches).figures(subject)
     ranks = shoal.run_in_memory(functools.partial(measured, done, microbatches), 3)
     for rank, found in enumerate(ranks):
         figures = plan.ranks[rank]
@@ -82,9 +82,9 @@ def test_figures_are_those_of_a_run(model, optimizer, microbatches):
 
 def test_the_plan_names_the_layers_of_each_stage():
     subject = Subject(model=models.perceptron(), world_size=3)
-    shown = str(Pipeline().plan(subject))
+    shown = str(Pipeline().figures(subject))
     assert "stage 0: 0.0" in shown
     assert "stage 2: 1 to 3" in shown
     assert "without inputs" in shown
-    timed = Pipeline(balance="time", example=torch.zeros(2, 5)).plan(subject)
+    timed = Pipeline(balance="time", example=torch.zeros(2, 5)).figures(subject)
     assert "those of a run are by measured time" in str(timed)

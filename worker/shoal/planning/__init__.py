@@ -31,7 +31,7 @@ def plan(
     if world_size < 1:
         raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")
     found = find_strategy(strategy)
-    answer = getattr(found, "plan", None)
+    answer = getattr(found, "figures", None)
     if answer is None:
         raise InvalidSpec(
             f"strategy {found.name!r} has no plan",

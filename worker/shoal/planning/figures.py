@@ -1,6 +1,6 @@
 """What a strategy says of itself before anything runs: groups, memory and traffic of a step.
 
-A strategy that can say so has a method `plan(subject) -> Plan`, see `Planned`. It computes, from
+A strategy that can say so has a method `figures(subject) -> Plan`, see `Planned`. It computes, from
 shapes alone: no group exists yet, and the model may be on the meta device.
 """
 
@@ -136,7 +136,7 @@ class Subject:
 class Planned(Protocol):
     """A strategy that answers for itself."""
 
-    def plan(self, subject: Subject) -> Plan:
+    def figures(self, subject: Subject) -> Plan:
         """The figures for this model. Talks to nobody, changes nothing.
 
         Raises what `distribute` would refuse the model or the optimizer with.

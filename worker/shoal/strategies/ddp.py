@@ -97,7 +97,7 @@ class DDP(GroupedStrategy):
             compressor=self._compressor,
         )
 
-    def plan(self, subject: Subject) -> Plan:
+    def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
         return ReplicatedFigures(
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters

@@ -75,7 +75,7 @@ class FSDP(LaidOut):
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         return Sharded(model, world, self._options)
 
-    def plan(self, subject: Subject) -> Plan:
+    def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)

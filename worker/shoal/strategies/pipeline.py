@@ -105,7 +105,7 @@ class Pipeline(LaidOut):
         cut = self._cutting.cut(model, world, world.world_size)
         return PipelineLayout(model, world, cut, self._course)
 
-    def plan(self, subject: Subject) -> Plan:
+    def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         cutter = self._cutting.cutter
         outline = cutter.outline(subject.model, subject.world_size)

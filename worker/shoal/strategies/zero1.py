@@ -54,7 +54,7 @@ class Zero1(LaidOut):
             compressor=self._compressor,
         )
 
-    def plan(self, subject: Subject) -> Plan:
+    def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         return ReplicatedFigures(
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
