@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -19,7 +19,7 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -400,3 +400,22 @@ def test_work_asked_for_without_waiting_completes_when_it_is_waited_for() -> Non
 def test_a_run_that_makes_no_sense_is_refused(world_size: int, timeout_s: float) -> None:
     with pytest.raises(InvalidSpec):
         shoal.run_in_memory(dist.get_rank, world_size, timeout_s=timeout_s)
+
+
+def test_each_rank_has_a_mesh_of_its_own_though_all_look_alike() -> None:
+    """torch keeps what it has worked out for a mesh, such as the sizes of uneven parts, and would
+    hand out on one rank what it found on another."""
+    whole = torch.arange(7.0 * 5).reshape(7, 5)
+
+    def body() -> DeviceMesh:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        by_rows = distribute_tensor(whole, mesh, [Shard(0)])
+        for layout in (Shard(1), Replicate(), Shard(0)):
+            moved = by_rows.redistribute(mesh, [layout])
+            assert torch.equal((moved * 2).full_tensor(), whole * 2)
+        return mesh
+
+    meshes = [mesh for _ in range(5) for mesh in shoal.run_in_memory(body, 3)]
+    assert len(set(meshes)) == 15
+    plain = [DeviceMesh("cpu", [0], _init_backend=False, _rank=0) for _ in range(2)]
+    assert plain[0] == plain[1]

@@ -3,9 +3,12 @@
 torch keeps its groups in registries of the process: a table in Python and one in C++. While some
 thread is a rank of an in-memory job, the first is a proxy that shows each such thread its own
 table and every other thread torch's; the second is switched to a table per thread, a mode that
-torch has. Both are put back when the last such thread is done.
+torch has. And what DTensor keeps for a mesh must not pass from one rank to another, so that meshes
+are told apart by their world. All is put back when the last such thread is done.
 """
 
+import contextlib
+import itertools
 import sys
 import threading
 from collections import ChainMap
@@ -15,6 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from shoal.backends.in_memory_meeting import Hub
 from shoal_proto.errors import InvalidSpec
@@ -28,6 +33,8 @@ class RankWorld:
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
         self.rank = rank
+        self.number = next(_numbers)
+        """No other world of the process ever has it."""
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[Any, Any] = {}
@@ -60,9 +67,22 @@ class _WorldOfThread:
         setattr(_own.world or _torchs, name, value)
 
 
+class _MeshWorld:
+    """Stands in for the mark by which torch tells equal meshes of its own test threads apart."""
+
+    def __get__(self, mesh: Any, owner: type) -> Any:
+        return self if mesh is None else mesh.__dict__["_thread_id"]
+
+    def __set__(self, mesh: Any, mark: int | None) -> None:
+        mesh.__dict__["_thread_id"] = _own.world.number if _own.world is not None else mark
+
+
+_numbers = itertools.count(1)
 _own = _Own()
 _torchs: Any = c10d._world
 _native: Any = _distributed_c10d
+_mesh_class: Any = DeviceMesh
+_propagator: Any = ShardingPropagator
 _lock = threading.Lock()
 _bound: list[RankWorld] = []
 _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
@@ -84,8 +104,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
         )
     with _lock:
         if not _bound:
-            c10d._world = _WorldOfThread()  # type: ignore[assignment]
-            _native._set_thread_isolation_mode(True)
+            _install()
         _bound.append(world)
         _own.world = world
         # torch wraps the hook of the process once more at each call, and never takes one off.
@@ -116,8 +135,22 @@ def _release() -> None:
     _bound.remove(_own.world)
     _own.world = None
     if not _bound:
-        c10d._world = _torchs
-        _native._set_thread_isolation_mode(False)
+        _uninstall()
+
+
+def _install() -> None:
+    c10d._world = _WorldOfThread()  # type: ignore[assignment]
+    _native._set_thread_isolation_mode(True)
+    _mesh_class._thread_id = _MeshWorld()
+    # Shapes are worked out in a mode of torch that two threads must not enter at once.
+    _propagator._fake_mode_lock = threading.Lock()
+
+
+def _uninstall() -> None:
+    c10d._world = _torchs
+    _native._set_thread_isolation_mode(False)
+    del _mesh_class._thread_id
+    _propagator._fake_mode_lock = contextlib.nullcontext()
 
 
 __all__ = ["RankWorld", "bind", "own_world", "unbind"]
