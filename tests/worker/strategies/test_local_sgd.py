@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor, nn
 
 from shoal.backends.base import Group
 from shoal.backends.in_memory_run import run_in_memory
+from shoal.checkpoint.background import Checkpoints
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Generation
 from shoal.strategies.local_sgd import DiLoCo, LocalSGD
-from shoal.strategies.rounds import OuterStep
+from shoal.strategies.outer import OuterStep
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -265,6 +267,28 @@ def test_the_state_that_is_shown_is_that_of_the_last_meeting() -> None:
         for state, _ in shown.values():
             assert torch.allclose(state[name], tensor, rtol=0, atol=TOLERANCE), name
     assert not torch.equal(shown["a"][1]["first.weight"], shown["b"][1]["first.weight"])
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_job_goes_on_from_a_checkpoint(strategy: str, tmp_path: Path) -> None:
+    """Written where a round ends, which it does for that; each resumes with the state of the
+    first's optimizer, and the velocity."""
+    members = members_of("abc", strategy, "adamw", 4)
+    for member in members:
+        member.strategy.keep_checkpoints(Checkpoints(tmp_path, every_steps=6))
+    together(members, 14)
+    resumed = members_of("ab", strategy, "adamw", 4)
+    for member in resumed:
+        member.strategy.keep_checkpoints(Checkpoints(tmp_path, every_steps=100))
+    together(resumed, 20)
+    twin = twin_of("abc", strategy, "adamw")
+    for start, stop in ((0, 4), (4, 6), (6, 8), (8, 12)):
+        twin.train("abc", start, stop)
+    twin.joins("b", "a")
+    for start, stop in ((12, 16), (16, 20)):
+        twin.train("ab", start, stop)
+    check(resumed, twin)
+    assert resumed[0].acknowledged == list(range(12, 20))
 
 
 def test_compressed_rounds_send_less_and_agree() -> None:

@@ -1,8 +1,9 @@
 """Local SGD and DiLoCo: each member steps its own replica; they meet every so many steps.
 
 A round is what is agreed on. It ends where the number of steps is a multiple of `every_steps`, at
-the last step, and where the generation stops by agreement: a round of fewer steps is a round too,
-with weights to match, whereas going back for a joiner would cost all members its steps. A loss in
+the last step, where a checkpoint is due, and where the generation stops by agreement: a round of
+fewer steps is a round too, with weights to match, whereas going back for a joiner would cost all
+members its steps. A loss in
 the middle of a round is another matter: the survivors' replicas differ, and what the lost member
 has seen since the last meeting is lost with it. So all go back there, and train the same samples
 again; each counts once in the steps that are agreed on.
@@ -17,19 +18,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.base import Waiting
-from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.reading import everything, read
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
 from shoal.strategies.base import (
     Generation,
     LossFunction,
-    Strategy,
     optimizer_digest,
     schema_digest,
 )
 from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
-from shoal.strategies.rounds import OuterStep, Rounds
+from shoal.strategies.outer import OuterStep
+from shoal.strategies.rounds import Rounds
 from shoal.strategies.transfer import receive, send
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 from shoal_proto.v1 import membership_pb2 as pb
@@ -66,6 +67,7 @@ class LocalSGD(GroupedStrategy):
         self._compression = None if compression is None else find_compression(compression)
         self._weight = 0.0
         self._weights = 0.0
+        self._rank = 0
         self._unacknowledged: list[Callable[[], None]] = []
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -88,10 +90,6 @@ class LocalSGD(GroupedStrategy):
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
-
-    def keep_checkpoints(self, checkpoints: Checkpoints) -> None:
-        # Refused: the members' optimizers differ, and a checkpoint holds one state for all.
-        Strategy.keep_checkpoints(self, checkpoints)
 
     # --- generations ---
 
@@ -116,6 +114,11 @@ class LocalSGD(GroupedStrategy):
             given = receive(source, group)
             self._rounds.take(given)
             self._step = given.step
+        self._join_writers(generation.world_size)
+        if self._step == 0 and (path := self._newest_checkpoint(group)) is not None:
+            self._rounds.adopt(holding := read(path, everything))
+            self._step = holding.step
+        self._rank = generation.rank
         self._rounds.regroup()
         dist.all_reduce(torch.zeros(1), group=group)
 
@@ -180,8 +183,12 @@ class LocalSGD(GroupedStrategy):
         self._weights += self._weight
         self._commit_step()
         self._unacknowledged.append(acknowledged)
-        if self._step % self._every_steps == 0:
+        checkpoints = self._checkpoints
+        due = checkpoints is not None and checkpoints.due(self._step)
+        if due or self._step % self._every_steps == 0:
             self._meet(group)
+        # With the optimizer's state of the first member: who resumes is a joiner.
+        self._write_checkpoint(self._rounds.holding, lambda _: self._rank == 0)
         self._backend.tidy()
 
     def _meet(self, group: dist.ProcessGroup) -> None:

@@ -5,7 +5,7 @@ averaged, and an outer step takes all of them from where they all were to where 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -14,44 +14,18 @@ from torch.optim import Optimizer
 
 from shoal.compression.base import Compressor, Packed
 from shoal.compression.wire import Traffic, Wire
+from shoal.state.pieces import OPTIM, Holding, Piece
 from shoal.strategies.base import State
 from shoal.strategies.gates import Gates
 from shoal.strategies.gradients import is_finite
+from shoal.strategies.outer import OuterStep
 from shoal.strategies.state import ReplicatedState
-from shoal_proto.errors import InternalError, InvalidSpec, NonFiniteGradient
+from shoal_proto.errors import InternalError, NonFiniteGradient
 
 BUCKET_BYTES = 32 * 1024 * 1024
 _OUTER = "outer/"
-
-
-@dataclass(frozen=True, kw_only=True)
-class OuterStep:
-    """SGD on the mean change of a round, as if that were the negative of a gradient."""
-
-    lr: float = 1.0
-    """1 without momentum: the mean of all members' parameters."""
-    momentum: float = 0.0
-    nesterov: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0 or not 0 <= self.momentum < 1:
-            raise InvalidSpec(
-                "the outer step is out of range",
-                seen=f"lr={self.lr} momentum={self.momentum}",
-                expected="lr above 0, momentum from 0 to below 1",
-            )
-        if self.nesterov and not self.momentum:
-            raise InvalidSpec(
-                "Nesterov's step needs a momentum", seen="nesterov without", expected="above 0"
-            )
-
-    def change(self, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """How far to go, and the velocity after it; `mean` is the mean change of the members."""
-        if not self.momentum:
-            return mean * self.lr, None
-        velocity = mean.clone() if velocity is None else velocity * self.momentum + mean
-        ahead = mean + velocity * self.momentum if self.nesterov else velocity
-        return ahead * self.lr, velocity
+_VELOCITY = "/outer_velocity"
+"""In a checkpoint it stands beside the state of the parameter's own optimizer."""
 
 
 class Rounds(Gates):
@@ -123,6 +97,29 @@ class Rounds(Gates):
             name.removeprefix(_OUTER): tensor.to(self._device_of(name), copy=True)
             for name, tensor in given.tensors.items()
             if name.startswith(_OUTER)
+        }
+
+    def holding(self) -> Holding:
+        """The present state, just agreed on, for a checkpoint; not copied."""
+        held = self.state.holding(self.agreed.step)
+        velocity = {}
+        for path, tensor in self._velocity.items():
+            shaped = tensor.view_as(_real(self.agreed.tensors[path]))
+            velocity[_kept_as(path)] = Piece.whole(shaped)
+        return replace(held, pieces={**held.pieces, **velocity})
+
+    def adopt(self, holding: Holding) -> None:
+        """Make a whole holding the present state, also one that another strategy wrote.
+
+        Raises ShapeMismatch or DtypeMismatch.
+        """
+        own = {n: piece for n, piece in holding.pieces.items() if not n.endswith(_VELOCITY)}
+        self.state.adopt(replace(holding, pieces=own))
+        self.agree(holding.step)
+        self._velocity = {
+            path: holding.pieces[_kept_as(path)].tensor.reshape(-1).to(parameter.device, copy=True)
+            for path, parameter in self._parameters().items()
+            if _kept_as(path) in holding.pieces
         }
 
     def _device_of(self, outer: str) -> torch.device:
@@ -218,6 +215,10 @@ class Rounds(Gates):
             _move(buffer, before[name], means[name])
 
 
+def _kept_as(path: str) -> str:
+    return f"{OPTIM}{path.removeprefix('parameter/')}{_VELOCITY}"
+
+
 def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -272,4 +273,4 @@ def _not_finite(name: str, step: int, what: str) -> NonFiniteGradient:
     )
 
 
-__all__ = ["OuterStep", "Rounds"]
+__all__ = ["Rounds"]

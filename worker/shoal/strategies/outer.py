@@ -1,0 +1,40 @@
+"""The step that members who step apart take together at the end of a round."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from shoal_proto.errors import InvalidSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class OuterStep:
+    """SGD on the mean change of a round, as if that were the negative of a gradient."""
+
+    lr: float = 1.0
+    """1 without momentum: the mean of all members' parameters."""
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not 0 <= self.momentum < 1:
+            raise InvalidSpec(
+                "the outer step is out of range",
+                seen=f"lr={self.lr} momentum={self.momentum}",
+                expected="lr above 0, momentum from 0 to below 1",
+            )
+        if self.nesterov and not self.momentum:
+            raise InvalidSpec(
+                "Nesterov's step needs a momentum", seen="nesterov without", expected="above 0"
+            )
+
+    def change(self, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """How far to go, and the velocity after it; `mean` is the mean change of the members."""
+        if not self.momentum:
+            return mean * self.lr, None
+        velocity = mean.clone() if velocity is None else velocity * self.momentum + mean
+        ahead = mean + velocity * self.momentum if self.nesterov else velocity
+        return ahead * self.lr, velocity
+
+
+__all__ = ["OuterStep"]
