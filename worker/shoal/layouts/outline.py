@@ -11,7 +11,7 @@ on if need be.
 """
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx, nn
@@ -53,9 +53,10 @@ class Outline:
             graph = trace(model, self.opened, training)
             self._flows[training] = Flow(graph, model, names)
             names = self._flows[True].names
+        sizes = _num_bytes(model, self._flows[True].uses())
         self.segments = tuple(
-            Segment(name=name, num_bytes=_num_bytes(model, uses))
-            for name, uses in zip(names or (), self._flows[True].uses(), strict=True)
+            Segment(name=name, num_bytes=size)
+            for name, size in zip(names or (), sizes, strict=True)
         )
 
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
@@ -97,8 +98,18 @@ class Flow:
 
     def uses(self) -> list[set[str]]:
         """Modules and tensors that each segment needs, by name."""
-        stage_of = range(len(self.names))
-        return [uses_of(self.cut(stage_of, index)) for index in stage_of]
+        found: list[set[str]] = [set() for _ in self.names]
+        repeated: dict[fx.Node, frozenset[str]] = {}
+        for node in self._graph.nodes:
+            own = {str(node.target)} if node.op in ("call_module", "get_attr") else set()
+            names = own.union(*(repeated.get(n, ()) for n in node.all_input_nodes))
+            if node in self._segment:
+                found[self._segment[node]] |= names
+            elif node.op == "output" and found:
+                found[-1] |= names
+            else:
+                repeated[node] = frozenset(names)
+        return found
 
     def cut(self, stage_of: Sequence[int], stage: int) -> fx.Graph:
         at = {node: stage_of[segment] for node, segment in self._segment.items()}
@@ -165,20 +176,33 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
     return next(model.get_submodule(name).parameters(), None) is not None
 
 
-def _num_bytes(model: nn.Module, uses: Collection[str]) -> int:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    used = {p for name, p in parameters.items() if is_used(name, uses)}
-    return sum(parameter.nbytes for parameter in used)
+def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
+    """Bytes of the parameters that each segment uses."""
+    used_by: dict[str, list[int]] = {}
+    for index, names in enumerate(uses):
+        for name in names:
+            used_by.setdefault(name, []).append(index)
+    parameters: list[dict[int, int]] = [{} for _ in uses]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for path in paths_of(name):
+            for index in used_by.get(path, ()):
+                parameters[index][id(parameter)] = parameter.nbytes
+    return [sum(sizes.values()) for sizes in parameters]
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
     """Whether the tensor of that name is among `uses`, or in a module that is."""
-    parts = tensor.split(".")
-    return any(".".join(parts[: end + 1]) in uses for end in range(len(parts)))
+    return any(path in uses for path in paths_of(tensor))
+
+
+def paths_of(name: str) -> Iterator[str]:
+    """What a name leads through: for a.b.weight it is a, a.b and a.b.weight."""
+    parts = name.split(".")
+    return (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
 def _numbered(name: str, call: int) -> str:
     return name if call == 1 else f"{name}@{call}"
 
 
-__all__ = ["Flow", "Outline", "Segment", "is_used", "uses_of"]
+__all__ = ["Flow", "Outline", "Segment", "is_used", "paths_of", "uses_of"]

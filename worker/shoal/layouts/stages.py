@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
-from shoal.layouts.outline import Outline, is_used, uses_of
+from shoal.layouts.outline import Outline, is_used, paths_of, uses_of
 from shoal_proto.errors import InvalidSpec
 
 
@@ -134,9 +134,10 @@ def _prune(model: nn.Module, own: Collection[str]) -> None:
             for name in table:
                 if (part, name) not in kept:
                     table[name] = None
+    needed = {above for name in own for above in paths_of(name)}
     for path, _ in reversed(paths):
         parent, _, name = path.rpartition(".")
-        if path and not is_used(path, own) and not any(u.startswith(path + ".") for u in own):
+        if path and path not in needed and not is_used(path, own):
             del model.get_submodule(parent)._modules[name]
 
 
