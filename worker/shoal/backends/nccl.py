@@ -1,4 +1,8 @@
-"""NCCL groups: collectives between GPUs, cut by aborting their communicators."""
+"""NCCL groups: collectives between GPUs, cut by aborting their communicators.
+
+Tensors on the host go over Gloo in the same group: state between members, copies at peers, who
+stands at which step. So a cut is both: NCCL's abort, and the end of Gloo's connections.
+"""
 
 import os
 import sys
@@ -11,9 +15,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from shoal.backends.base import Seat
+from shoal.backends.sockets import shut_connections
+from shoal.backends.stores import AnnouncingStore
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
-_FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
+_FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog", "gloo", "closed by peer")
 
 
 class NcclBackend:
@@ -50,7 +56,7 @@ class NcclGroup:
 
     def __init__(self, seat: Seat, store: Any) -> None:
         self._seat = seat
-        self._store = store
+        self._store = AnnouncingStore(store)
         self._lock = threading.Lock()
         self._reason = ""
         self._group: dist.ProcessGroup | None = None
@@ -67,7 +73,7 @@ class NcclGroup:
         seat = self._seat
         hook = sys.excepthook  # torch wraps it once more at each call, and never takes one off
         dist.init_process_group(
-            "nccl",
+            "cpu:gloo,cuda:nccl",
             store=self._store,
             rank=seat.rank,
             world_size=seat.world_size,
@@ -95,8 +101,9 @@ class NcclGroup:
             self._reason = self._reason or reason or "the group was cut"
             group = self._group
         self._store.abort(self._reason)
+        shut_connections(self._store.announced)
         if group is not None:
-            group.abort()
+            group._get_backend(torch.device("cuda")).abort()
 
     def retire(self) -> None:
         with self._lock:
