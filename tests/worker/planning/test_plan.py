@@ -24,6 +24,7 @@ from shoal.planning.figures import Plan
 from shoal.strategies.base import Strategy
 from shoal.strategies.ddp import DDP
 from shoal.strategies.fsdp import FSDP, Zero2, Zero3
+from shoal.strategies.tensor import TensorParallel
 from shoal.strategies.zero1 import Zero1
 from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
 
@@ -177,6 +178,22 @@ def test_figures_of_models_that_are_hard_to_cut(model: Any) -> None:
     built, optimizer = training.build()
     plan = shoal.plan(built, FSDP(min_group_bytes=200), world_size=2, optimizer=optimizer)
     check(plan, run_in_memory(measure, 2, training, FSDP, {"min_group_bytes": 200}))
+
+
+@pytest.mark.parametrize("optimizer", [adamw, sgd])
+def test_figures_of_tensor_parallel_are_what_ranks_hold(optimizer: Any) -> None:
+    """Its traffic depends on the batch, which a plan without inputs does not know."""
+    training = training_of(transformer, optimizer)
+    built, own_optimizer = training.build()
+    options = {"min_split_bytes": 0}
+    plan = shoal.plan(built, TensorParallel(**options), world_size=2, optimizer=own_optimizer)
+    assert plan.ranks[0].parameters < sum(p.nbytes for p in built.parameters())
+    for figures, rank in zip(
+        plan.ranks, run_in_memory(measure, 2, training, TensorParallel, options), strict=True
+    ):
+        assert figures.parameters == figures.parameters_peak == rank.parameters
+        assert figures.gradients == rank.gradients
+        assert figures.optimizer == rank.optimizer
 
 
 class ManyLayers(nn.Sequential):

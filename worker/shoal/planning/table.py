@@ -18,7 +18,7 @@ def render(plan: Plan) -> str:
     lines += _table(("group", "parameters", "bytes"), _group_rows(plan), left=1)
     lines += ["", *_table(_HELD, _rank_rows(plan), left=1)]
     moved = _moved_rows(plan)
-    lines += ["", *(_table(_MOVED, moved, left=3) if moved else ["no collectives"])]
+    lines += ["", *(_table(_MOVED, moved, left=3) if moved else ["no collectives counted"])]
     return "\n".join([*lines, *("" for _ in plan.notes[:1]), *plan.notes])
 
 

@@ -10,7 +10,9 @@ from torch.optim import Optimizer
 from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor import TensorLayout
 from shoal.layouts.tensor_derive import MIN_SPLIT_BYTES, derive
+from shoal.layouts.tensor_figures import tensor_figures
 from shoal.layouts.tensor_plan import TensorPlan
+from shoal.planning.figures import Plan, Subject
 from shoal.strategies.elementwise import refuse_unless_elementwise
 from shoal.strategies.laid_out import LaidOut
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
@@ -50,6 +52,12 @@ class TensorParallel(LaidOut):
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
         """How the model would be split over so many members: print it before anything runs."""
         return derive(model, degree, self._overrides, min_split_bytes=self._min_split_bytes)
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`; what activations move is not in it."""
+        if subject.optimizer is not None:
+            self.check(subject.model, subject.optimizer)
+        return tensor_figures(subject, self.plan(subject.model, subject.world_size))
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         plan = self.plan(model, world.world_size)
