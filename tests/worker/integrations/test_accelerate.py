@@ -1,0 +1,40 @@
+"""A script of Hugging Face accelerate, as its users write them, under Shoal's rendezvous."""
+
+from pathlib import Path
+
+import pytest
+from framework_agents import Agents
+
+from shoal_client.local.cluster import LocalCluster
+
+RUN_S = 90.0
+EPOCHS = 12
+
+
+@pytest.mark.timeout(240)
+def test_a_lost_node_costs_what_came_after_the_checkpoint(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Two nodes train; one is killed, agent and worker. The other goes on alone from the newest
+    checkpoint, and trains every epoch that is not in it."""
+    with Agents(
+        endpoint=cluster.coordinator,
+        job="accelerate-nodes",
+        script="accelerate_digits.py",
+        directory=tmp_path,
+    ) as agents:
+        first, second = (agents.torchrun(name, nodes="1:2") for name in ("first", "second"))
+        agents.await_epoch(1, RUN_S)
+        agents.kill_node(second)
+        assert first.wait(RUN_S) == 0, agents.logs()
+
+        epochs = agents.epochs()
+        together = [epoch.number for epoch in epochs if epoch.ranks == 2]
+        alone = [epoch.number for epoch in epochs if epoch.ranks == 1]
+        assert together[:2] == [0, 1]
+        assert alone == list(range(alone[0], EPOCHS))
+        assert alone[0] in (together[-1], together[-1] + 1)
+        by_number = {epoch.number: epoch.loss for epoch in epochs}
+        assert by_number[EPOCHS - 1] < 0.2 < by_number[0]
+        saved = sorted(path.name for path in agents.checkpoints.glob("epoch-*"))
+        assert saved == [f"epoch-{number:03d}" for number in range(EPOCHS)]
