@@ -1,0 +1,90 @@
+"""What the sharded strategies accept, before anything runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.strategies import find_strategy
+from shoal.strategies.elementwise import ELEMENTWISE
+from shoal.strategies.fsdp import FSDP
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
+
+
+class Own(torch.optim.SGD):
+    """One of the user's, which may look at anything."""
+
+
+def model() -> nn.Module:
+    return nn.Linear(3, 2, bias=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fsdp", shoal.FSDP), ("zero2", shoal.Zero2), ("zero3", shoal.Zero3)]
+)
+def test_found_by_name(name: str, kind: type[FSDP]) -> None:
+    found = find_strategy(name)
+    assert type(found) is kind
+    assert found.name == name
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, Own])
+def test_an_optimizer_that_may_need_whole_parameters_is_refused(kind: Any) -> None:
+    built = model()
+    with pytest.raises(UnsupportedOptimizer, match=kind.__name__) as refused:
+        FSDP().check(built, kind(built.parameters(), lr=0.1))
+    assert "AdamW" in refused.value.expected
+    assert "elementwise_optimizer=True" in refused.value.fix
+
+
+def test_an_optimizer_that_is_vouched_for_is_taken() -> None:
+    built = model()
+    optimizer = Own(built.parameters(), lr=0.1)
+    FSDP(elementwise_optimizer=True).check(built, optimizer)
+    plan = shoal.plan(built, FSDP(elementwise_optimizer=True), world_size=2, optimizer=optimizer)
+    assert plan.ranks[0].parameters == 3 * 4
+
+
+TELLING = sorted(ELEMENTWISE - {torch.optim.ASGD}, key=lambda kind: kind.__name__)
+
+
+def test_an_optimizer_that_cannot_step_on_the_meta_device_is_told_of() -> None:
+    """ASGD looks at its own numbers in a step; it trains all the same."""
+    built = model()
+    optimizer = torch.optim.ASGD(built.parameters(), lr=0.1)
+    FSDP().check(built, optimizer)
+    with pytest.raises(UnsupportedOptimizer, match="ASGD cannot be told beforehand"):
+        shoal.plan(built, "fsdp", world_size=2, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("kind", TELLING)
+def test_state_of_each_elementwise_optimizer_can_be_told(kind: Any) -> None:
+    """Of as many elements as this rank has, and perhaps a count of steps."""
+    built = model()
+    optimizer = kind(built.parameters(), lr=0.1)
+    first, second = shoal.plan(built, "zero2", world_size=2, optimizer=optimizer).ranks
+    whole = shoal.plan(built, "zero2", world_size=1, optimizer=optimizer).ranks[0]
+    assert first.optimizer == second.optimizer <= whole.optimizer
+    extra = 2 * first.optimizer - whole.optimizer
+    assert 0 <= extra <= 12  # scalars of each parameter
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    with pytest.raises(InvalidSpec, match="param_dtype") as refused:
+        FSDP(param_dtype="int3")
+    assert "'bf16'" in refused.value.expected
+    with pytest.raises(InvalidSpec, match="reduce_dtype"):
+        shoal.Zero2(reduce_dtype="double")
+    built = model()
+    with pytest.raises(InvalidSpec, match="min_group_bytes"):
+        FSDP(min_group_bytes=-1).check(built, torch.optim.SGD(built.parameters(), lr=0.1))
+    built.temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(InvalidSpec, match="temperature"):
+        FSDP().check(built, torch.optim.SGD(built.parameters(), lr=0.1))
+
+
+def test_members_must_have_the_same_options() -> None:
+    assert FSDP(param_dtype="bf16").options() != FSDP().options()
+    assert FSDP(copies=2).options() == FSDP().options()
