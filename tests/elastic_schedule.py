@@ -14,7 +14,7 @@ import torch
 from elastic_bodies import Elastic
 from ranks import Rank, Ranks
 
-MARGIN_STEPS = 60
+MARGIN_STEPS = 150
 """Between the last step that the test has seen and the one at which members stop."""
 
 
@@ -81,6 +81,8 @@ class Schedule:
 
     def finish(self) -> Mapping[str, Any]:
         """Let all stop at one step; what the first of them reports then."""
+        for rank in self.alive:
+            rank.catch_up()
         last = max(data["step"] for _, data in self.committed())
         draft = self._stop_file.with_suffix(".draft")
         draft.write_text(str(last + MARGIN_STEPS))

@@ -50,6 +50,15 @@ class Rank:
             if got == "raised":
                 raise AssertionError(f"raised instead of {kind!r}: {data['trace']}")
 
+    def catch_up(self) -> None:
+        """Take what has been reported by now, without waiting for more."""
+        while not self._events.empty():
+            report = self._events.get()
+            if report is None:
+                self._events.put(None)
+                return
+            self.seen.append(report)
+
     def drain(self) -> None:
         """Take all that a process which has ended still reported."""
         while (report := self._events.get(timeout=30)) is not None:

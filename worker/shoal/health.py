@@ -78,6 +78,8 @@ class HealthReporter:
         memory_bytes: int | None = None,
         device: str | None = None,
         staleness_steps: float | None = None,
+        sent_bytes_per_step: float | None = None,
+        compression_ratio: float | None = None,
         last_error: str | None = None,
     ) -> None:
         """Change what the next report says; what is not given stays as it was. Never blocks.
@@ -87,6 +89,8 @@ class HealthReporter:
         """
         numbers = {"step_time_s": step_time_s, "samples_per_s": samples_per_s}
         numbers["staleness_steps"] = staleness_steps
+        numbers["sent_bytes_per_step"] = sent_bytes_per_step
+        numbers["compression_ratio"] = compression_ratio
         given: dict[str, Any] = {name: float(n) for name, n in numbers.items() if n is not None}
         counts = {"step": step, "memory_bytes": memory_bytes}
         given |= {name: int(n) for name, n in counts.items() if n is not None}

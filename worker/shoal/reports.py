@@ -41,13 +41,16 @@ class StepReports:
             return
         first, self._reported_s = self._reported_s == 0.0, now_s
         samples, self._samples = self._samples, 0
+        metrics = strategy.metrics()
         self._health.update(
             step=strategy.step,
             loss=float(loss) if loss is not None and loss.numel() == 1 else None,
             step_time_s=step_time_s,
             samples_per_s=None if first else samples / since_s,
             memory_bytes=_resident_bytes(),
-            staleness_steps=strategy.metrics().get("staleness"),
+            staleness_steps=metrics.get("staleness"),
+            sent_bytes_per_step=metrics.get("bytes_per_step"),
+            compression_ratio=metrics.get("compression_ratio"),
         )
 
     def close(self) -> None:

@@ -26,6 +26,8 @@ class HealthReport(BaseModel):
                     "memory_bytes": 734003200,
                     "device": "cuda:0",
                     "staleness_steps": 1.5,
+                    "sent_bytes_per_step": 52480,
+                    "compression_ratio": 31.2,
                     "last_error": "",
                 }
             ]
@@ -48,6 +50,10 @@ class HealthReport(BaseModel):
     """What it trains on: cpu, cuda:0 ..."""
     staleness_steps: float | None = Field(None, ge=0, allow_inf_nan=False)
     """Mean number of updates by others between this member's pull and its push."""
+    sent_bytes_per_step: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """Bytes that this member sent for its gradients in the newest step."""
+    compression_ratio: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """How many times more that would have been without compression."""
     last_error: str = Field("", max_length=2000)
     """The last error the training went through, if any."""
 

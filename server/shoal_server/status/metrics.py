@@ -27,6 +27,8 @@ _HEALTH_GAUGES = (
     ("shoal_member_throughput_samples_per_second", "Training throughput.", "samples_per_s"),
     ("shoal_member_memory_bytes", "Memory in use by the member.", "memory_bytes"),
     ("shoal_member_staleness_steps", "Updates between pull and push.", "staleness_steps"),
+    ("shoal_member_sent_bytes", "Sent for gradients in the newest step.", "sent_bytes_per_step"),
+    ("shoal_member_compression_ratio", "Bytes without compression to sent.", "compression_ratio"),
     ("shoal_member_loss_value", "Newest loss; it has no unit.", "loss"),
 )
 

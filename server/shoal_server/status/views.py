@@ -147,6 +147,8 @@ class HealthView(View):
     device: str = ""
     staleness_steps: float | None = None
     """Mean number of updates by others between this member's pull and its push."""
+    sent_bytes_per_step: float | None = None
+    compression_ratio: float | None = None
     last_error: str = ""
 
 

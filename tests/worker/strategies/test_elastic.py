@@ -23,6 +23,7 @@ CASES: list[tuple[str, Mapping[str, Any], str]] = [
     ("fsdp", {}, "adamw"),
     ("tensor", {"min_split_bytes": 0}, "adamw"),
     ("pipeline", {}, "sgd"),
+    ("hybrid", {"min_split_bytes": 0}, "adamw"),
 ]
 
 

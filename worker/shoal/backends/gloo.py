@@ -35,8 +35,6 @@ RETIRED_S = 1.0
 """An old group's threads are idle by then, so that freeing it waits for nothing."""
 # Gloo's errors have no class of their own. Most begin with the place in its source.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
-# Gloo tries to connect this many times, each with its own timeout.
-_ATTEMPTS = 6
 
 
 class GlooBackend:
@@ -146,13 +144,21 @@ class GlooGroup:
         make: Any = ProcessGroupGloo
         options = make._Options()
         options._devices = [make.create_device(hostname=seat.address)]
-        options._timeout = timedelta(seconds=seat.bring_up_s / _ATTEMPTS)
+        # Sends and receives keep to this one for good, so it cannot be that of connecting.
+        options._timeout = timedelta(seconds=seat.collective_s)
+        late = f"its members were not connected within {seat.bring_up_s:g} s"
+        timer = threading.Timer(seat.bring_up_s, self.cut, (late,))
+        timer.daemon = True
+        timer.start()
+        was_connecting, self._connecting = self._connecting, True
         try:
             gloo = make(AddressStore(store, rank, world_size), rank, world_size, options)
         except RuntimeError:
             self._raise_if_cut()
             raise
-        gloo._set_default_timeout(timedelta(seconds=seat.collective_s))
+        finally:
+            timer.cancel()
+            self._connecting = was_connecting
         self._groups.append(gloo)
         return gloo
 

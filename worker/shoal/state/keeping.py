@@ -86,6 +86,12 @@ class Keeping:
             self._copies.offer(holding)
             self._copies.flush()
 
+    def interrupt(self) -> None:
+        """Let nobody wait for a copy any longer. Any thread."""
+        copies = self._copies
+        if copies is not None:
+            copies.close()
+
     def stop(self, live: Holding | None) -> None:
         """The generation is over; `live` is this member's part of its state, if it is whole."""
         self._live = live

@@ -68,6 +68,7 @@ class Slot:
         """The memory of what goes to peers of the own snapshot."""
         self._peers: dict[int, Holding] = {}
         self._names: frozenset[str] = frozenset()
+        self._knows = False
         self._staying = Shelf()
         self._leaving = Shelf()
         self._given: dict[int, Shelf] = {}
@@ -88,7 +89,7 @@ class Slot:
         pieces |= self._staying.arrange(staying, metas)[0]
         for name, piece in pieces.items():
             piece.tensor.copy_(holding.pieces[name].tensor.detach())
-        self._names = holding.elsewhere
+        self._names, self._knows = holding.elsewhere, bool(holding.elsewhere)
         self.own = Holding(
             step=holding.step, pieces=pieces, values=holding.values, elsewhere=self._names
         )
@@ -97,7 +98,7 @@ class Slot:
     def know(self, names: frozenset[str]) -> None:
         """Learn the names of all tensors that exist at this step."""
         assert self.own is not None
-        self._names |= names
+        self._names, self._knows = self._names | names, True
         self.own = Holding(
             step=self.own.step,
             pieces=self.own.pieces,
@@ -119,9 +120,15 @@ class Slot:
         self._peers = {**self._peers, peer: holding}
 
     def shown(self) -> list[Holding]:
-        """All that is complete."""
+        """All that is complete.
+
+        The own snapshot only once it is known what else there was: alone it might be taken for the
+        whole of a state of which a lost rank held what nobody else can name. Before the first step
+        there is the model and no more.
+        """
         own, peers = self.own, self._peers
-        return [*([own] if own is not None else []), *peers.values()]
+        known = own is not None and (own.step == 0 or bool(own.elsewhere))
+        return [*([own] if own is not None and known else []), *peers.values()]
 
     @property
     def num_bytes(self) -> int:

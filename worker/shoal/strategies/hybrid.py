@@ -71,6 +71,9 @@ class Hybrid(LaidOut):
         )
         return mesh_for(world_size, facts, self._fixed)
 
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        self.mesh(model, world_size)
+
     def _cuts(self, model: nn.Module, num_stages: int) -> bool:
         try:
             self._cutting.cutter.outline(model, num_stages)

@@ -62,6 +62,16 @@ class LaidOut(GroupedStrategy):
         The base has checked that there is something to train and whose the parameters are.
         """
 
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        """Raise InvalidSpec if so many members cannot train the model. Quick; any thread."""
+
+    def refuses(self, world_size: int) -> str:
+        try:
+            self.try_lay_out(self._blueprint.model, world_size)
+        except InvalidSpec as error:
+            return str(error)
+        return ""
+
     def options(self) -> Mapping[str, str]:
         """The strategy's options that all members must have in common, for the proposal."""
         return {}
@@ -123,7 +133,8 @@ class LaidOut(GroupedStrategy):
     def _found(self, group: dist.ProcessGroup, held: list[Holding], bound: Bound) -> Holding:
         """The newest state that the members hold together, or else that a checkpoint holds."""
         try:
-            holding = reshard(group, held, bound.needs)
+            # Borrowed: what this member keeps in its place is copied once, into the layout.
+            holding = reshard(group, held, bound.needs, borrow=True)
         except StateLost:
             path = self._newest_checkpoint(group)
             if path is None:
@@ -150,6 +161,12 @@ class LaidOut(GroupedStrategy):
             raise InternalError(
                 "the members of a generation stand at different steps", seen=str(steps.tolist())
             )
+
+    def cut(self, generation: int) -> None:
+        super().cut(generation)
+        if self._cut_up_to >= self._number:
+            # Gloo may leave a message of a group that is cut until its limit: wait for none.
+            self._keeping.interrupt()
 
     def _waiting(self) -> Waiting | None:
         bound = self._bound

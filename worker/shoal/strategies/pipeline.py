@@ -101,6 +101,9 @@ class Pipeline(LaidOut):
         self._course = course_of(schedule, microbatches)
         self._cutting = Cutting(balance=balance, split_at=split_at, example=example)
 
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        self._cutting.cutter.outline(model, world_size)
+
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         cut = self._cutting.cut(model, world, world.world_size)
         return PipelineLayout(model, world, cut, self._course)
