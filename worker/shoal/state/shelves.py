@@ -98,13 +98,15 @@ class Slot:
     def know(self, names: frozenset[str]) -> None:
         """Learn the names of all tensors that exist at this step."""
         assert self.own is not None
-        self._names, self._knows = self._names | names, True
+        self._names |= names
         self.own = Holding(
             step=self.own.step,
             pieces=self.own.pieces,
             values=self.own.values,
             elsewhere=self._names,
         )
+        # Behind that: the trainer may ask at any moment.
+        self._knows = True
 
     def room_for(
         self, peer: int, boxes: Mapping[str, Box], metas: Mapping[str, Meta]
