@@ -124,4 +124,4 @@ class Agents:
             os.kill(pid, signal.SIGKILL)
 
 
-__all__ = ["TORCHRUN", "Agents", "Epoch"]
+__all__ = ["EXAMPLES", "Agents", "Epoch"]

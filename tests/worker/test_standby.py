@@ -1,34 +1,16 @@
 """A warm standby: a real process that waits, joined and with its model built, for a lost rank."""
 
-import json
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import rank_bodies
 from rank_bodies import NUM_STEPS, Run
 from ranks import Ranks
+from standing_by import await_standby
 
 from shoal_client.local.cluster import LocalCluster
-
-DEADLINE_S = 60.0
-
-
-def await_standby(http_url: str, job: str, member_id: str) -> None:
-    """Return once the page shows the member standing by."""
-    params = {"job": job}
-    with (
-        httpx.Client(timeout=DEADLINE_S, trust_env=False) as client,
-        client.stream("GET", f"{http_url}/api/v1/stream", params=params) as response,
-    ):
-        for line in response.iter_lines():
-            if not line.startswith("data:"):
-                continue
-            if f'"{member_id}"' in line and "standing by" in json.dumps(json.loads(line[5:])):
-                return
-    raise AssertionError(f"{member_id} never stood by")
 
 
 def test_a_standby_takes_over_the_lost_rank(cluster: LocalCluster, tmp_path: Path) -> None:

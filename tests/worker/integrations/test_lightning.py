@@ -1,14 +1,58 @@
-"""Lightning's Trainer under Shoal's rendezvous, in a script that knows nothing of Shoal."""
+"""Lightning's Trainer: under Shoal's rendezvous, in a script that knows nothing of Shoal, and in a
+session, where a member may be lost and the others train on."""
 
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import lightning_bodies
 import pytest
-from framework_agents import Agents
+import torch
+from framework_agents import EXAMPLES, Agents
+from lightning_bodies import ORDER, Net, Run, data, trainer_of
+from ranks import Ranks
+from standing_by import await_standby
+from torch.utils.data import DataLoader, TensorDataset
 
+import shoal
+from shoal.integrations.lightning import SessionStrategy
 from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
 
 RUN_S = 90.0
 EPOCHS = 12
+TOLERANCE = 1e-5  # fp32: members' sums are taken in another order
+NOBODY = {"coordinator": "", "job": "", "member_id": ""}
+
+
+def say_nothing(kind: str, /, **_: Any) -> None:
+    """These members' steps are of no interest."""
+
+
+@pytest.fixture
+def session(cluster: LocalCluster) -> Iterator[shoal.Session]:
+    name = f"lightning-{secrets.token_hex(4)}"
+    with shoal.join(name, coordinator=cluster.coordinator) as joined:
+        yield joined
+
+
+def fit(session: shoal.Session, kind: type[Net], **changes: Any) -> None:
+    elastic = SessionStrategy(session)
+    module = kind(session, say_nothing, Run(**NOBODY))
+    trainer_of(elastic, **changes).fit(module, elastic.batches(data(), global_batch_size=12))
+
+
+def distance(weights: dict[str, list[float]]) -> float:
+    alone = lightning_bodies.one_process()
+    assert set(weights) == set(alone)
+    return max(float((torch.tensor(weights[name]) - alone[name]).abs().max()) for name in alone)
 
 
 @pytest.mark.timeout(240)
@@ -34,3 +78,122 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
         assert "Restored all states from the checkpoint" in agents.logs()
         by_number = {epoch.number: epoch.loss for epoch in epochs}
         assert by_number[EPOCHS - 1] < 0.2 < by_number[0]
+
+
+def test_in_a_session_a_lost_member_costs_one_attempt_at_a_step(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """One of two is killed in the midst of a step; a third, who stood by, takes that step in its
+    place. Lightning counts each committed step once, and the weights are those of a plain loop."""
+    gates = {name: tmp_path / name for name in "ab"}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    run = Run(coordinator=cluster.coordinator, job="lightning-session", member_id="", hold_at=6)
+    with Ranks() as ranks:
+        a, b = (
+            ranks.start(lightning_bodies.train, replace(run, member_id=name, gate=str(gates[name])))
+            for name in "ab"
+        )
+        for rank in (a, b):
+            rank.expect("holds")
+        c = ranks.start(lightning_bodies.train, replace(run, member_id="c", hold_at=-1))
+        await_standby(cluster.http_url, run.job, "c")
+        b.send_signal(signal.SIGKILL)
+        gates["a"].write_bytes(b"")
+
+        assert c.expect("tried") == {"step": 6, "world_size": 2}
+        assert a.expect("tried") == {"step": 6, "world_size": 2}
+        ended = {name: rank.expect("finished") for name, rank in (("a", a), ("c", c))}
+    assert [each["step"] for each in ended.values()] == [ORDER.num_steps] * 2
+    assert ended["a"]["trainer_steps"] == ORDER.num_steps
+    assert ended["c"]["trainer_steps"] == ORDER.num_steps - 6
+    assert ended["a"]["trainer_epochs"] == ORDER.num_epochs
+    for each in ended.values():
+        assert distance(each["weights"]) <= TOLERANCE
+
+
+def test_sigterm_drains_a_member(cluster: LocalCluster, tmp_path: Path) -> None:
+    """As in any session, and not as Lightning would have it: the step is finished first."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+    run = Run(
+        coordinator=cluster.coordinator,
+        job="lightning-drained",
+        member_id="a",
+        num_members=1,
+        epochs=10_000,  # more than are trained before the coordinator has agreed
+        hold_at=2,
+        gate=str(gate),
+    )
+    with Ranks() as ranks:
+        rank = ranks.start(lightning_bodies.train, run)
+        rank.expect("holds")
+        rank.send_signal(signal.SIGTERM)
+        gate.write_bytes(b"")
+        ended = rank.expect("exits")
+    assert ended == {"code": 143, "reason": "SIGTERM"}
+
+
+def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    run = Run(
+        coordinator=cluster.coordinator,
+        job="lightning-alone",
+        member_id="a",
+        strategy="fsdp",
+        num_members=1,
+    )
+    lightning_bodies.train(lambda kind, **data: told.append((kind, data)), run)
+    kind, ended = told[-1]
+    assert kind == "finished"
+    assert ended["trainer_steps"] == ORDER.num_steps
+    assert distance(ended["weights"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+        ({"enable_checkpointing": True}, "enable_checkpointing=False"),
+        ({"gradient_clip_algorithm": "value"}, "common norm"),
+    ],
+)
+def test_what_a_session_cannot_keep_exact_is_refused(
+    session: shoal.Session, changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidSpec, match=said):
+        fit(session, Net, default_root_dir=tmp_path, **changes)
+
+
+class ByHand(Net):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.automatic_optimization = False
+
+
+def test_steps_by_hand_are_refused(session: shoal.Session) -> None:
+    with pytest.raises(InvalidSpec, match="automatic_optimization = False"):
+        fit(session, ByHand, gradient_clip_val=None)
+
+
+def test_batches_that_the_session_did_not_cut_are_refused(session: shoal.Session) -> None:
+    trainer, module = trainer_of(SessionStrategy(session)), Net(session, say_nothing, Run(**NOBODY))
+    with pytest.raises(InvalidSpec, match="batches of its own"):
+        trainer.fit(module, DataLoader(TensorDataset(*data()), 12))
+
+
+def test_the_example_of_a_session(cluster: LocalCluster) -> None:
+    run = [sys.executable, "-m", "shoal_client", "run", "-n", "2", "--job", "lightning-example"]
+    script = EXAMPLES / "lightning_elastic.py"
+    done = subprocess.run(
+        [*run, "--coordinator", cluster.coordinator, str(script)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=RUN_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    shares = re.findall(r"rank \d: ([\d.]+)% right after 380 steps", done.stdout + done.stderr)
+    assert len(shares) == 2
+    assert all(float(share) > 95 for share in shares)
