@@ -6,6 +6,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from shoal_proto.errors import InvalidSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
@@ -73,3 +75,14 @@ class Waiting(Protocol):
 
     def give_up(self, reason: str) -> None:
         """Let nobody wait for them any longer. Any thread."""
+
+
+def refuse_default_group() -> None:
+    """Raise InvalidSpec if torch.distributed has a default group: there can be one only."""
+    if dist.is_initialized():
+        raise InvalidSpec(
+            "torch.distributed has a default process group already",
+            seen="a group that Shoal did not make",
+            expected="none",
+            fix="Leave init_process_group to session.distribute(); it is called for you.",
+        )

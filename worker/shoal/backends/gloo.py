@@ -21,7 +21,7 @@ import structlog
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
-from shoal.backends.base import Seat
+from shoal.backends.base import Seat, refuse_default_group
 from shoal.backends.sockets import listening, shut_connections
 from shoal.backends.stores import AddressStore, AnnouncingStore
 from shoal_proto.errors import GenerationBroken, InvalidSpec
@@ -68,13 +68,7 @@ class GlooGroup:
         self._is_default = False
 
     def open(self) -> dist.ProcessGroup:
-        if dist.is_initialized():
-            raise InvalidSpec(
-                "torch.distributed has a default process group already",
-                seen="a group that Shoal did not make",
-                expected="none",
-                fix="Leave init_process_group to session.distribute(); it is called for you.",
-            )
+        refuse_default_group()
         with self._lock:
             self._raise_if_cut()
             self._connecting = True

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from shoal.backends.base import Seat
+from shoal.backends.base import Seat, refuse_default_group
 from shoal.backends.sockets import shut_connections
 from shoal.backends.stores import AnnouncingStore
 from shoal_proto.errors import GenerationBroken, InvalidSpec
@@ -62,13 +62,7 @@ class NcclGroup:
         self._group: dist.ProcessGroup | None = None
 
     def open(self) -> dist.ProcessGroup:
-        if dist.is_initialized():
-            raise InvalidSpec(
-                "torch.distributed has a default process group already",
-                seen="a group that Shoal did not make",
-                expected="none",
-                fix="Leave init_process_group to session.distribute(); it is called for you.",
-            )
+        refuse_default_group()
         self._raise_if_cut()
         seat = self._seat
         hook = sys.excepthook  # torch wraps it once more at each call, and never takes one off

@@ -12,26 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from shoal.state.dtypes import DTYPES, name_of
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 MAX_DESCRIPTION_BYTES = 1024 * 1024
-_DTYPES = {
-    str(dtype): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -44,7 +28,7 @@ class Neighbours:
 
     def send(self, tensors: Sequence[Tensor], *, to: int, values: bool) -> None:
         """Describe the tensors to the rank `to`; send what is in them too if `values`."""
-        described = [[str(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
+        described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         dist.send(length, group=self.group, group_dst=to)
         dist.send(text, group=self.group, group_dst=to)
@@ -59,7 +43,7 @@ class Neighbours:
         dist.recv(text, group=self.group, group_src=source)
         tensors = []
         for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
-            tensor = torch.zeros(shape, dtype=_DTYPES[dtype], device=self.device)
+            tensor = torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
             if values:
                 dist.recv(tensor, group=self.group, group_src=source)
             tensors.append(tensor.requires_grad_(requires_grad))
@@ -96,7 +80,7 @@ class Neighbours:
         if "value" in described:
             return described["value"]
         dtype, shape = described["tensor"]
-        return torch.empty(shape, dtype=_DTYPES[dtype], device=self.device)
+        return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
 
 
 def _described(leaf: Any) -> dict[str, Any]:

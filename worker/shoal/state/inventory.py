@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shoal.state.dtypes import DTYPES
 from shoal.state.pieces import Box, Holding
 from shoal.strategies.base import Json
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
@@ -20,26 +21,6 @@ from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, U
 MAX_TEXT_BYTES = 64 * 1024 * 1024
 """Of one message, compressed or not; a thousand tensors take about 100 KiB."""
 MAX_DIMENSIONS = 64
-
-DTYPES: Mapping[str, torch.dtype] = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from shoal.strategies.base import (
     Context,
     Generation,
-    LossFunction,
     Strategy,
     optimizer_digest,
     schema_digest,
@@ -139,17 +138,9 @@ class AsyncSgd(Strategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
-    def forward_backward(
-        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
-    ) -> Tensor:
-        loss = loss_function(self._model(inputs), targets)
-        self.backward(loss, weight)
-        return loss.detach()
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """As the base has it, for the gradients of this member's own batch."""
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
-        return norm
+    @property
+    def module(self) -> nn.Module:
+        return self._model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         gradients = {

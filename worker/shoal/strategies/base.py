@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -192,7 +193,11 @@ class Strategy(ABC):
         than once a step; gradients add up.
         """
 
+    @property
     @abstractmethod
+    def module(self) -> nn.Module:
+        """What a forward pass goes through at this moment."""
+
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
@@ -200,11 +205,18 @@ class Strategy(ABC):
 
         Returns the mean loss over this member's samples, detached.
         """
+        loss = loss_function(self.module(inputs), targets)
+        self.backward(loss, weight)
+        return loss.detach()
 
-    @abstractmethod
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Scale the step's gradients, as they are after all backward passes, so that their common
-        2-norm over the whole model is at most `max_norm`. Returns the norm before."""
+        2-norm over the whole model is at most `max_norm`. Returns the norm before.
+
+        As it stands: for a member that holds the whole model.
+        """
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+        return norm
 
     @abstractmethod
     def state_dict(self) -> Mapping[str, Tensor]:

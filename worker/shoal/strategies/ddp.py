@@ -1,7 +1,6 @@
 """Data parallel: every member holds the whole model; gradients are averaged in each step."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from shoal.layouts.replicated_figures import ReplicatedFigures
 from shoal.planning.figures import Plan, Subject
 from shoal.strategies.base import (
     Generation,
-    LossFunction,
     State,
     optimizer_digest,
     schema_digest,
@@ -85,7 +83,7 @@ class DDP(GroupedStrategy):
             "compression": str(self._compression or "none"),
         }
         self._model, self._optimizer = model, optimizer
-        return replica_of(model, self._route), optimizer
+        return replica_of(model, lambda: self.module), optimizer
 
     def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
@@ -168,7 +166,8 @@ class DDP(GroupedStrategy):
         if self._exchange is not None:
             self._exchange.begin(self._step)
 
-    def _route(self) -> nn.Module:
+    @property
+    def module(self) -> nn.Module:
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
         if self._in_step and self._ddp is not None and torch.is_grad_enabled():
             return self._ddp
@@ -177,17 +176,6 @@ class DDP(GroupedStrategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         self._weighted = True
         (loss * weight).backward()  # type: ignore[no-untyped-call]
-
-    def forward_backward(
-        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
-    ) -> Tensor:
-        loss = loss_function(self._route()(inputs), targets)
-        self.backward(loss, weight)
-        return loss.detach()
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
-        return norm
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         if self._exchange is None:

@@ -90,7 +90,7 @@ class LaidOut(GroupedStrategy):
         }
         self._device = next(model.parameters()).device
         self._optimizer = optimizer
-        self._replica = replica_of(model, self._route)
+        self._replica = replica_of(model, lambda: self.module)
         return self._replica, optimizer
 
     def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
@@ -188,7 +188,8 @@ class LaidOut(GroupedStrategy):
 
     # --- steps ---
 
-    def _route(self) -> nn.Module:
+    @property
+    def module(self) -> nn.Module:
         layout = self._layout()
         if not self._in_step or not torch.is_grad_enabled():
             return layout.plain

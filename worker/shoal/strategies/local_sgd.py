@@ -10,7 +10,6 @@ again; each counts once in the steps that are agreed on.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
 from shoal.strategies.base import (
     Generation,
-    LossFunction,
     optimizer_digest,
     schema_digest,
 )
@@ -153,17 +151,9 @@ class LocalSGD(GroupedStrategy):
         if weight:
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def forward_backward(
-        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
-    ) -> Tensor:
-        loss = loss_function(self._model(inputs), targets)
-        self.backward(loss, weight)
-        return loss.detach()
-
-    def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Of this member's own gradients: its replica is the whole model."""
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
-        return norm
+    @property
+    def module(self) -> nn.Module:
+        return self._model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         group = self._process_group

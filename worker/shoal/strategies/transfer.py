@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.state.dtypes import DTYPES, name_of
 from shoal.strategies.base import State
 from shoal_proto.errors import MalformedMessage
 
@@ -20,30 +21,11 @@ BUCKET_BYTES = 32 * 1024 * 1024
 # Every tensor starts at a multiple of this in its bucket, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 16
 
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
-}
-
 
 def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
     """Give `state` to the members of these ranks, who call `receive` at the same time."""
     entries = [
-        [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        for name, tensor in state.tensors.items()
+        [name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()
     ]
     manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
@@ -73,7 +55,7 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
     text = torch.zeros(num_bytes, dtype=torch.uint8)
     dist.recv(text, source, group)
     manifest: Any = json.loads(text.numpy().tobytes())
-    entries = [(name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
+    entries = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
     tensors: dict[str, Tensor] = {}
     for bucket in _buckets([_num_bytes(dtype, shape) for _, dtype, shape in entries]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
