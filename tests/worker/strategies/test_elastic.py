@@ -20,6 +20,7 @@ TOLERANCE = 1e-5
 CASES: list[tuple[str, Mapping[str, Any], str]] = [
     ("ddp", {}, "sgd"),
     ("zero1", {}, "adamw"),
+    ("zero2", {}, "sgd"),
     ("fsdp", {}, "adamw"),
     ("tensor", {"min_split_bytes": 0}, "adamw"),
     ("pipeline", {}, "sgd"),
