@@ -45,7 +45,11 @@ def network() -> nn.Module:
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    return torch.optim.SGD(model.parameters(), lr=rate(0), momentum=0.9)
+
+
+def rate(step: int) -> float:
+    return 0.2 * 0.95**step
 
 
 class Net(LightningModule):
@@ -58,6 +62,8 @@ class Net(LightningModule):
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
         session, run = self.session, self.run_of
+        for group in self.optimizers().param_groups:  # type: ignore[union-attr]
+            group["lr"] = rate(session.step_number)
         self.told("tried", step=session.step_number, world_size=session.world_size)
         loss = cross_entropy(self.layers(batch[0]), batch[1])
         if session.step_number == run.hold_at and session.generation == 1:
@@ -123,5 +129,6 @@ def one_process() -> dict[str, Tensor]:
         optimizer.zero_grad()
         cross_entropy(model(batch.inputs), batch.targets).backward()
         nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.param_groups[0]["lr"] = rate(step)
         optimizer.step()
     return {name: value.detach() for name, value in model.state_dict().items()}

@@ -176,6 +176,17 @@ def test_steps_by_hand_are_refused(session: shoal.Session) -> None:
         fit(session, ByHand, gradient_clip_val=None)
 
 
+class Scheduled(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def test_schedulers_are_refused(session: shoal.Session) -> None:
+    with pytest.raises(InvalidSpec, match="StepLR"):
+        fit(session, Scheduled)
+
+
 def test_batches_that_the_session_did_not_cut_are_refused(session: shoal.Session) -> None:
     trainer, module = trainer_of(SessionStrategy(session)), Net(session, say_nothing, Run(**NOBODY))
     with pytest.raises(InvalidSpec, match="batches of its own"):

@@ -37,7 +37,8 @@ class SessionStrategy(SingleDeviceStrategy):
     """A Lightning strategy for one member; see the module.
 
     `fit` refuses with InvalidSpec what a session cannot keep exact: manual optimization,
-    accumulation of gradients, Lightning's own checkpoints, other batches than those of `batches`.
+    accumulation of gradients, Lightning's own checkpoints and schedulers, other batches than those
+    of `batches`.
     """
 
     strategy_name = "shoal_session"
@@ -95,6 +96,13 @@ class SessionStrategy(SingleDeviceStrategy):
                 "members at their own pace have no epochs in common",
                 seen=f"strategy {self._session.strategy.name}",
                 expected="a synchronous strategy",
+            )
+        if self.lr_scheduler_configs:
+            raise InvalidSpec(
+                "Lightning's schedulers count the steps of one member, and not the job's",
+                seen=type(self.lr_scheduler_configs[0].scheduler).__name__,
+                expected="an optimizer without a scheduler",
+                fix="In training_step, set the groups' lr from session.step_number.",
             )
 
     def training_step(self, batch: Any, *positional: Any, **options: Any) -> Any:
