@@ -134,8 +134,9 @@ class ReplicatedState:
             if path.startswith(OPTIM):
                 name, _, key = path.removeprefix(OPTIM).rpartition("/")
                 key, _, kind = key.partition("#")
-                value = piece.tensor.item() if kind else piece.tensor.clone()
-                self._optimizer.state[self._parameters[name]][key] = value
+                own_parameter = self._parameters[name]
+                value = piece.tensor.item() if kind else _beside(own_parameter, piece.tensor)
+                self._optimizer.state[own_parameter][key] = value
         take_settings(self._optimizer, holding)
 
     def _persistent(self) -> Mapping[str, Tensor]:
@@ -156,11 +157,17 @@ class ReplicatedState:
             if path.startswith("optimizer/"):
                 name, _, key = path.removeprefix("optimizer/").rpartition("/")
                 # A copy: the sender of the state goes on with its own.
-                self._optimizer.state[self._parameters[name]][key] = tensor.clone()
+                own = self._parameters[name]
+                self._optimizer.state[own][key] = _beside(own, tensor)
         for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
             for key, value in settings.items():
                 # JSON has no tuples; betas are one.
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _beside(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A copy where torch's optimizers keep it: with the parameter, but for counts of steps."""
+    return tensor.to(parameter.device, copy=True) if tensor.ndim else tensor.clone()
 
 
 def take_settings(optimizer: Optimizer, holding: Holding) -> None:
