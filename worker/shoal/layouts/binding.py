@@ -16,7 +16,7 @@ from shoal.checkpoint.names import tied
 from shoal.layouts.base import Layout, persistent_buffers
 from shoal.state.pieces import MODEL, OPTIM, Box, Holding, Piece
 from shoal.strategies.base import Json
-from shoal.strategies.state import as_json, take_settings
+from shoal.strategies.state import as_json, beside, take_settings
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
@@ -253,7 +253,7 @@ class Bound:
                 self.optimizer.state[parameter][key] = _like(parameter, given, dtype)
             else:
                 assert given is not None, "what has another shape is whole on every rank"
-                self.optimizer.state[parameter][key] = given.tensor.clone()
+                self.optimizer.state[parameter][key] = beside(parameter, given.tensor)
 
 
 def _as_tensor(number: object) -> Tensor:

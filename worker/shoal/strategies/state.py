@@ -135,7 +135,7 @@ class ReplicatedState:
                 name, _, key = path.removeprefix(OPTIM).rpartition("/")
                 key, _, kind = key.partition("#")
                 own_parameter = self._parameters[name]
-                value = piece.tensor.item() if kind else _beside(own_parameter, piece.tensor)
+                value = piece.tensor.item() if kind else beside(own_parameter, piece.tensor)
                 self._optimizer.state[own_parameter][key] = value
         take_settings(self._optimizer, holding)
 
@@ -158,14 +158,14 @@ class ReplicatedState:
                 name, _, key = path.removeprefix("optimizer/").rpartition("/")
                 # A copy: the sender of the state goes on with its own.
                 own = self._parameters[name]
-                self._optimizer.state[own][key] = _beside(own, tensor)
+                self._optimizer.state[own][key] = beside(own, tensor)
         for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
             for key, value in settings.items():
                 # JSON has no tuples; betas are one.
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def _beside(parameter: Tensor, tensor: Tensor) -> Tensor:
+def beside(parameter: Tensor, tensor: Tensor) -> Tensor:
     """A copy where torch's optimizers keep it: with the parameter, but for counts of steps."""
     return tensor.to(parameter.device, copy=True) if tensor.ndim else tensor.clone()
 
@@ -230,4 +230,4 @@ def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
         )
 
 
-__all__ = ["ReplicatedState", "as_json", "persistent_buffers", "take_settings"]
+__all__ = ["ReplicatedState", "as_json", "beside", "persistent_buffers", "take_settings"]
