@@ -7,6 +7,7 @@
   ranks on Gloo in processes of their own; each step waits 10 ms beside its work, as for a device.
   The two are run in turns, five times each; the median of the five ratios counts. For a model as
   small as this (2.1 MB) copies at peers and checks weigh more than they do for a real one.
+- `step_overhead_session`: the same for one rank and "ddp": what `session.step()` itself costs.
 - `bytes_per_step_STRATEGY`: what one of four ranks hands to collectives in a step, counted by the
   in-memory backend on real steps; the peer's value is what `shoal.plan` says before.
 - `bytes_per_rank_STRATEGY`: parameters, gradients and optimizer state that one of four ranks holds
@@ -42,7 +43,9 @@ START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_strategy.py"
 
 
-def block(system: str, strategy: str, place: Path, environment: dict[str, str]) -> float:
+def block(
+    system: str, strategy: str, place: Path, environment: dict[str, str], num_ranks: int
+) -> float:
     """Median seconds a step, of all ranks together."""
     result = place / f"{system}-{strategy}-{time.monotonic_ns()}"
     command = [sys.executable, str(SCRIPT), system, strategy, str(NUM_STEPS), str(PAUSE_MS)]
@@ -52,7 +55,7 @@ def block(system: str, strategy: str, place: Path, environment: dict[str, str]) 
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment, "RANK": str(rank)},
             stdout=subprocess.DEVNULL,
         )
-        for rank in range(NUM_RANKS)
+        for rank in range(num_ranks)
     ]
     for process in started:
         if process.wait(START_S):
@@ -65,35 +68,42 @@ def overheads(strategies: list[str], place: Path) -> list[Row]:
     rows = []
     config = LocalClusterConfig(directory=place / "cluster", num_parameter_servers=0)
     with LocalCluster(config) as cluster:
+        rows += in_turns(cluster, place, "ddp", "session", num_ranks=1)
         for strategy in strategies:
-            ratios, ours, theirs = [], [], []
-            for turn in range(TURNS):
-                session = {
-                    "SHOAL_COORDINATOR": cluster.coordinator,
-                    "SHOAL_JOB": f"{strategy}-{turn}",
-                    "SHOAL_DESIRED_MEMBERS": str(NUM_RANKS),
-                }
-                fixed = {
-                    "WORLD_SIZE": str(NUM_RANKS),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(free_port()),
-                }
-                ours.append(block("shoal", strategy, place, session))
-                theirs.append(block("plain", strategy, place, fixed))
-                ratios.append(ours[-1] / theirs[-1])
-            print(f"{strategy}: {median(ours) * 1e3:.2f} ms, plain {median(theirs) * 1e3:.2f} ms")
-            rows += [
-                Row(metric=f"step_overhead_{strategy}", value=median(ratios), unit="", runs=TURNS),
-                Row(
-                    metric=f"step_time_{strategy}",
-                    value=median(ours) * 1e3,
-                    unit="ms",
-                    runs=TURNS,
-                    peer="torch",
-                    peer_value=median(theirs) * 1e3,
-                ),
-            ]
+            rows += in_turns(cluster, place, strategy, strategy, num_ranks=NUM_RANKS)
     return rows
+
+
+def in_turns(
+    cluster: LocalCluster, place: Path, strategy: str, name: str, *, num_ranks: int
+) -> list[Row]:
+    ratios, ours, theirs = [], [], []
+    for turn in range(TURNS):
+        session = {
+            "SHOAL_COORDINATOR": cluster.coordinator,
+            "SHOAL_JOB": f"{name}-{turn}",
+            "SHOAL_DESIRED_MEMBERS": str(num_ranks),
+        }
+        fixed = {
+            "WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+        }
+        ours.append(block("shoal", strategy, place, session, num_ranks))
+        theirs.append(block("plain", strategy, place, fixed, num_ranks))
+        ratios.append(ours[-1] / theirs[-1])
+    print(f"{name}: {median(ours) * 1e3:.2f} ms, plain {median(theirs) * 1e3:.2f} ms", flush=True)
+    return [
+        Row(metric=f"step_overhead_{name}", value=median(ratios), unit="", runs=TURNS),
+        Row(
+            metric=f"step_time_{name}",
+            value=median(ours) * 1e3,
+            unit="ms",
+            runs=TURNS,
+            peer="torch",
+            peer_value=median(theirs) * 1e3,
+        ),
+    ]
 
 
 def counted(strategy: str) -> list[Row]:
