@@ -79,14 +79,18 @@ class Schedule:
                 possible += [self.join, self.join]
             self._random.choice(possible)()
 
-    def finish(self) -> Mapping[str, Any]:
-        """Let all stop at one step; what the first of them reports then."""
+    def stop(self) -> None:
+        """Let all stop at one step that none has come to."""
         for rank in self.alive:
             rank.catch_up()
         last = max(data["step"] for _, data in self.committed())
         draft = self._stop_file.with_suffix(".draft")
         draft.write_text(str(last + MARGIN_STEPS))
         draft.rename(self._stop_file)  # all of it at once: members read it at any moment
+
+    def finish(self) -> Mapping[str, Any]:
+        """Let all stop; what the first of them reports then."""
+        self.stop()
         finished = [rank.expect("finished") for rank in self.alive]
         for rank in self.alive:
             assert rank.join() == 0

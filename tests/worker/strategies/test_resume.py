@@ -52,3 +52,33 @@ def test_a_checkpoint_of_one_strategy_and_world_size_is_read_by_another(
         going_on.start(second[1])
         assert min(data["step"] for _, data in going_on.committed()) >= newest
         check_same_weights(going_on.finish(), run, TOLERANCE)
+
+
+@pytest.mark.timeout(180)
+def test_training_goes_on_where_checkpoints_cannot_be_written(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """The result is there, and then the error that the last checkpoint failed with."""
+    directory = tmp_path / "checkpoints"
+    run = Elastic(
+        coordinator=cluster.coordinator,
+        job=f"unwritten-{secrets.token_hex(4)}",
+        member_id="",
+        desired_members=2,
+        batch_size=24,
+        strategy="fsdp",
+        checkpoints=str(directory),
+    )
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1)
+        schedule.start(2)
+        while not complete(directory):
+            schedule.alive[0].expect("committed")
+        directory.rename(tmp_path / "gone")
+        directory.write_text("no directory any more")
+        schedule.stop()
+        for rank in schedule.alive:
+            finished = rank.expect("finished")
+            assert finished["step"] > 2 * CHECKPOINT_STEPS
+            check_same_weights(finished, run, TOLERANCE)
+            assert rank.expect("raised")["error"] == "CheckpointFailed"

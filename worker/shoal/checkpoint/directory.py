@@ -164,6 +164,12 @@ def _entries(directory: Path) -> list[Path]:
         return list(directory.iterdir())
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise InvalidSpec(
+            f"the directory {directory} for checkpoints cannot be looked into",
+            seen=error.strerror or str(error),
+            expected="a directory, or a path at which one can be made",
+        ) from error
 
 
 __all__ = [

@@ -24,7 +24,12 @@ from shoal.state.exchange import gather
 from shoal.state.pieces import Holding
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal_client.channel import Coordinators
-from shoal_proto.errors import GenerationBroken, InvalidSpec, UnsupportedOptimizer
+from shoal_proto.errors import (
+    CheckpointFailed,
+    GenerationBroken,
+    InvalidSpec,
+    UnsupportedOptimizer,
+)
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -196,6 +201,12 @@ class GroupedStrategy(Strategy):
         checkpoints = self._checkpoints
         if checkpoints is not None and checkpoints.due(self._step):
             assert self._writers is not None
+            try:
+                checkpoints.close()
+            except CheckpointFailed as error:
+                # Training does not stop for a full disk: each is tried anew, and what the last one
+                # failed with is raised at the end.
+                log.error("checkpoint_failed", step=self._step, reason=str(error))
             checkpoints.offer(holding(), self._writers, writes)
 
     # --- steps ---

@@ -51,6 +51,7 @@ class LaidOut(GroupedStrategy):
         self._begun = False
         self._reduced = False
         self._whole = True
+        self._failed_copy: Exception | None = None
 
     @abstractmethod
     def lay_out(self, model: nn.Module, world: World) -> Layout:
@@ -174,6 +175,7 @@ class LaidOut(GroupedStrategy):
 
     def _let_go(self) -> None:
         bound, self._bound = self._bound, None
+        self._failed_copy = None
         if bound is None:
             return
         self._optimizer.zero_grad(set_to_none=True)
@@ -213,9 +215,12 @@ class LaidOut(GroupedStrategy):
 
     def _begin(self) -> None:
         """With the first forward pass, where an error of the group is the step's."""
-        if not self._begun:
-            self._begun = True
-            self._layout().begin()
+        if self._begun:
+            return
+        self._begun = True
+        if self._failed_copy is not None:
+            raise self._failed_copy
+        self._layout().begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         self._check_loss(loss)
@@ -279,10 +284,17 @@ class LaidOut(GroupedStrategy):
         self._commit_step()
         if self._step == 1 or self._keeping.due(self._step):
             # Also before any copy: an optimizer whose state cannot travel is refused at once.
-            self._keeping.offer(bound.collect(self._step))
+            self._copy(bound.collect(self._step))
         self._write_checkpoint(lambda: bound.collect(self._step), bound.writes)
         acknowledged()
         self._backend.tidy()
+
+    def _copy(self, holding: Holding) -> None:
+        try:
+            self._keeping.offer(holding)
+        except (RuntimeError, GenerationBroken) as error:
+            # The step is committed all the same: it is the next one that fails of it.
+            self._failed_copy = error
 
     # --- state ---
 
