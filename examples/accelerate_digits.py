@@ -40,7 +40,8 @@ for epoch in range(len(done), EPOCHS):
         losses.append(loss.detach())
     mean = accelerator.reduce(torch.stack(losses).mean(), "mean")
     ranks = accelerator.num_processes
-    accelerator.print(f"epoch {epoch} on {ranks} ranks: loss {mean:.4f}", flush=True)
+    if accelerator.is_main_process:
+        print(f"epoch {epoch} on {ranks} ranks: loss {mean:.4f}", flush=True)
     # Under its name only once it is whole: a worker may be lost while it is written.
     accelerator.save_state(str(checkpoints / "unfinished"))
     accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""torchrun's agents on a Shoal cluster, with a script of examples/ under them."""
+"""torchrun's and accelerate's agents on a Shoal cluster, with a script of examples/ under them."""
 
 import os
 import re
@@ -14,6 +14,8 @@ from shoal_client.local.process import Command, Process, Supervisor
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+ACCELERATE_LAUNCH = (sys.executable, "-m", "accelerate.commands.launch")
+RDZV_CONF = "last_call_timeout=60"
 _EPOCH = re.compile(r"^epoch (\d+) on (\d+) ranks: loss ([\d.]+)$", re.MULTILINE)
 
 
@@ -61,19 +63,31 @@ class Agents:
         options = [
             *("--rdzv-backend=shoal", f"--rdzv-endpoint={self.endpoint}"),
             *(f"--rdzv-id={self.job}", f"--nnodes={nodes}", "--nproc-per-node=1"),
-            *("--max-restarts=3", "--rdzv-conf=last_call_timeout=60"),
+            *("--max-restarts=3", f"--rdzv-conf={RDZV_CONF}"),
         ]
-        return self.launch(name, [*TORCHRUN, *options])
+        return self._spawn(name, [*TORCHRUN, *options], {})
 
-    def launch(
-        self, name: str, launcher: list[str], environment: Mapping[str, str] | None = None
-    ) -> Process:
+    def accelerate_launch(self, name: str, *, nodes: str) -> Process:
+        """The same by accelerate's launcher, with the two workers that it wants at least."""
+        options = [
+            *("--multi_gpu", "--num_machines=1", "--num_processes=2", "--main_process_port=0"),
+            *("--rdzv_backend=shoal", f"--rdzv_conf={RDZV_CONF}", "--max_restarts=3"),
+            *("--mixed_precision=no", "--dynamo_backend=no"),
+        ]
+        environment = {
+            "PET_RDZV_ID": self.job,
+            "PET_RDZV_ENDPOINT": self.endpoint,
+            "PET_NNODES": nodes,
+        }
+        return self._spawn(name, [*ACCELERATE_LAUNCH, *options], environment)
+
+    def _spawn(self, name: str, launcher: list[str], environment: Mapping[str, str]) -> Process:
         return self.supervisor.spawn(
             Command(
                 name=name,
                 arguments=[*launcher, str(EXAMPLES / self.script), str(self.checkpoints)],
                 log_path=self.directory / f"{name}.log",
-                environment={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+                environment={**os.environ, "OMP_NUM_THREADS": "1", **environment},
             )
         )
 

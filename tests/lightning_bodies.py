@@ -8,6 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from ranks import Report
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
 from shoal.data import Loader, Order
@@ -28,6 +29,7 @@ class Run:
     strategy: str = "ddp"
     num_members: int = 2
     epochs: int = ORDER.num_epochs
+    validates: bool = False
     hold_at: int = NEVER
     """In the midst of this step the member waits until the gate is opened."""
     gate: str = ""
@@ -71,6 +73,10 @@ class Net(LightningModule):
             Path(run.gate).read_bytes()  # a named pipe: returns once the test has opened it too
         return loss
 
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.told("validated", step=self.session.step_number, trains=self.layers.training)
+        assert self.layers(batch[0]).shape == (len(batch[0]), 3)
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         self.layers, optimizer = self.session.distribute(
             self.layers, optimizer_of(self.layers), strategy=self.run_of.strategy
@@ -109,7 +115,9 @@ def train(report: Report, run: Run) -> None:
             epochs=run.epochs,
             seed=ORDER.seed,
         )
-        trainer.fit(module, batches)
+        trainer.fit(
+            module, batches, DataLoader(TensorDataset(*data()), 50) if run.validates else None
+        )
         weights = {name: value.tolist() for name, value in session.state_dict().items()}
         report(
             "finished",

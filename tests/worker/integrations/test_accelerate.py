@@ -15,25 +15,27 @@ EPOCHS = 12
 def test_a_lost_node_costs_what_came_after_the_checkpoint(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    """Two nodes train; one is killed, agent and worker. The other goes on alone from the newest
-    checkpoint, and trains every epoch that is not in it."""
+    """Two nodes train, one started by torchrun and one by `accelerate launch`. One is killed, agent
+    and worker. The other goes on from the newest checkpoint, and trains every epoch that is
+    not in it."""
     with Agents(
         endpoint=cluster.coordinator,
         job="accelerate-nodes",
         script="accelerate_digits.py",
         directory=tmp_path,
     ) as agents:
-        first, second = (agents.torchrun(name, nodes="1:2") for name in ("first", "second"))
+        lost = agents.torchrun("lost", nodes="1:2")
+        other = agents.accelerate_launch("other", nodes="1:2")
         agents.await_epoch(1, RUN_S)
-        agents.kill_node(second)
-        assert first.wait(RUN_S) == 0, agents.logs()
+        agents.kill_node(lost)
+        assert other.wait(RUN_S) == 0, agents.logs()
 
-        epochs = agents.epochs()
-        together = [epoch.number for epoch in epochs if epoch.ranks == 2]
-        alone = [epoch.number for epoch in epochs if epoch.ranks == 1]
-        assert together[:2] == [0, 1]
-        assert alone == list(range(alone[0], EPOCHS))
-        assert alone[0] in (together[-1], together[-1] + 1)
+        epochs = sorted(agents.epochs(), key=lambda epoch: (-epoch.ranks, epoch.number))
+        together = [epoch.number for epoch in epochs if epoch.ranks == 3]
+        after = [epoch.number for epoch in epochs if epoch.ranks == 2]
+        assert together[:2] == [0, 1], agents.logs()
+        assert after == list(range(after[0], EPOCHS))
+        assert after[0] in (together[-1], together[-1] + 1)
         by_number = {epoch.number: epoch.loss for epoch in epochs}
         assert by_number[EPOCHS - 1] < 0.2 < by_number[0]
         saved = sorted(path.name for path in agents.checkpoints.glob("epoch-*"))

@@ -88,7 +88,13 @@ def test_in_a_session_a_lost_member_costs_one_attempt_at_a_step(
     gates = {name: tmp_path / name for name in "ab"}
     for gate in gates.values():
         os.mkfifo(gate)
-    run = Run(coordinator=cluster.coordinator, job="lightning-session", member_id="", hold_at=6)
+    run = Run(
+        coordinator=cluster.coordinator,
+        job="lightning-session",
+        member_id="",
+        hold_at=6,
+        validates=True,
+    )
     with Ranks() as ranks:
         a, b = (
             ranks.start(lightning_bodies.train, replace(run, member_id=name, gate=str(gates[name])))
@@ -108,6 +114,9 @@ def test_in_a_session_a_lost_member_costs_one_attempt_at_a_step(
     assert ended["a"]["trainer_steps"] == ORDER.num_steps
     assert ended["c"]["trainer_steps"] == ORDER.num_steps - 6
     assert ended["a"]["trainer_epochs"] == ORDER.num_epochs
+    validated = [told for kind, told in a.seen if kind == "validated"]
+    # Before the first step, as Lightning does to see that it works, and behind each epoch.
+    assert validated == [{"step": step, "trains": False} for step in (0, 5, 10, 15)]
     for each in ended.values():
         assert distance(each["weights"]) <= TOLERANCE
 
@@ -156,6 +165,7 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
         ({"enable_checkpointing": True}, "enable_checkpointing=False"),
         ({"gradient_clip_algorithm": "value"}, "common norm"),
+        ({"precision": "bf16-mixed"}, "precision=bf16-mixed"),
     ],
 )
 def test_what_a_session_cannot_keep_exact_is_refused(
@@ -163,6 +173,18 @@ def test_what_a_session_cannot_keep_exact_is_refused(
 ) -> None:
     with pytest.raises(InvalidSpec, match=said):
         fit(session, Net, default_root_dir=tmp_path, **changes)
+
+
+def test_validation_that_needs_all_members_is_refused(cluster: LocalCluster) -> None:
+    run = Run(
+        coordinator=cluster.coordinator,
+        job="lightning-validation",
+        member_id="a",
+        strategy="fsdp",
+        validates=True,
+    )
+    with pytest.raises(InvalidSpec, match="strategy fsdp"):
+        lightning_bodies.train(say_nothing, run)
 
 
 class ByHand(Net):

@@ -32,6 +32,9 @@ from shoal.data import Collate, Dataset, Order, dataset_size
 from shoal.session import Session
 from shoal_proto.errors import InvalidSpec
 
+FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
+"""Strategies under which a member evaluates its model without the others."""
+
 
 class SessionStrategy(SingleDeviceStrategy):
     """A Lightning strategy for one member; see the module.
@@ -44,7 +47,7 @@ class SessionStrategy(SingleDeviceStrategy):
     strategy_name = "shoal_session"
 
     def __init__(self, session: Session, device: str = "cpu") -> None:
-        super().__init__(device=device, precision_plugin=_SessionPrecision(session))
+        super().__init__(device=device)
         self._session = session
         self._batches: SessionBatches | None = None
         self._again: Any = None
@@ -90,11 +93,19 @@ class SessionStrategy(SingleDeviceStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == "fit":
             _refuse(trainer, trainer.lightning_module)
+            # Now, when the Trainer has told by its own choice what precision it was asked for.
+            self.precision_plugin = _SessionPrecision(self._session)
         super().setup(trainer)
-        if trainer.state.fn == "fit" and not self._session.strategy.synchronous:
+        if trainer.state.fn == "fit":
+            self._refuse_distributed(trainer)
+
+    def _refuse_distributed(self, trainer: Trainer) -> None:
+        """Raise InvalidSpec for what the module's `configure_optimizers` has brought along."""
+        strategy = self._session.strategy
+        if not strategy.synchronous:
             raise InvalidSpec(
                 "members at their own pace have no epochs in common",
-                seen=f"strategy {self._session.strategy.name}",
+                seen=f"strategy {strategy.name}",
                 expected="a synchronous strategy",
             )
         if self.lr_scheduler_configs:
@@ -103,6 +114,13 @@ class SessionStrategy(SingleDeviceStrategy):
                 seen=type(self.lr_scheduler_configs[0].scheduler).__name__,
                 expected="an optimizer without a scheduler",
                 fix="In training_step, set the groups' lr from session.step_number.",
+            )
+        if trainer.enable_validation and strategy.name not in FORWARD_ALONE:
+            raise InvalidSpec(
+                "validation within fit is each member's own, and its forward pass is not",
+                seen=f"strategy {strategy.name}",
+                expected=", ".join(sorted(FORWARD_ALONE)),
+                fix="Validate with the whole model, from session.state_dict(), after fit.",
             )
 
     def training_step(self, batch: Any, *positional: Any, **options: Any) -> Any:
@@ -219,6 +237,13 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             seen="automatic_optimization = False",
             expected="True",
             fix="Train in a loop of your own: with session.step(): ...",
+        )
+    if type(trainer.precision_plugin) not in (Precision, _SessionPrecision):
+        raise InvalidSpec(
+            "Lightning's precision plug-ins scale and apply gradients themselves",
+            seen=f"precision={trainer.precision}",
+            expected="precision=32-true",
+            fix="Use torch.autocast in training_step.",
         )
     if trainer.accumulate_grad_batches != 1:
         raise InvalidSpec(
