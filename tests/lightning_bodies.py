@@ -124,7 +124,6 @@ def train(report: Report, run: Run) -> None:
             weights=weights,
             step=session.step_number,
             trainer_steps=trainer.global_step,
-            trainer_epochs=trainer.current_epoch,
         )
 
 
