@@ -90,7 +90,10 @@ print(len(modules))
 def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     """All modules of the four packages import, from the new environment and not the source."""
     prefix = f"PREFIX = {str(installed.parent)!r}\n"
-    assert int(run(str(installed / "python"), "-c", prefix + IMPORT_ALL, cwd=tmp_path)) > 50
+    python = str(installed / "python")
+    # Keras, which some modules are for, wants to be told.
+    number = run(python, "-c", prefix + IMPORT_ALL, cwd=tmp_path, KERAS_BACKEND="torch")
+    assert int(number) > 50
 
 
 def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> None:
