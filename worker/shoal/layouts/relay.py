@@ -85,7 +85,7 @@ class Neighbours:
 
 def _described(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, Tensor):
-        return {"tensor": [str(leaf.dtype), list(leaf.shape)]}
+        return {"tensor": [name_of(leaf.dtype), list(leaf.shape)]}
     if isinstance(leaf, _PLAIN):
         return {"value": leaf}
     raise InvalidSpec(
