@@ -5,7 +5,7 @@
 
 - `step_overhead_STRATEGY`: median step under a session over the median step of plain torch, two
   ranks on Gloo in processes of their own; each step waits 10 ms beside its work, as for a device.
-  The two are run in turns, five times each; the median of the five ratios counts. For a model as
+  The two are run in turns, three times each; the median of the ratios counts. For a model as
   small as this (2.1 MB) copies at peers and checks weigh more than they do for a real one.
 - `step_overhead_session`: the same for one rank and "ddp": what `session.step()` itself costs.
 - `bytes_per_step_STRATEGY`: what one of four ranks hands to collectives in a step, counted by the
@@ -38,7 +38,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline")
 NUM_RANKS, NUM_COUNTED = 2, 4
-TURNS, NUM_STEPS, PAUSE_MS = 5, 150, 10
+TURNS, NUM_STEPS, PAUSE_MS = 3, 150, 10
 START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_strategy.py"
 

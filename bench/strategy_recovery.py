@@ -5,9 +5,13 @@
 
 A state of 100 MB (33.6 MB of parameters and AdamW's moments), four workers under `shoal run` at
 default settings on Gloo. `recovery_STRATEGY` goes from the SIGKILL to the first step that *every*
-survivor has committed in the next generation. Copies at peers are a few steps old, so some steps
-are trained again: `caught_up_STRATEGY` goes to a step further than any before the kill, and
-`steps_redone_STRATEGY` says how many came twice.
+survivor has committed in the next generation; that step itself moves much of the state over
+loopback, and `step_time_STRATEGY` says how long one takes with all four. Copies at peers are a few
+steps old, so some steps are trained again: `caught_up_STRATEGY` goes to a step further than any
+before the kill, and `steps_redone_STRATEGY` says how many came twice.
+
+A new worker is started only once the others have caught up: importing torch takes a core for
+seconds, and this is not to measure a machine with two of them.
 
 Peer of "fsdp": fully_shard under torchrun, which writes a checkpoint to disk every ten steps (as
 often as Shoal copies), restarts all workers and reloads. torchft shards nothing on Gloo: its
@@ -21,6 +25,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
@@ -35,6 +40,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 STRATEGIES = ("zero1", "zero2", "fsdp", "tensor", "pipeline")
 NUM_KILLS, NUM_TORCHRUN = 6, 3
 RECOVERY_S = 180.0
+METRICS = (("recovery", "s"), ("caught_up", "s"), ("redone", "steps"), ("step_time", "s"))
 
 
 @dataclass
@@ -44,6 +50,7 @@ class Seen:
     recovery: list[float] = field(default_factory=list)
     caught_up: list[float] = field(default_factory=list)
     redone: list[float] = field(default_factory=list)
+    step_time: list[float] = field(default_factory=list)
 
 
 def kill(steps: Steps, directory: Path, seen: Seen) -> None:
@@ -51,6 +58,8 @@ def kill(steps: Steps, directory: Path, seen: Seen) -> None:
     pids = await_training(steps, directory)
     victim = random.choice(pids)
     before = steps.by_pid[victim][-1].formation
+    own = [step.at_s for step in steps.by_pid[victim] if step.formation == before]
+    seen.step_time.append(median(after - at for at, after in pairwise(own)))
     struck_s = time.monotonic()
     os.kill(victim, signal.SIGKILL)
 
@@ -87,9 +96,12 @@ def measure(directory: Path, num_kills: int, strategies: list[str]) -> dict[str,
         for strategy in strategies:
             place, found[strategy] = directory / strategy, Seen()
             script = ("on_large.py", strategy)
-            with ShoalJob(cluster, place, max_members=NUM_WORKERS, script=script) as job:
+            with ShoalJob(
+                cluster, place, max_members=NUM_WORKERS, script=script, restarts=False
+            ) as job:
                 for _ in range(num_kills):
                     kill(job.steps, place, found[strategy])
+                    job.launch(1, max_restarts=0)
     return found
 
 
@@ -108,7 +120,7 @@ def rows_of(found: dict[str, Seen], torchrun: Seen | None) -> list[Row]:
     rows = []
     for strategy, seen in found.items():
         peer = torchrun if strategy == "fsdp" and torchrun and torchrun.recovery else None
-        for metric, unit in (("recovery", "s"), ("caught_up", "s"), ("redone", "steps")):
+        for metric, unit in METRICS:
             values = getattr(seen, metric)
             name = "steps_redone" if metric == "redone" else metric
             rows.append(

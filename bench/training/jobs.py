@@ -36,8 +36,11 @@ class ShoalJob:
         *,
         max_members: int,
         script: tuple[str, ...] = ("on_shoal.py",),
+        restarts: bool = True,
     ) -> None:
-        """`script`: its name and what it gets behind the directory."""
+        """`script`: its name and what it gets behind the directory. `restarts`: whoever is killed
+        is started again at once; else the caller launches another one when it likes to."""
+        self._restarts = restarts
         self._cluster = cluster
         self._script, *self._script_arguments = script
         self._directory = directory
@@ -49,7 +52,10 @@ class ShoalJob:
     def __enter__(self) -> "ShoalJob":
         self._directory.mkdir()
         self._supervisor.__enter__()
-        self.launch(NUM_WORKERS)
+        if self._restarts:
+            self.launch(NUM_WORKERS)
+        for _ in range(0 if self._restarts else NUM_WORKERS):
+            self.launch(1, max_restarts=0)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -30,6 +30,7 @@ class Keeping:
         self._live: Holding | None = None
         self._names: frozenset[str] = frozenset()
         self._members: frozenset[str] = frozenset()
+        self._uncopied = False
 
     def held(self, members: frozenset[str]) -> list[Holding]:
         """All that this member could give to the others of a generation of these members."""
@@ -63,20 +64,25 @@ class Keeping:
             else None
         )
         self._live = None
-        if self._copies is not None:
-            # At once: until it is complete, nobody else has what a member holds.
+        # Until the first copy is complete, nobody else has what a member holds; but members that
+        # stand still wait for their next step first of all.
+        self._uncopied = bool(holding.step)
+        if self._copies is not None and not self._uncopied:
             self._copies.offer(holding)
 
     def due(self, step: int) -> bool:
         """Whether a copy is to be offered of the state after so many steps."""
+        if self._copies is None:
+            return False
         # Behind the very first step an optimizer's state is there, and its names are to be learnt.
-        return self._copies is not None and (step == 1 or self._copies.due(step))
+        return self._uncopied or step == 1 or self._copies.due(step)
 
     def offer(self, holding: Holding) -> None:
         """Copy the state to peers, in the background; all members offer the same steps.
 
         Waits for the copy before. Raises what that one failed with.
         """
+        self._uncopied = False
         if self._copies is not None:
             self._copies.offer(holding)
 
