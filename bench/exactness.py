@@ -20,7 +20,8 @@ import torch
 from recovery import Stuck, await_training
 from rows import Row, publish
 from training.exactness import one_process
-from training.jobs import NUM_WORKERS, ShoalJob, logs_in
+from training.jobs import NUM_WORKERS, START_S, ShoalJob, logs_in
+from training.steps import Step
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
@@ -33,10 +34,13 @@ END_S = 120.0
 def measure(cluster: LocalCluster, directory: Path, strategy: str, num_kills: int) -> list[Row]:
     script = ("on_exactness.py", strategy)
     with ShoalJob(cluster, directory, max_members=NUM_WORKERS, script=script) as job:
+        formation = -1
         for number in range(num_kills):
-            os.kill(random.choice(await_training(job.steps, directory)), signal.SIGKILL)
-            print(f"{strategy}: kill {number + 1}", flush=True)
-        await_training(job.steps, directory)
+            formation = await_new(job, directory, formation)
+            victim = random.choice(await_training(job.steps, directory))
+            os.kill(victim, signal.SIGKILL)
+            print(f"{strategy}: kill {number + 1} at step {newest(job).step}", flush=True)
+        await_new(job, directory, formation)
         reached = max(own[-1].step for own in job.steps.by_pid.values())
         (directory / "later").write_text(str(reached + MARGIN_STEPS))
         (directory / "later").rename(directory / "stop")
@@ -53,6 +57,23 @@ def measure(cluster: LocalCluster, directory: Path, strategy: str, num_kills: in
         Row(metric=f"elastic_exactness_{strategy}", value=difference, unit="", runs=1),
         Row(metric=f"elastic_steps_{strategy}", value=result["step"], unit="steps", runs=1),
     ]
+
+
+def newest(job: ShoalJob) -> Step:
+    """The last step that anybody committed."""
+    return max((own[-1] for own in job.steps.by_pid.values()), key=lambda step: step.at_s)
+
+
+def await_new(job: ShoalJob, directory: Path, formation: int) -> int:
+    """Wait until four train in another formation than this one; returns which."""
+
+    def four_anew() -> bool:
+        ready = job.steps.training(NUM_WORKERS, 1)
+        return bool(ready) and newest(job).formation != formation
+
+    if not job.steps.await_true(four_anew, START_S):
+        raise Stuck(f"no {NUM_WORKERS} workers train again:\n{logs_in(directory)}")
+    return newest(job).formation
 
 
 def main() -> None:
