@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import shards_pb2 as _shards_pb2
 import builtins as _builtins
@@ -19,6 +20,34 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Acknowledgement:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _AcknowledgementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acknowledgement.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACKNOWLEDGEMENT_DEFAULT: _Acknowledgement.ValueType  # 0
+    """REPLICATED where the job's shards have backups, else APPLIED."""
+    ACKNOWLEDGEMENT_APPLIED: _Acknowledgement.ValueType  # 1
+    """Applied by the primary; lost if it dies before its backup has it."""
+    ACKNOWLEDGEMENT_REPLICATED: _Acknowledgement.ValueType  # 2
+    """Received by every backup in step."""
+    ACKNOWLEDGEMENT_DURABLE: _Acknowledgement.ValueType  # 3
+    """On the primary's disk too."""
+
+class Acknowledgement(_Acknowledgement, metaclass=_AcknowledgementEnumTypeWrapper):
+    """When a push is answered."""
+
+ACKNOWLEDGEMENT_DEFAULT: Acknowledgement.ValueType  # 0
+"""REPLICATED where the job's shards have backups, else APPLIED."""
+ACKNOWLEDGEMENT_APPLIED: Acknowledgement.ValueType  # 1
+"""Applied by the primary; lost if it dies before its backup has it."""
+ACKNOWLEDGEMENT_REPLICATED: Acknowledgement.ValueType  # 2
+"""Received by every backup in step."""
+ACKNOWLEDGEMENT_DURABLE: Acknowledgement.ValueType  # 3
+"""On the primary's disk too."""
+Global___Acknowledgement: _TypeAlias = Acknowledgement  # noqa: Y015
 
 @_typing.final
 class OptimizerSpec(_message.Message):
@@ -346,12 +375,14 @@ class PushHeader(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     LR_FIELD_NUMBER: _builtins.int
     RETURN_VALUES_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the pushes of this incarnation from 1. A repeated one is answered with its first
     outcome and not applied again.
     """
     return_values: _builtins.bool
     """Also send each shard's values as of right after this push."""
+    acknowledgement: Global___Acknowledgement.ValueType
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -368,10 +399,11 @@ class PushHeader(_message.Message):
         shards: _abc.Iterable[Global___PushItem] | None = ...,
         lr: _abc.Iterable[_builtins.float] | None = ...,
         return_values: _builtins.bool = ...,
+        acknowledgement: Global___Acknowledgement.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lr", b"lr", "return_values", b"return_values", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "lr", b"lr", "return_values", b"return_values", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -385,10 +417,15 @@ class PushItem(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     ABSENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    BASE_EPOCH_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     base_version: _builtins.int
     """The version the gradient was computed at."""
+    base_epoch: _builtins.int
+    """The epoch of the shard when that version was received. A version of an earlier epoch may have
+    died with its primary; it then counts as the newest.
+    """
     @_builtins.property
     def absent_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Indexes, into the shard's blocks, of those that have no gradient in this push. Nothing is sent
@@ -402,10 +439,11 @@ class PushItem(_message.Message):
         epoch: _builtins.int = ...,
         base_version: _builtins.int = ...,
         absent_blocks: _abc.Iterable[_builtins.int] | None = ...,
+        base_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_blocks", b"absent_blocks", "base_version", b"base_version", "epoch", b"epoch", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_blocks", b"absent_blocks", "base_epoch", b"base_epoch", "base_version", b"base_version", "epoch", b"epoch", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
