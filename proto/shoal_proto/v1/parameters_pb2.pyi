@@ -9,7 +9,10 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
+from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
 from shoal_proto.v1 import shards_pb2 as _shards_pb2
+from shoal_proto.v1.optimizer_pb2 import HyperParameters as HyperParameters
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec as OptimizerSpec
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -50,80 +53,6 @@ ACKNOWLEDGEMENT_DURABLE: Acknowledgement.ValueType  # 3
 Global___Acknowledgement: _TypeAlias = Acknowledgement  # noqa: Y015
 
 @_typing.final
-class OptimizerSpec(_message.Message):
-    """Exactly one of the kernels of torch.optim, with its hyper-parameters."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    KIND_FIELD_NUMBER: _builtins.int
-    GROUPS_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    """"sgd", "adam" or "adamw" """
-    @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___HyperParameters]:
-        """One entry a parameter group."""
-
-    def __init__(
-        self,
-        *,
-        kind: _builtins.str = ...,
-        groups: _abc.Iterable[Global___HyperParameters] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "kind", b"kind"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___OptimizerSpec: _TypeAlias = OptimizerSpec  # noqa: Y015
-
-@_typing.final
-class HyperParameters(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LR_FIELD_NUMBER: _builtins.int
-    WEIGHT_DECAY_FIELD_NUMBER: _builtins.int
-    MOMENTUM_FIELD_NUMBER: _builtins.int
-    DAMPENING_FIELD_NUMBER: _builtins.int
-    NESTEROV_FIELD_NUMBER: _builtins.int
-    BETA1_FIELD_NUMBER: _builtins.int
-    BETA2_FIELD_NUMBER: _builtins.int
-    EPS_FIELD_NUMBER: _builtins.int
-    AMSGRAD_FIELD_NUMBER: _builtins.int
-    MAXIMIZE_FIELD_NUMBER: _builtins.int
-    lr: _builtins.float
-    weight_decay: _builtins.float
-    momentum: _builtins.float
-    dampening: _builtins.float
-    nesterov: _builtins.bool
-    beta1: _builtins.float
-    beta2: _builtins.float
-    eps: _builtins.float
-    amsgrad: _builtins.bool
-    maximize: _builtins.bool
-    def __init__(
-        self,
-        *,
-        lr: _builtins.float = ...,
-        weight_decay: _builtins.float = ...,
-        momentum: _builtins.float = ...,
-        dampening: _builtins.float = ...,
-        nesterov: _builtins.bool = ...,
-        beta1: _builtins.float = ...,
-        beta2: _builtins.float = ...,
-        eps: _builtins.float = ...,
-        amsgrad: _builtins.bool = ...,
-        maximize: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amsgrad", b"amsgrad", "beta1", b"beta1", "beta2", b"beta2", "dampening", b"dampening", "eps", b"eps", "lr", b"lr", "maximize", b"maximize", "momentum", b"momentum", "nesterov", b"nesterov", "weight_decay", b"weight_decay"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HyperParameters: _TypeAlias = HyperParameters  # noqa: Y015
-
-@_typing.final
 class CreateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -161,14 +90,14 @@ class CreateHeader(_message.Message):
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
-    def optimizer(self) -> Global___OptimizerSpec: ...
+    def optimizer(self) -> _optimizer_pb2.OptimizerSpec: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[_shards_pb2.Shard]: ...
     def __init__(
         self,
         *,
         token: _identity_pb2.Token | None = ...,
-        optimizer: Global___OptimizerSpec | None = ...,
+        optimizer: _optimizer_pb2.OptimizerSpec | None = ...,
         shards: _abc.Iterable[_shards_pb2.Shard] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "token", b"token"]  # noqa: Y015

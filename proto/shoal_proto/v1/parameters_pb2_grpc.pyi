@@ -6,6 +6,8 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
+from shoal_proto.v1.optimizer_pb2 import HyperParameters as HyperParameters
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec as OptimizerSpec
 import abc as _abc_1
 import grpc as _grpc
 import sys

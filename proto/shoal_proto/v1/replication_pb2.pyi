@@ -8,6 +8,9 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
+from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
+from shoal_proto.v1 import shards_pb2 as _shards_pb2
+from shoal_proto.v1 import tables_pb2 as _tables_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +21,21 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class IdentifyRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___IdentifyRequest: _TypeAlias = IdentifyRequest  # noqa: Y015
 
 @_typing.final
 class Holder(_message.Message):
@@ -131,6 +149,9 @@ class PushRecord(_message.Message):
     LR_FIELD_NUMBER: _builtins.int
     ROW_IDS_FIELD_NUMBER: _builtins.int
     AT_UNIX_S_FIELD_NUMBER: _builtins.int
+    FORGOTTEN_SESSIONS_FIELD_NUMBER: _builtins.int
+    ROW_BIRTHS_FIELD_NUMBER: _builtins.int
+    TABLE_STEP_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     sequence: _builtins.int
     version: _builtins.int
@@ -141,9 +162,18 @@ class PushRecord(_message.Message):
     """Tables: the rows, as little-endian int64, in the order of the data."""
     at_unix_s: _builtins.float
     """The primary's clock, in Unix seconds: what depends on time does so by this one."""
+    row_births: _builtins.bytes
+    """Tables: as the pusher looked the rows up, one little-endian uint64 a row; and the table's step."""
+    table_step: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Dense shards: the blocks with a gradient, in the order of the data; and the learning rate."""
+
+    @_builtins.property
+    def forgotten_sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ended sessions that were forgotten to make room for this one. A copy cannot tell by itself: who
+        lives is known where the push came in.
+        """
 
     def __init__(
         self,
@@ -156,10 +186,13 @@ class PushRecord(_message.Message):
         lr: _builtins.float = ...,
         row_ids: _builtins.bytes = ...,
         at_unix_s: _builtins.float = ...,
+        forgotten_sessions: _abc.Iterable[_builtins.str] | None = ...,
+        row_births: _builtins.bytes = ...,
+        table_step: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "lr", b"lr", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "forgotten_sessions", b"forgotten_sessions", "lr", b"lr", "row_births", b"row_births", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "table_step", b"table_step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,6 +233,58 @@ class SessionImage(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionImage: _TypeAlias = SessionImage  # noqa: Y015
+
+@_typing.final
+class DenseSpec(_message.Message):
+    """The `spec` of a dense shard's image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    OPTIMIZER_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shard(self) -> _shards_pb2.Shard: ...
+    @_builtins.property
+    def optimizer(self) -> _optimizer_pb2.OptimizerSpec: ...
+    def __init__(
+        self,
+        *,
+        shard: _shards_pb2.Shard | None = ...,
+        optimizer: _optimizer_pb2.OptimizerSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "shard", b"shard"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["optimizer", b"optimizer", "shard", b"shard"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DenseSpec: _TypeAlias = DenseSpec  # noqa: Y015
+
+@_typing.final
+class TableShardSpec(_message.Message):
+    """The `spec` of a table shard's image."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shard(self) -> _shards_pb2.Shard: ...
+    @_builtins.property
+    def table(self) -> _tables_pb2.TableSpec: ...
+    def __init__(
+        self,
+        *,
+        shard: _shards_pb2.Shard | None = ...,
+        table: _tables_pb2.TableSpec | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "table", b"table"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard", "table", b"table"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableShardSpec: _TypeAlias = TableShardSpec  # noqa: Y015
 
 @_typing.final
 class TensorImage(_message.Message):
@@ -339,13 +424,16 @@ class RecordStart(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     RECORD_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
     epoch: _builtins.int
     num_bytes: _builtins.int
-    """So many bytes follow in Bytes messages."""
+    """Bytes of the gradient altogether. These are the first of them; more follow in Bytes messages."""
     @_builtins.property
     def record(self) -> Global___PushRecord: ...
+    @_builtins.property
+    def first(self) -> Global___Bytes: ...
     def __init__(
         self,
         *,
@@ -354,10 +442,11 @@ class RecordStart(_message.Message):
         epoch: _builtins.int = ...,
         record: Global___PushRecord | None = ...,
         num_bytes: _builtins.int = ...,
+        first: Global___Bytes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "num_bytes", b"num_bytes", "record", b"record", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "first", b"first", "job", b"job", "num_bytes", b"num_bytes", "record", b"record", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -374,6 +463,7 @@ class ImageStart(_message.Message):
     job: _builtins.str
     epoch: _builtins.int
     num_bytes: _builtins.int
+    """So many bytes follow in Bytes messages."""
     @_builtins.property
     def image(self) -> Global___ShardImage: ...
     def __init__(
@@ -434,6 +524,8 @@ Global___FollowBeat: _TypeAlias = FollowBeat  # noqa: Y015
 
 @_typing.final
 class FollowReply(_message.Message):
+    """An empty one answers a beat."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int

@@ -40,6 +40,11 @@ class ReplicationStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_replication__pb2.FollowRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_replication__pb2.FollowReply.FromString,
                 _registered_method=True)
+        self.Identify = channel.unary_unary(
+                '/shoal.v1.Replication/Identify',
+                request_serializer=shoal__proto_dot_v1_dot_replication__pb2.IdentifyRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_replication__pb2.Holder.FromString,
+                _registered_method=True)
 
 
 class ReplicationServicer(object):
@@ -55,6 +60,13 @@ class ReplicationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Identify(self, request, context):
+        """Who answers at this address.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -62,6 +74,11 @@ def add_ReplicationServicer_to_server(servicer, server):
                     servicer.Follow,
                     request_deserializer=shoal__proto_dot_v1_dot_replication__pb2.FollowRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_replication__pb2.FollowReply.SerializeToString,
+            ),
+            'Identify': grpc.unary_unary_rpc_method_handler(
+                    servicer.Identify,
+                    request_deserializer=shoal__proto_dot_v1_dot_replication__pb2.IdentifyRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_replication__pb2.Holder.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -92,6 +109,33 @@ class Replication(object):
             '/shoal.v1.Replication/Follow',
             shoal__proto_dot_v1_dot_replication__pb2.FollowRequest.SerializeToString,
             shoal__proto_dot_v1_dot_replication__pb2.FollowReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Identify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Replication/Identify',
+            shoal__proto_dot_v1_dot_replication__pb2.IdentifyRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_replication__pb2.Holder.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,8 @@ class ReplicationStub:
     of a shard come in the order in which they were applied; each is acknowledged once it was
     received whole and its place in the order is certain.
     """
+    Identify: _grpc.UnaryUnaryMultiCallable[_replication_pb2.IdentifyRequest, _replication_pb2.Holder]
+    """Who answers at this address."""
 
 @_typing.type_check_only
 class ReplicationAsyncStub(ReplicationStub):
@@ -49,6 +51,8 @@ class ReplicationAsyncStub(ReplicationStub):
     of a shard come in the order in which they were applied; each is acknowledged once it was
     received whole and its place in the order is certain.
     """
+    Identify: _aio.UnaryUnaryMultiCallable[_replication_pb2.IdentifyRequest, _replication_pb2.Holder]  # type: ignore[assignment]
+    """Who answers at this address."""
 
 class ReplicationServicer(metaclass=_abc_1.ABCMeta):
     """How one shard came to be what it is, told to those that hold a copy of it."""
@@ -63,5 +67,13 @@ class ReplicationServicer(metaclass=_abc_1.ABCMeta):
         of a shard come in the order in which they were applied; each is acknowledged once it was
         received whole and its place in the order is certain.
         """
+
+    @_abc_1.abstractmethod
+    def Identify(
+        self,
+        request: _replication_pb2.IdentifyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_replication_pb2.Holder, _abc.Awaitable[_replication_pb2.Holder]]:
+        """Who answers at this address."""
 
 def add_ReplicationServicer_to_server(servicer: ReplicationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -68,6 +68,14 @@ class ShardState(Protocol):
         exactly that version, in place of the keeper before it."""
         ...
 
+    def keep(self, keeper: Keeper | None) -> None:
+        """From now on `keeper` is told of every push, in place of the keeper before it."""
+        ...
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Pushes of any other epoch are refused from now on, with WrongEpoch."""
+        ...
+
     def replay(self, record: Record) -> None:
         """Apply what the primary applied. Raises InternalError if it is not the next version."""
         ...

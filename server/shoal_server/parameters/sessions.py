@@ -6,10 +6,11 @@ below the floor that is not remembered is refused, because whether it was applie
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from shoal_proto.errors import ForgottenPush, Overloaded
+from shoal_proto.errors import ForgottenPush, InternalError, Overloaded
+from shoal_proto.v1.replication_pb2 import SessionImage
 
 MAX_SESSIONS = 1024
 MAX_OUTCOMES = 8
@@ -58,21 +59,29 @@ class SessionTable:
             )
         return outcome
 
-    def make_room(self, session: str, is_live: Callable[[str], bool]) -> None:
-        """See to it that `session` can be remembered, by forgetting sessions that ended.
+    def make_room(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
+        """See to it that `session` can be remembered; which sessions were forgotten for it.
 
         Only a fenced incarnation's session may go: none of its pushes will be let in again.
-        Raises Overloaded when every remembered session lives.
+        Raises Overloaded when every remembered session lives. A copy of the shard has to `forget`
+        the same ones: it does not know who lives.
         """
         if session in self._sessions or len(self._sessions) < self._max_sessions:
-            return
-        self._sessions = {name: s for name, s in self._sessions.items() if is_live(name)}
-        if len(self._sessions) >= self._max_sessions:
+            return ()
+        ended = [name for name in self._sessions if not is_live(name)]
+        if not ended:
             raise Overloaded(
                 "the shard remembers as many sessions as it may",
                 seen=f"{len(self._sessions)} live sessions",
                 expected=f"at most {self._max_sessions}",
             )
+        self.forget(ended)
+        return ended
+
+    def forget(self, sessions: Iterable[str]) -> None:
+        """Remember nothing of these sessions any more; unknown ones are passed over."""
+        for session in sessions:
+            self._sessions.pop(session, None)
 
     def remember(self, session: str, sequence: int, outcome: Outcome) -> None:
         """Keep the outcome of an applied push. `make_room` has passed for the session."""
@@ -82,6 +91,37 @@ class SessionTable:
             oldest = min(known.outcomes)
             del known.outcomes[oldest]
             known.floor = max(known.floor, oldest)
+
+    def export(self) -> list[SessionImage]:
+        """All that is remembered, in the order in which sessions and pushes came."""
+        return [
+            SessionImage(
+                session=name,
+                floor=known.floor,
+                sequences=known.outcomes,
+                versions=[outcome.version for outcome in known.outcomes.values()],
+                staleness=[outcome.staleness for outcome in known.outcomes.values()],
+            )
+            for name, known in self._sessions.items()
+        ]
+
+    def restore(self, images: Iterable[SessionImage]) -> None:
+        """Remember what `export` gave, and nothing else. Raises InternalError if it is torn."""
+        restored: dict[str, _Session] = {}
+        for image in images:
+            counts = {len(image.sequences), len(image.versions), len(image.staleness)}
+            if len(counts) > 1:
+                raise InternalError(
+                    f"the memory of session {image.session} is torn",
+                    seen=f"{sorted(counts)} entries",
+                    expected="as many sequences as versions and staleness",
+                )
+            outcomes = map(Outcome, image.versions, image.staleness)
+            restored[image.session] = _Session(
+                floor=image.floor,
+                outcomes=OrderedDict(zip(image.sequences, outcomes, strict=True)),
+            )
+        self._sessions = restored
 
     def __len__(self) -> int:
         return len(self._sessions)

@@ -4,34 +4,33 @@ Every method is atomic: it holds the shard's lock from beginning to end, so push
 and a reader never sees half of one. Nothing here waits for a network or an event loop.
 """
 
-import math
 import threading
-import warnings
+import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shoal_proto.errors import MalformedMessage, NonFiniteGradient, ShapeMismatch, WrongEpoch
-from shoal_proto.v1.parameters_pb2 import OptimizerSpec, ShardState
+from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import ShardState
+from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.gradients import DTYPES, Cutter
+from shoal_server.parameters.image import Image, Keeper, Record
 from shoal_server.parameters.optimizers import new_optimizer
 from shoal_server.parameters.sessions import Outcome, SessionTable
 
-DTYPES = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
-# A gradient is only ever read: torch need not warn that its bytes cannot be written.
-warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
-
 SEND_PIECE_BYTES = 1024 * 1024
 STALENESS_BUCKETS = 64
+
+KIND = "dense"
+VALUES = "values"
+OPTIMIZER_STATE = "optimizer/"
+"""In an image, before the names of the optimizer's tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +44,8 @@ class Push:
     lr: float | None
     blocks: Sequence[int]
     gradient: bytes
+    base_epoch: int = 0
+    """The shard's epoch when the base version was received; 0: not told."""
 
 
 class Slice(NamedTuple):
@@ -71,15 +72,24 @@ class LiveShard:
         self.optimizer_spec = optimizer
         self.num_bytes = len(values)
         self._bytes = memoryview(values)
-        self._dtype = DTYPES[spec.dtype]
-        flat = torch.frombuffer(values, dtype=self._dtype)
-        self._sizes = [block.num_elements for block in spec.blocks]
-        self._optimizer = new_optimizer(optimizer, spec.group, torch.split(flat, self._sizes))
+        self._cutter = Cutter(spec)
+        self._values = torch.frombuffer(values, dtype=DTYPES[spec.dtype])
+        blocks = torch.split(self._values, [block.num_elements for block in spec.blocks])
+        self._optimizer = new_optimizer(optimizer, spec.group, blocks)
         self._sessions = SessionTable()
         self._version = 1
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
+        self._keeper: Keeper | None = None
         self._lock = threading.Lock()
+
+    @property
+    def shard_id(self) -> int:
+        return self.spec.shard_id
+
+    @property
+    def version(self) -> int:
+        return self._version
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
         """The error for a sender whose view of this shard is not the current one."""
@@ -114,59 +124,65 @@ class LiveShard:
         if first is not None:
             self._duplicates += 1
             return first, True
-        if push.base_version > self._version:
-            raise MalformedMessage(
-                f"the gradient for shard {self.spec.shard_id} has a base that does not exist",
-                seen=f"base version {push.base_version}",
-                expected=f"at most {self._version}",
-                fix="Pull the shard again; it may have been made anew.",
-            )
-        gradients = self._split(push)
+        staleness = self._staleness(push)
+        gradients = self._cutter.cut_finite(push.blocks, push.gradient)
         lr = self.optimizer_spec.groups[self.spec.group].lr if push.lr is None else push.lr
-        self._sessions.make_room(push.session, is_live)
-        if push.blocks:
-            self._optimizer.step(push.blocks, gradients, lr)
-        outcome = Outcome(self._version + 1, self._version - push.base_version)
+        record = PushRecord(
+            session=push.session,
+            sequence=push.sequence,
+            version=self._version + 1,
+            staleness=staleness,
+            blocks=push.blocks,
+            lr=lr,
+            at_unix_s=time.time(),
+            forgotten_sessions=self._sessions.make_room(push.session, is_live),
+        )
+        return self._apply(record, gradients, push.gradient), False
+
+    def _staleness(self, push: Push) -> int:
+        """How many updates the gradient does not know of."""
+        if push.base_version <= self._version:
+            return self._version - push.base_version
+        if 0 < push.base_epoch < push.epoch:
+            # That version died with a primary before anybody else had it.
+            return 0
+        raise MalformedMessage(
+            f"the gradient for shard {self.spec.shard_id} has a base that does not exist",
+            seen=f"base version {push.base_version}",
+            expected=f"at most {self._version}",
+            fix="Pull the shard again; it may have been made anew.",
+        )
+
+    def _apply(self, record: PushRecord, gradients: Sequence[Tensor], data: bytes) -> Outcome:
+        """All that a push changes, on the primary and on every copy alike: nothing in here may
+        depend on anything but the shard and the record."""
+        self._sessions.forget(record.forgotten_sessions)
+        if gradients:
+            self._optimizer.step(record.blocks, gradients, record.lr)
+        outcome = Outcome(record.version, record.staleness)
         self._version = outcome.version
-        self._sessions.remember(push.session, push.sequence, outcome)
+        self._sessions.remember(record.session, record.sequence, outcome)
         self._pushes += 1
         self._staleness_counts[min(outcome.staleness, STALENESS_BUCKETS - 1)] += 1
-        return outcome, False
+        if self._keeper is not None:
+            self._keeper(Record(record, data))
+        return outcome
 
-    def _split(self, push: Push) -> Sequence[Tensor]:
-        """The gradient as one finite tensor a block."""
-        sizes = [self._sizes[b] for b in push.blocks]
-        expected_bytes = sum(sizes) * self._dtype.itemsize
-        if len(push.gradient) != expected_bytes:
-            raise ShapeMismatch(
-                f"the gradient for shard {self.spec.shard_id} has another length",
-                seen=f"{len(push.gradient)} bytes",
-                expected=f"{expected_bytes} bytes of {self.spec.dtype}",
-            )
-        if not sizes:
-            return ()
-        flat = torch.frombuffer(push.gradient, dtype=self._dtype)
-        gradients = torch.split(flat, sizes)
-        # A sum is finite only if all are, and far cheaper than asking each one; a sum that is not
-        # may also be an overflow of finite numbers.
-        total = flat.sum(dtype=max(self._dtype, torch.float32, key=lambda d: d.itemsize))
-        if not math.isfinite(total.item()):
-            self._refuse_non_finite(push.blocks, gradients)
-        return gradients
+    def replay(self, record: Record) -> None:
+        """Apply what the primary applied; the keeper, if there is one, is told of it too.
 
-    def _refuse_non_finite(self, blocks: Sequence[int], gradients: Sequence[Tensor]) -> None:
-        for b, gradient in zip(blocks, gradients, strict=True):
-            finite = torch.isfinite(gradient)
-            if not finite.all():
-                block = self.spec.blocks[b]
-                at = int((~finite).nonzero()[0])
-                raise NonFiniteGradient(
-                    f"the gradient of parameter {block.parameter} is not finite",
-                    seen=f"{gradient[at].item()} at element {block.offset + at}",
-                    expected="finite numbers",
-                    fix="Look for a division by zero, or lower the learning rate.",
-                    details={"parameter": block.parameter},
+        Raises InternalError if it is not the next version, or ShapeMismatch if its data have
+        another length; then nothing has changed.
+        """
+        push = record.push
+        with self._lock:
+            if push.version != self._version + 1:
+                raise InternalError(
+                    f"shard {self.spec.shard_id} was told of an update out of order",
+                    seen=f"version {push.version}",
+                    expected=f"version {self._version + 1}",
                 )
+            self._apply(push, self._cutter.cut(push.blocks, record.data), record.data)
 
     def read(self, known_version: int = 0) -> Values:
         """The values now; without pieces if the version is still `known_version`."""
@@ -181,6 +197,63 @@ class LiveShard:
             data = bytes(self._bytes[start : start + SEND_PIECE_BYTES])
             pieces.append(Slice(start, data, zlib.crc32(data)))
         return Values(version=self._version, num_bytes=self.num_bytes, pieces=pieces)
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """From now on `keeper` is told of every push, in place of the keeper before it."""
+        with self._lock:
+            self._keeper = keeper
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Pushes of any other epoch are refused from now on, with WrongEpoch."""
+        with self._lock:
+            self.spec.epoch = epoch
+
+    def image(self, keeper: Keeper | None = None) -> Image:
+        """A copy of all of it as of one version; `keeper`, if given, is told of every push after
+        exactly that version, in place of the keeper before it."""
+        with self._lock:
+            if keeper is not None:
+                self._keeper = keeper
+            spec = DenseSpec(shard=self.spec, optimizer=self.optimizer_spec)
+            return Image(
+                kind=KIND,
+                shard_id=self.spec.shard_id,
+                version=self._version,
+                spec=spec.SerializeToString(deterministic=True),
+                tensors={name: tensor.clone() for name, tensor in self._tensors().items()},
+                sessions=self._sessions.export(),
+            )
+
+    @classmethod
+    def from_image(cls, image: Image) -> "LiveShard":
+        """The same shard once more, to the last bit; its counters start from 0.
+
+        Raises InternalError if the image is not whole or not of a dense shard.
+        """
+        spec = DenseSpec.FromString(image.spec)
+        num_elements = sum(block.num_elements for block in spec.shard.blocks)
+        values = image.tensors.get(VALUES)
+        if image.kind != KIND or values is None or values.numel() != num_elements:
+            raise InternalError(
+                f"the image of shard {image.shard_id} is not that of a dense shard",
+                seen=f"{image.kind!r}, {0 if values is None else values.numel()} values",
+                expected=f"{KIND!r}, {num_elements} values",
+            )
+        shard = cls(spec.shard, spec.optimizer, bytearray(values.view(torch.uint8).numpy().data))
+        shard._optimizer.load_state(
+            {
+                name.removeprefix(OPTIMIZER_STATE): tensor
+                for name, tensor in image.tensors.items()
+                if name.startswith(OPTIMIZER_STATE)
+            }
+        )
+        shard._sessions.restore(image.sessions)
+        shard._version = image.version
+        return shard
+
+    def _tensors(self) -> Mapping[str, Tensor]:
+        state = self._optimizer.state()
+        return {VALUES: self._values} | {OPTIMIZER_STATE + n: t for n, t in state.items()}
 
     def describe(self, job: str) -> ShardState:
         """Counters and sizes, for people; without the lock, so that nobody waits for it."""
@@ -199,4 +272,4 @@ class LiveShard:
     @property
     def memory_bytes(self) -> int:
         """Bytes of values and optimizer state."""
-        return self.num_bytes + sum(t.nbytes for t in self._optimizer.state().values())
+        return sum(tensor.nbytes for tensor in self._tensors().values())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.errors import InvalidSpec, ShoalError, UnsupportedOptimizer
-from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.core.placement import Parameter, cut_into_shards
 from shoal_server.parameters.optimizers import check_spec, new_optimizer
 

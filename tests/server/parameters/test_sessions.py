@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from shoal_proto.errors import ForgottenPush, Overloaded
+from shoal_proto.errors import ForgottenPush, InternalError, Overloaded
+from shoal_proto.v1.replication_pb2 import SessionImage
 from shoal_server.parameters.sessions import Outcome, SessionTable
 
 
@@ -37,7 +38,7 @@ def test_only_ended_sessions_make_room() -> None:
     table = SessionTable(max_sessions=2)
     table.remember("dead", 1, Outcome(2, 0))
     table.remember("live", 1, Outcome(3, 0))
-    table.make_room("new", lambda session: session == "live")
+    assert table.make_room("new", lambda session: session == "live") == ["dead"]
     table.remember("new", 1, Outcome(4, 0))
     assert len(table) == 2
     assert table.recall("live", 1) == Outcome(3, 0)
@@ -64,3 +65,36 @@ def test_random_order_repeats_and_gaps(seed: int) -> None:
             applied[sequence] = Outcome(len(applied) + 2, 0)
             table.remember("s", sequence, applied[sequence])
     assert len(applied) > 50
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_exported_is_restored(seed: int) -> None:
+    """A table made from another's export answers as that one does, floors included."""
+    rng = random.Random(seed)
+    table = SessionTable(max_outcomes=4)
+    for version in range(2, 60):
+        table.remember(rng.choice("abc"), version + rng.randrange(-3, 3), Outcome(version, 1))
+    restored = SessionTable(max_outcomes=4)
+    restored.remember("gone", 1, Outcome(2, 0))
+    restored.restore(table.export())
+    assert restored.export() == table.export()
+    assert len(restored) == 3
+    for session in "abc":
+        for sequence in range(65):
+            assert answer(restored, session, sequence) == answer(table, session, sequence)
+
+
+def answer(table: SessionTable, session: str, sequence: int) -> Outcome | str | None:
+    try:
+        return table.recall(session, sequence)
+    except ForgottenPush as error:
+        return str(error)
+
+
+def test_a_torn_memory_is_refused() -> None:
+    """Half of what was remembered would let a push in twice."""
+    table = SessionTable()
+    table.remember("a", 1, Outcome(2, 0))
+    with pytest.raises(InternalError, match="session a is torn"):
+        table.restore([SessionImage(session="a", sequences=[1, 2], versions=[2], staleness=[0])])
+    assert table.recall("a", 1) == Outcome(2, 0)

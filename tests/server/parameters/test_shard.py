@@ -13,7 +13,7 @@ from shoal_proto.errors import (
     ShoalError,
     WrongEpoch,
 )
-from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.sessions import MAX_OUTCOMES
 from shoal_server.parameters.shard import STALENESS_BUCKETS, LiveShard, Push, Values

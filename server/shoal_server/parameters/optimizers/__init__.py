@@ -1,0 +1,22 @@
+"""Optimizer steps on a shard, by the kernels that `torch.optim` uses with `fused=True`."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+from shoal_server.parameters.optimizers.adam import Adam
+from shoal_server.parameters.optimizers.base import ShardOptimizer
+from shoal_server.parameters.optimizers.checks import check_spec
+from shoal_server.parameters.optimizers.sgd import Sgd
+
+
+def new_optimizer(spec: OptimizerSpec, group: int, blocks: Sequence[Tensor]) -> ShardOptimizer:
+    """The optimizer of a shard in parameter group `group`; `check_spec` has passed."""
+    hyper = spec.groups[group]
+    if spec.kind == "sgd":
+        return Sgd(hyper, blocks)
+    return Adam(hyper, blocks, decoupled_weight_decay=spec.kind == "adamw")
+
+
+__all__ = ["ShardOptimizer", "check_spec", "new_optimizer"]

@@ -1,0 +1,57 @@
+"""Adam and AdamW as in `torch.optim`."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters
+from shoal_server.parameters.optimizers.base import beside, copy_state
+
+
+class Adam:
+    """Adam, or AdamW with `decoupled_weight_decay`."""
+
+    def __init__(
+        self, hyper: HyperParameters, blocks: Sequence[Tensor], *, decoupled_weight_decay: bool
+    ) -> None:
+        self._hyper = hyper
+        self._blocks = blocks
+        self._kernel = torch._fused_adamw_ if decoupled_weight_decay else torch._fused_adam_
+        self._average, self._averages = beside(blocks)
+        self._square, self._squares = beside(blocks)
+        self._maximum: Tensor | None = None
+        self._maxima: Sequence[Tensor] = ()
+        if hyper.amsgrad:
+            self._maximum, self._maxima = beside(blocks)
+        # torch.optim counts steps in float32 tensors, one a parameter.
+        self._step = torch.zeros(len(blocks), dtype=torch.float32)
+        self._steps = self._step.unbind()
+
+    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
+        steps = [self._steps[b] for b in blocks]
+        torch._foreach_add_(steps, 1)
+        self._kernel(
+            [self._blocks[b] for b in blocks],
+            list(gradients),
+            [self._averages[b] for b in blocks],
+            [self._squares[b] for b in blocks],
+            [self._maxima[b] for b in blocks] if self._maxima else [],
+            steps,
+            lr=lr,
+            beta1=self._hyper.beta1,
+            beta2=self._hyper.beta2,
+            weight_decay=self._hyper.weight_decay,
+            eps=self._hyper.eps,
+            amsgrad=self._hyper.amsgrad,
+            maximize=self._hyper.maximize,
+        )
+
+    def state(self) -> Mapping[str, Tensor]:
+        tensors = {"exp_avg": self._average, "exp_avg_sq": self._square, "step": self._step}
+        if self._maximum is not None:
+            tensors["max_exp_avg_sq"] = self._maximum
+        return tensors
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        copy_state(self.state(), state)

@@ -1,0 +1,101 @@
+"""SGD as in `torch.optim.SGD`."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim.sgd import sgd
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters
+from shoal_server.parameters.optimizers.base import beside, copy_state
+
+
+class Sgd:
+    def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
+        self._hyper = hyper
+        self._blocks = blocks
+        self._momentum: Tensor | None = None
+        self._buffers: Sequence[Tensor] = ()
+        self._steps = [0] * len(blocks)
+        if hyper.momentum != 0.0:
+            self._momentum, self._buffers = beside(blocks)
+
+    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
+        if self._momentum is None:
+            self._run(blocks, gradients, lr, is_first_step=False)
+            return
+        # The kernel takes "first step" for all its tensors at once; blocks start one by one.
+        for is_first_step in (True, False):
+            chosen = [i for i, b in enumerate(blocks) if (self._steps[b] == 0) is is_first_step]
+            if chosen:
+                of_chosen = [blocks[i] for i in chosen]
+                self._run(of_chosen, [gradients[i] for i in chosen], lr, is_first_step)
+        for b in blocks:
+            self._steps[b] += 1
+
+    def _run(
+        self,
+        blocks: Sequence[int],
+        gradients: Sequence[Tensor],
+        lr: float,
+        is_first_step: bool,
+    ) -> None:
+        values = [self._blocks[b] for b in blocks]
+        buffers = [self._buffers[b] for b in blocks] if self._buffers else []
+        if values[0].dtype.itemsize < 4:
+            self._run_unfused(values, gradients, buffers, lr, is_first_step)
+            return
+        torch._fused_sgd_(
+            values,
+            list(gradients),
+            buffers,
+            weight_decay=self._hyper.weight_decay,
+            momentum=self._hyper.momentum,
+            lr=lr,
+            dampening=self._hyper.dampening,
+            nesterov=self._hyper.nesterov,
+            maximize=self._hyper.maximize,
+            is_first_step=is_first_step,
+        )
+
+    def _run_unfused(
+        self,
+        values: list[Tensor],
+        gradients: Sequence[Tensor],
+        buffers: list[Tensor],
+        lr: float,
+        is_first_step: bool,
+    ) -> None:
+        """For 16-bit types: torch's fused kernel leaves most of such a tensor as it was (seen with
+        2.13 on CPU; only the last elements, beyond whole vectors, are updated)."""
+        slots: list[Tensor | None] = [None] * len(values)
+        if buffers and not is_first_step:
+            slots = list(buffers)
+        sgd(
+            values,
+            list(gradients),
+            slots,
+            foreach=False,
+            fused=False,
+            weight_decay=self._hyper.weight_decay,
+            momentum=self._hyper.momentum,
+            lr=lr,
+            dampening=self._hyper.dampening,
+            nesterov=self._hyper.nesterov,
+            maximize=self._hyper.maximize,
+        )
+        for buffer, slot in zip(buffers, slots, strict=False):
+            if slot is not None and slot is not buffer:
+                buffer.copy_(slot)
+
+    def state(self) -> Mapping[str, Tensor]:
+        if self._momentum is None:
+            return {}
+        steps = torch.tensor(self._steps, dtype=torch.float32)
+        return {"momentum_buffer": self._momentum, "step": steps}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        own = self.state()
+        copy_state(own, state)
+        if "step" in own:
+            self._steps = [int(count) for count in own["step"].tolist()]

@@ -1,0 +1,245 @@
+"""A copy of a shard that is told of the same pushes is the same shard, to the last bit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal_proto.errors import InternalError, ShapeMismatch, WrongEpoch
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.parameters.image import Image, Record
+from shoal_server.parameters.sessions import MAX_SESSIONS
+from shoal_server.parameters.shard import LiveShard, Push
+
+SIZES = (7, 33, 64, 130)
+EPOCH = 3
+
+SGD = HyperParameters(lr=0.1, weight_decay=0.01)
+ADAM = HyperParameters(lr=0.01, beta1=0.8, beta2=0.99, eps=1e-7, weight_decay=0.1)
+
+
+def changed(hyper: HyperParameters, **changes: object) -> HyperParameters:
+    copy = HyperParameters()
+    copy.CopyFrom(hyper)
+    for name, value in changes.items():
+        setattr(copy, name, value)
+    return copy
+
+
+SPECS = {
+    "sgd": ("sgd", SGD),
+    "momentum": ("sgd", changed(SGD, momentum=0.9, dampening=0.1)),
+    "nesterov": ("sgd", changed(SGD, momentum=0.9, nesterov=True)),
+    "adam": ("adam", ADAM),
+    "amsgrad": ("adam", changed(ADAM, amsgrad=True)),
+    "adamw": ("adamw", ADAM),
+}
+
+
+def new_shard(case: str, dtype: str, seed: int = 0) -> LiveShard:
+    kind, hyper = SPECS[case]
+    blocks = [Block(parameter=str(i), num_elements=size) for i, size in enumerate(SIZES)]
+    spec = Shard(shard_id=7, epoch=EPOCH, dtype=dtype, blocks=blocks)
+    values = numbers(seed, sum(SIZES), dtype)
+    return LiveShard(spec, OptimizerSpec(kind=kind, groups=[hyper]), bytearray(values))
+
+
+def numbers(seed: int, count: int, dtype: str) -> bytes:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(count, generator=generator, dtype=torch.float64)
+    return drawn.to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True)
+class Move:
+    """A push of one of three sessions, a repeat of its last one, or a copy that is begun."""
+
+    session: int
+    blocks: tuple[int, ...]
+    lr: float | None
+    behind: int
+    repeats: bool
+    copies: bool
+
+
+MOVES = st.builds(
+    Move,
+    session=st.integers(0, 2),
+    blocks=st.sets(st.integers(0, len(SIZES) - 1)).map(lambda blocks: tuple(sorted(blocks))),
+    lr=st.none() | st.floats(0.0, 0.5),
+    behind=st.integers(0, 4),
+    repeats=st.booleans(),
+    copies=st.booleans(),
+)
+
+
+def is_live(session: str) -> bool:
+    return True
+
+
+def bits(image: Image) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
+    """All that an image says, for comparing."""
+    tensors = {n: t.view(torch.uint8).numpy().tobytes() for n, t in image.tensors.items()}
+    return image.version, image.spec, tensors, list(image.sessions)
+
+
+def to_push(move: Move, number: int, version: int, dtype: str) -> Push:
+    return Push(
+        session=f"s{move.session}",
+        sequence=number,
+        epoch=EPOCH,
+        base_version=max(1, version - move.behind),
+        lr=move.lr,
+        blocks=move.blocks,
+        gradient=numbers(number, sum(SIZES[b] for b in move.blocks), dtype),
+    )
+
+
+@settings(max_examples=15, deadline=None)
+@given(moves=st.lists(MOVES, max_size=10))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", SPECS)
+def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move]) -> None:
+    """Values, optimizer state and memory of pushes, whenever the copy was begun; and what comes
+    after that does the same to both, repeats included."""
+    shard = new_shard(case, dtype)
+    told: list[Record] = []
+    copies = [(LiveShard.from_image(shard.image(told.append)), 0)]
+    pushes: list[Push] = []
+    for number, move in enumerate(moves, start=1):
+        if move.copies:
+            copies.append((LiveShard.from_image(shard.image()), len(told)))
+        pushes.append(to_push(move, number, shard.version, dtype))
+        for push in (pushes[-1],) * (2 if move.repeats else 1):
+            shard.push(push, is_live, return_values=False)
+    assert [record.push.version for record in told] == list(range(2, len(moves) + 2))
+    after = to_push(Move(0, (0, 2, 3), None, 1, False, False), 99, shard.version, dtype)
+    wanted = bits(shard.image())
+    answers = [shard.push(p, is_live, return_values=False) for p in (*pushes[-1:], after)]
+    for copy, begun in copies:
+        for record in told[begun : len(moves)]:
+            copy.replay(record)
+        assert bits(copy.image()) == wanted
+        again = [copy.push(p, is_live, return_values=False) for p in (*pushes[-1:], after)]
+        assert again == answers
+        assert bits(copy.image())[2] == bits(shard.image())[2]
+
+
+def a_push(sequence: int = 1, session: str = "s") -> Push:
+    return Push(
+        session=session,
+        sequence=sequence,
+        epoch=EPOCH,
+        base_version=1,
+        lr=None,
+        blocks=(1,),
+        gradient=numbers(sequence, SIZES[1], "float32"),
+    )
+
+
+def test_an_image_is_of_one_version_and_stays_so() -> None:
+    """Pushes after it change the shard only, and its keeper hears of exactly these."""
+    shard = new_shard("adam", "float32")
+    shard.push(a_push(1), is_live, return_values=False)
+    first: list[Record] = []
+    image = shard.image(first.append)
+    before = bits(image)
+    shard.push(a_push(2), is_live, return_values=False)
+    second: list[Record] = []
+    shard.image(second.append)
+    shard.push(a_push(3), is_live, return_values=False)
+    assert bits(image) == before
+    assert image.version == 2
+    assert [record.push.sequence for record in first] == [2]
+    assert [record.push.sequence for record in second] == [3]
+    assert first[0].data == a_push(2).gradient
+
+
+def test_a_record_out_of_order_is_refused() -> None:
+    """A gap or a repeat among the records is an error, and changes nothing."""
+    shard = new_shard("nesterov", "float32")
+    told: list[Record] = []
+    copy = LiveShard.from_image(shard.image(told.append))
+    for sequence in (1, 2):
+        shard.push(a_push(sequence), is_live, return_values=False)
+    with pytest.raises(InternalError, match="saw version 3; expected version 2"):
+        copy.replay(told[1])
+    with pytest.raises(ShapeMismatch):
+        copy.replay(replace(told[0], data=told[0].data[:-4]))
+    copy.replay(told[0])
+    with pytest.raises(InternalError, match="saw version 2; expected version 3"):
+        copy.replay(told[0])
+    copy.replay(told[1])
+    assert bits(copy.image()) == bits(shard.image())
+
+
+def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
+    """Who lives is known where the push came in; the record tells the copy."""
+    shard = new_shard("sgd", "float32")
+    told: list[Record] = []
+    copy = LiveShard.from_image(shard.image(told.append))
+    for number in range(MAX_SESSIONS + 1):
+        shard.push(
+            a_push(1, f"s{number}"),
+            lambda session: session not in ("s3", "s5"),
+            return_values=False,
+        )
+    assert list(told[-1].push.forgotten_sessions) == ["s3", "s5"]
+    for record in told:
+        copy.replay(record)
+    assert bits(copy.image()) == bits(shard.image())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "table"},
+        {"tensors": {}},
+        {"tensors": {"values": torch.zeros(sum(SIZES))}},
+        {"tensors": {"values": torch.zeros(3)}},
+    ],
+)
+def test_an_image_that_is_not_whole_is_refused(change: dict[str, object]) -> None:
+    """A shard is made from all of an image or not at all."""
+    image = new_shard("adam", "float32").image()
+    with pytest.raises(InternalError):
+        LiveShard.from_image(replace(image, **change))  # type: ignore[arg-type]
+
+
+def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
+    """After a failover the newest version may be one that a worker has seen the next of."""
+    shard = new_shard("sgd", "float32")
+    push = replace(a_push(), base_version=5, base_epoch=EPOCH - 1)
+    outcome, _, _ = shard.push(push, is_live, return_values=False)
+    assert (outcome.version, outcome.staleness) == (2, 0)
+
+
+def test_a_new_epoch_shuts_the_old_one_out() -> None:
+    """Pushes by the old map are refused, also repeats, and change nothing."""
+    shard = new_shard("sgd", "float32")
+    shard.push(a_push(1), is_live, return_values=False)
+    shard.enter_epoch(EPOCH + 1)
+    before = bits(shard.image())
+    for sequence in (1, 2):
+        with pytest.raises(WrongEpoch, match="saw 3; expected 4"):
+            shard.push(a_push(sequence), is_live, return_values=False)
+    assert bits(shard.image()) == before
+    outcome, duplicate, _ = shard.push(
+        replace(a_push(1), epoch=EPOCH + 1), is_live, return_values=False
+    )
+    assert (outcome.version, duplicate) == (2, True)
+
+
+def test_a_keeper_can_be_replaced_and_let_go() -> None:
+    """Without a new image too."""
+    shard = new_shard("sgd", "float32")
+    told: list[Record] = []
+    shard.keep(told.append)
+    shard.push(a_push(1), is_live, return_values=False)
+    shard.keep(None)
+    shard.push(a_push(2), is_live, return_values=False)
+    assert [record.push.sequence for record in told] == [1]
