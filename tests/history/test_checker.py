@@ -1,0 +1,246 @@
+"""The checker finds nothing wrong in what a faultless server does, and every fault of others."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from history.checker import Kind, Report, check
+from history.events import Answered, Event, Gradients, Journal, Seen, Verdict, read_journals
+from history.simulation import Server, history
+from history.twin import Twin
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+
+SHARDS = [
+    Shard(
+        shard_id=0,
+        dtype="float32",
+        blocks=[
+            Block(parameter="a", num_elements=192),
+            Block(parameter="b", num_elements=70),
+            Block(parameter="a", offset=192, num_elements=9),
+        ],
+    ),
+    Shard(shard_id=1, dtype="float64", group=1, blocks=[Block(parameter="c", num_elements=33)]),
+]
+OPTIMIZERS = {
+    "sgd": OptimizerSpec(
+        kind="sgd",
+        groups=[
+            HyperParameters(lr=0.1, momentum=0.9),
+            HyperParameters(lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.01),
+        ],
+    ),
+    "adam": OptimizerSpec(
+        kind="adam", groups=[HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)] * 2
+    ),
+}
+KINDS = list(OPTIMIZERS)
+SEEDS = range(4)
+STRIKE_AT = 17
+"""The fault strikes at this application, or right after it."""
+
+
+@dataclass
+class Forgets(Server):
+    """Acknowledges one push that it does not apply."""
+
+    def apply(self, gradients: Gradients) -> dict[int, int]:
+        if self.num_applied == STRIKE_AT:
+            self.num_applied += 1
+            return self.advance()
+        return super().apply(gradients)
+
+
+@dataclass
+class AppliesTwice(Server):
+    """Applies one push again, as if it had not known it."""
+
+    def apply(self, gradients: Gradients) -> dict[int, int]:
+        versions = super().apply(gradients)
+        if self.num_applied == STRIKE_AT:
+            super().apply(gradients)
+        return versions
+
+
+@dataclass
+class AppliesTwiceAsOne(Server):
+    """Applies one push twice under one version, as a copy that replays too much."""
+
+    def apply(self, gradients: Gradients) -> dict[int, int]:
+        if self.num_applied == STRIKE_AT:
+            for twin in self.twins.values():
+                twin.apply(gradients)
+        return super().apply(gradients)
+
+
+@dataclass
+class Swaps(Server):
+    """Applies two pushes in another order than it says."""
+
+    held: Gradients | None = None
+
+    def apply(self, gradients: Gradients) -> dict[int, int]:
+        if self.num_applied == STRIKE_AT and self.held is None:
+            self.held = gradients
+            return self.advance()
+        versions = super().apply(gradients)
+        if self.held is not None:
+            for twin in self.twins.values():
+                twin.apply(self.held)
+            self.held = None
+        return versions
+
+
+@dataclass
+class FallsBack(Server):
+    """Fails over to a backup that lacks the last three pushes."""
+
+    older: list[tuple[dict[int, Twin], dict[int, int]]] = field(default_factory=list)
+
+    def apply(self, gradients: Gradients) -> dict[int, int]:
+        self.older.append(({i: twin.copy() for i, twin in self.twins.items()}, dict(self.versions)))
+        if self.num_applied == STRIKE_AT:
+            self.twins, self.versions = self.older[-4]
+        return super().apply(gradients)
+
+
+@dataclass
+class FlipsBit(Server):
+    def apply(self, gradients: Gradients) -> dict[int, int]:
+        versions = super().apply(gradients)
+        if self.num_applied == STRIKE_AT:
+            self.twins[0].damage()
+        return versions
+
+
+@dataclass
+class ForgetsMomentum(Server):
+    """Has the values right, and a little of the optimizer's state wrong."""
+
+    def apply(self, gradients: Gradients) -> dict[int, int]:
+        versions = super().apply(gradients)
+        if self.num_applied == STRIKE_AT:
+            self.twins[1].damage_state()
+        return versions
+
+
+FAULTS: list[tuple[Callable[..., Server], Kind, set[Kind]]] = [
+    (Forgets, Kind.LOST, {Kind.BITS}),
+    (AppliesTwice, Kind.TWICE, {Kind.BITS}),
+    (AppliesTwiceAsOne, Kind.TWICE, {Kind.BITS}),
+    # Who looks between the two finds one of them lost so far.
+    (Swaps, Kind.ORDER, {Kind.LOST, Kind.BITS}),
+    (FallsBack, Kind.LOST, {Kind.VANISHED}),
+    (FlipsBit, Kind.BITS, set()),
+    (ForgetsMomentum, Kind.BITS, set()),
+]
+"""What it is called; and what it may be called where too little was seen to tell."""
+
+
+def judged(kind: str, events: list[Event]) -> Report:
+    return check(SHARDS, OPTIMIZERS[kind], events)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_faultless_server_passes(kind: str, seed: int) -> None:
+    """Whatever subset of the unknown pushes it applied."""
+    report = judged(kind, history(SHARDS, OPTIMIZERS[kind], seed))
+    assert not report.faults, report
+    assert report.num_acknowledged > 20
+
+
+def test_unknown_pushes_are_found_where_they_were_applied() -> None:
+    """Over the seeds some were applied and some not."""
+    reports = [judged("sgd", history(SHARDS, OPTIMIZERS["sgd"], seed)) for seed in SEEDS]
+    applied = sum(report.num_unknown_applied for report in reports)
+    assert 0 < applied < len(SHARDS) * sum(report.num_unknown for report in reports)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("faulty", "name", "others"), FAULTS, ids=[f.__name__ for f, *_ in FAULTS])
+def test_a_faulty_server_is_caught(
+    kind: str, faulty: Callable[..., Server], name: Kind, others: set[Kind]
+) -> None:
+    """One fault in a whole run is enough, and as a rule it is called by its name."""
+    reports = [judged(kind, history(SHARDS, OPTIMIZERS[kind], seed, make=faulty)) for seed in SEEDS]
+    for report in reports:
+        assert report.faults
+        assert {fault.kind for fault in report.faults} <= {name, *others}, report
+    assert any(report.count(name) for report in reports)
+
+
+def mutated(events: list[Event], seed: int, change: Callable[[Answered], Event]) -> list[Event]:
+    """The history with the answer to one acknowledged push, drawn by seed, changed."""
+    answers = [
+        i
+        for i, event in enumerate(events)
+        if isinstance(event, Answered) and event.verdict is Verdict.ACKNOWLEDGED
+    ]
+    chosen = random.Random(seed).choice(answers[:-1])
+    event = events[chosen]
+    assert isinstance(event, Answered)
+    return [*events[:chosen], change(event), *events[chosen + 1 :]]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_an_applied_push_that_was_refused_is_caught(seed: int) -> None:
+    """What was refused must not be there."""
+    events = history(SHARDS, OPTIMIZERS["sgd"], seed)
+    wrong = mutated(
+        events, seed, lambda answer: replace(answer, verdict=Verdict.REFUSED, versions={})
+    )
+    assert judged("sgd", wrong).faults
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_push_may_be_there_if_its_answer_was_lost(seed: int) -> None:
+    """An answer that never came makes the push one that may have been applied."""
+    events = history(SHARDS, OPTIMIZERS["adam"], seed)
+    unanswered = mutated(
+        events, seed, lambda answer: replace(answer, verdict=Verdict.UNKNOWN, versions={})
+    )
+    before, after = judged("adam", events), judged("adam", unanswered)
+    assert not after.faults, after
+    assert after.num_unknown_applied == before.num_unknown_applied + len(SHARDS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_two_pushes_at_one_version_are_caught(seed: int) -> None:
+    """An acknowledgement with the version of another push: they cannot both be there."""
+    events = history(SHARDS, OPTIMIZERS["sgd"], seed)
+    wrong = mutated(
+        events,
+        seed,
+        lambda answer: replace(answer, versions={**answer.versions, 0: answer.versions[0] + 1}),
+    )
+    assert judged("sgd", wrong).faults
+
+
+def test_an_answered_push_stands_before_those_sent_later() -> None:
+    """The order of versions must not contradict the order of events outside."""
+    events = history(SHARDS, OPTIMIZERS["sgd"], 0)
+    late = max(event.at_s for event in events) + 1.0
+    shifted = [
+        replace(event, at_s=event.at_s + late) if event.session == "s0" else event
+        for event in events[:-1]
+    ]
+    end = events[-1]
+    assert isinstance(end, Seen)
+    report = judged("sgd", [*shifted, replace(end, at_s=3 * late)])
+    assert report.count(Kind.ORDER) >= 1
+
+
+def test_a_journal_survives_its_writer(tmp_path: Path) -> None:
+    """What was written is read back equal; a line that was cut off counts as not begun."""
+    events = history(SHARDS, OPTIMIZERS["sgd"], 3)
+    with Journal(tmp_path / "a.jsonl") as journal:
+        for event in events:
+            journal.write(event)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write('["Sent", {"session": "s')
+    assert read_journals([tmp_path / "a.jsonl"]) == events

@@ -1,0 +1,99 @@
+"""One shard as plain torch has it: `torch.optim` on one tensor a block, one push after the other.
+
+It shares nothing with the server but the kernels, which are what `fused=True` takes.
+"""
+
+import copy
+import zlib
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from history.events import Gradients
+from torch import Tensor
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Shard
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+FIRST_VALUES_SEED = 0
+
+
+def drawn(seed: int, shard: Shard) -> Tensor:
+    """A tensor like the shard, flat: the same for the same seed, in any process."""
+    generator = torch.Generator().manual_seed((seed << 16) + shard.shard_id)
+    size = sum(block.num_elements for block in shard.blocks)
+    return torch.randn(size, generator=generator, dtype=DTYPES[shard.dtype])
+
+
+class Twin:
+    """The shard's values and optimizer state. `copy.deepcopy` makes another one."""
+
+    def __init__(self, shard: Shard, optimizer: OptimizerSpec) -> None:
+        self.shard = shard
+        sizes = [block.num_elements for block in shard.blocks]
+        first = drawn(FIRST_VALUES_SEED, shard)
+        self._blocks = [part.clone() for part in torch.split(first, sizes)]
+        # One each: torch's fused SGD fails where some tensors have a momentum and others have not.
+        hyper = optimizer.groups[shard.group]
+        self._optimizers = [_optimizer(optimizer.kind, hyper, block) for block in self._blocks]
+
+    def apply(self, gradients: Gradients) -> None:
+        """The optimizer's step with what a push carries for this shard."""
+        sizes = [block.num_elements for block in self.shard.blocks]
+        parts = torch.split(drawn(gradients.seed, self.shard), sizes)
+        for i, spec in enumerate(self.shard.blocks):
+            if spec.parameter in gradients.absent:
+                continue
+            self._blocks[i].grad = parts[i]
+            (group,) = self._optimizers[i].param_groups
+            group["lr"] = gradients.lr[self.shard.group]
+            self._optimizers[i].step()
+
+    def checksum(self) -> int:
+        """CRC-32 of the values, as a `Seen` has it."""
+        return checksum(self._blocks)
+
+    def damage(self) -> None:
+        """Flip the lowest bit of the first value."""
+        self._blocks[0][:1].view(torch.uint8)[0] ^= 1
+
+    def damage_state(self) -> None:
+        """Change one value of the optimizer's state, as little as can be."""
+        state = self._optimizers[0].state[self._blocks[0]]
+        held = state["momentum_buffer"] if "momentum_buffer" in state else state["exp_avg"]
+        held[0] *= 2
+
+    def copy(self) -> "Twin":
+        return copy.deepcopy(self)
+
+
+def checksum(blocks: Sequence[Tensor]) -> int:
+    value = 0
+    for block in blocks:
+        value = zlib.crc32(block.contiguous().numpy().tobytes(), value)
+    return value
+
+
+def _optimizer(kind: str, hyper: HyperParameters, block: Tensor) -> torch.optim.Optimizer:
+    shared = {"lr": hyper.lr, "weight_decay": hyper.weight_decay, "maximize": hyper.maximize}
+    if kind == "sgd":
+        return torch.optim.SGD(
+            [block],
+            momentum=hyper.momentum,
+            dampening=hyper.dampening,
+            nesterov=hyper.nesterov,
+            fused=True,
+            **shared,
+        )
+    adam = partial(torch.optim.Adam if kind == "adam" else torch.optim.AdamW, **shared)
+    return adam(
+        [block],
+        betas=(hyper.beta1, hyper.beta2),
+        eps=hyper.eps,
+        amsgrad=hyper.amsgrad,
+        fused=True,
+    )
+
+
+__all__ = ["FIRST_VALUES_SEED", "Twin", "checksum", "drawn"]
