@@ -1,7 +1,5 @@
 """A member of a job as a training script sees it."""
 
-import time
-import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Self
@@ -10,16 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal import randomness
 from shoal.checkpoint.background import Checkpoints
 from shoal.crew import Crew
 from shoal.data import Batch, Collate, Dataset, Loader, Order, dataset_size, describe
-from shoal.draining import Drained, DrainSignal
+from shoal.draining import DrainSignal
 from shoal.dropout import key_dropout
 from shoal.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.integrations.adapting import as_torch
 from shoal.joining import JoinConfig
 from shoal.reports import StepReports
+from shoal.steps import Step, reason_of
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Generation, LossFunction, Strategy
 from shoal.validators import Judges, Validator, validators_of
@@ -59,7 +57,7 @@ class Session:
     ) -> None:
         self._signal.restore()
         if error is not None:
-            self.leave(reason=_reason(error))
+            self.leave(reason=reason_of(error))
         elif self._feed is not None and not self._feed.all_trained:
             self.leave(reason="left before the last batch")
         else:
@@ -165,22 +163,28 @@ class Session:
         self._feed = kind(self._crew, self._fields, Loader(dataset, order, collate), order)
         return iter(self._feed)
 
-    def step(self) -> "Step":
+    def step(self) -> Step:
         """One optimizer step: zeroes gradients at its start, applies and commits them at its end.
 
         A lost peer inside is recovered from and the step did not happen: `committed` of the object
         stays false. Any other error goes on to the caller, and the member leaves with it.
         """
-        if self._step is not None:
+        if self._step is not None and self._step.is_open:
             raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
-        return Step(self)
+        self._step = Step(
+            self._crew,
+            self._fields,
+            feed=self._feed,
+            reports=self._reports,
+            leave=self.leave,
+        )
+        return self._step
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients of `loss`, the mean over the batch's samples."""
-        if self._step is None:
-            raise InvalidSpec("backward outside of a step", expected="with session.step(): ...")
-        self._step.loss = loss.detach()
-        batch = self._feed.batch if self._feed is not None else None
+        step = self._open_step("backward")
+        step.loss = loss.detach()
+        batch = step.batch
         self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
@@ -192,9 +196,8 @@ class Session:
         and what strategies with a pipeline need, which interleave the two. Returns the mean loss
         over this member's samples, detached.
         """
-        if self._step is None:
-            raise InvalidSpec("a pass outside of a step", expected="with session.step(): ...")
-        self._step.loss = loss = self._crew.strategy.forward_backward(
+        step = self._open_step("a pass")
+        step.loss = loss = self._crew.strategy.forward_backward(
             batch.inputs, batch.targets, loss_function, batch.weight
         )
         return loss
@@ -205,8 +208,7 @@ class Session:
         To be called in the step, behind the last backward pass, by all members. The norm is that of
         the whole model's gradients, however they are spread over members.
         """
-        if self._step is None:
-            raise InvalidSpec("clipping outside of a step", expected="with session.step(): ...")
+        self._open_step("clipping")
         return self._crew.strategy.clip_grad_norm(max_norm)
 
     def state_dict(self) -> Mapping[str, Tensor]:
@@ -216,6 +218,11 @@ class Session:
         two batches, or behind the last one within the `with` block.
         """
         return self._crew.strategy.state_dict()
+
+    def _open_step(self, call: str) -> Step:
+        if self._step is None or not self._step.is_open:
+            raise InvalidSpec(f"{call} outside of a step", expected="with session.step(): ...")
+        return self._step
 
     # --- where it stands ---
 
@@ -258,90 +265,6 @@ class Session:
             )
         return self._crew.generation
 
-    # --- steps ---
-
-    def _begin(self, step: "Step") -> None:
-        if self._feed is None:
-            self._crew.stand(self._fields)
-        else:
-            self._feed.attempted()
-        self._crew.strategy.begin_step()
-        self._step = step
-        batch = self._feed.batch if self._feed is not None else None
-        if batch is not None and self._crew.strategy.synchronous:
-            self._draw_by_sample(batch)
-
-    def _draw_by_sample(self, batch: Batch) -> None:
-        """Let what is drawn at random in this step depend on its samples, not on who is there."""
-        seed = int(self._fields["seed"])
-        randomness.seed_torch(seed, batch.step, batch.first)
-        randomness.put(
-            randomness.Place(
-                seed=seed, step=batch.step, first=batch.first, count=max(len(batch.indices), 1)
-            )
-        )
-
-    def _commit(self, step: "Step") -> None:
-        feed, strategy = self._feed, self._crew.strategy
-        strategy.end_step(feed.acknowledged() if feed is not None else _nothing)
-        self._crew.membership.progress(strategy.step)
-        if self._reports is not None:
-            batch = feed.batch if feed is not None else None
-            num_samples = len(batch.indices) if batch is not None else 0
-            seconds = time.perf_counter() - step.started_s
-            self._reports.step_done(strategy, step.loss, seconds, num_samples)
-
-
-class Step:
-    """One attempt at an optimizer step; see `Session.step`."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self.committed = False
-        self.loss: Tensor | None = None
-        self.started_s = 0.0
-
-    def __enter__(self) -> Self:
-        self.started_s = time.perf_counter()
-        self._session._begin(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
-        session = self._session
-        session._step = None
-        randomness.put(None)
-        if error is None:
-            try:
-                session._commit(self)
-            except BaseException as failure:
-                if not self._recovers(failure):
-                    raise
-            else:
-                self.committed = True
-            return True
-        return self._recovers(error)
-
-    def _recovers(self, error: BaseException) -> bool:
-        """True: a peer was lost, and this member stands ready for the next generation."""
-        crew = self._session._crew
-        if crew.is_break(error):
-            # The frames below hold the wrapped model and with it the group that is to go.
-            traceback.clear_frames(error.__traceback__)
-            try:
-                crew.fall(error)
-            except BaseException as refusal:
-                self._session.leave(reason=_reason(refusal))
-                raise
-            return True
-        # At once, so that the others need not find out by waiting for this member.
-        self._session.leave(reason=_reason(error))
-        return False
-
 
 def _devices_of(model: nn.Module) -> dict[str, str]:
     """What the members' collectives depend on: the kind of the model's devices, and NCCL's version
@@ -351,17 +274,6 @@ def _devices_of(model: nn.Module) -> dict[str, str]:
     if "cuda" in kinds and torch.distributed.is_nccl_available():
         fields["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return fields
-
-
-def _reason(error: BaseException) -> str:
-    """What the others are told of a member that leaves with this error."""
-    if isinstance(error, Drained):
-        return f"drained: {error.reason}"
-    return f"{type(error).__name__}: {error}"
-
-
-def _nothing() -> None:
-    """A step outside of `batches` has no samples to account for."""
 
 
 __all__ = ["Session", "Step"]

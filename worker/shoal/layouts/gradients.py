@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.layouts.base import Layout
+from shoal_proto.errors import NonFiniteGradient
 
 
 @torch.no_grad()
@@ -29,6 +30,37 @@ def clip(layout: Layout, max_norm: float) -> Tensor:
     return total
 
 
+def check_loss(loss: Tensor, step: int) -> None:
+    """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
+    if not bool(torch.isfinite(loss.detach()).all()):
+        raise _not_finite("the loss", step, seen=str(loss.detach()), expected="a finite number")
+
+
+def check_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
+    """Raise NonFiniteGradient, by name, unless this rank's part of all gradients is finite."""
+    fault = name_of_fault(parameters)
+    if fault:
+        raise _not_finite(
+            f"the gradient of {fault}",
+            step,
+            seen="NaN or Inf in this member's part",
+            expected="finite numbers",
+            parameter=fault,
+        )
+
+
+def _not_finite(
+    what: str, step: int, *, seen: str, expected: str, parameter: str = ""
+) -> NonFiniteGradient:
+    return NonFiniteGradient(
+        f"{what} is not finite at step {step}",
+        seen=seen,
+        expected=expected,
+        fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
+        details={"parameter": parameter, "step": str(step)},
+    )
+
+
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     """The first parameter whose gradient on this rank holds a NaN or Inf; empty if none does."""
     gradients = _local_gradients(parameters)
@@ -48,4 +80,4 @@ def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor
     return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
 
-__all__ = ["clip", "name_of_fault"]
+__all__ = ["check_gradients", "check_loss", "clip", "name_of_fault"]

@@ -15,18 +15,16 @@ A step is committed when `end_step` returns, or it did not happen: whatever fail
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from hashlib import sha256
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal_proto.errors import InternalError, InvalidSpec
-from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
+from shoal.strategies.digests import optimizer_digest, schema_digest
+from shoal.strategies.terms import Context, Generation, Json, State
+from shoal_proto.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from shoal.checkpoint.background import Checkpoints
@@ -35,70 +33,6 @@ if TYPE_CHECKING:
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> the mean loss over the samples."""
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """Where a strategy lives: its job, the coordinators, and the member's identity as of now."""
-
-    job: str
-    coordinators: Sequence[str]
-    """host:port of every coordinator replica."""
-    token: Callable[[], Token]
-    """The member's token with the generation it has entered. Free to call; any thread."""
-    limits: Limits
-    """Every time limit in force, in seconds."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """An agreed roster as one member sees it."""
-
-    record: GenerationRecord
-    token: Token
-    """This member's token in the generation that is entered."""
-
-    @property
-    def number(self) -> int:
-        return self.record.roster.generation
-
-    @property
-    def world_size(self) -> int:
-        return len(self.record.roster.entries)
-
-    @property
-    def entries(self) -> list[RosterEntry]:
-        """The roster by rank."""
-        return sorted(self.record.roster.entries, key=lambda entry: entry.rank)
-
-    @property
-    def me(self) -> RosterEntry:
-        """This member's own entry."""
-        for entry in self.record.roster.entries:
-            if entry.member_id == self.token.member_id:
-                return entry
-        raise InternalError(
-            f"generation {self.number} does not have this member in it",
-            seen=", ".join(entry.member_id for entry in self.record.roster.entries),
-            expected=self.token.member_id,
-        )
-
-    @property
-    def rank(self) -> int:
-        return self.me.rank
-
-
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """Everything that training has changed, by name: what a joiner needs to go on from here."""
-
-    step: int
-    """Optimizer steps behind it."""
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Json] = field(default_factory=dict)
-    """What is no tensor: hyper-parameters, counters."""
 
 
 class Strategy(ABC):
@@ -280,42 +214,18 @@ class Strategy(ABC):
         """Figures for the health report, e.g. "staleness". Free to call; any thread."""
         return {}
 
+    def rest(self) -> None:  # noqa: B027 - nobody waits for a member by default
+        """This member has no samples for now, so the others are not to wait for its next step.
+
+        Called again and again while that lasts.
+        """
+
     def flush(self) -> None:  # noqa: B027 - most strategies have nothing in flight
         """Wait until every step ended so far is acknowledged."""
 
     @abstractmethod
     def close(self) -> None:
         """Let go of everything. May be called twice, and without `enter` ever called."""
-
-
-def schema_digest(model: nn.Module) -> str:
-    """A digest of the names, shapes and dtypes of all parameters and buffers, in order."""
-    lines = [
-        f"{kind} {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for kind, tensors in (
-            ("parameter", model.named_parameters()),
-            ("buffer", model.named_buffers()),
-        )
-        for name, tensor in tensors
-    ]
-    return sha256("\n".join(lines).encode()).hexdigest()
-
-
-def optimizer_digest(optimizer: Optimizer) -> str:
-    """Class and hyper-parameters of the optimizer, in words that a conflict can show a person.
-
-    Taken before training: a schedule that has moved the learning rate since is no conflict.
-    """
-    groups = [
-        " ".join(
-            f"{key}={value}"
-            for key, value in sorted(group.items())
-            if key != "params" and isinstance(value, bool | int | float | str | tuple)
-        )
-        + f" parameters={len(group['params'])}"
-        for group in optimizer.param_groups
-    ]
-    return f"{type(optimizer).__name__}({' | '.join(groups)})"
 
 
 __all__ = [

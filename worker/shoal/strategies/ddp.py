@@ -18,7 +18,7 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.binding import Blueprint
 from shoal.layouts.replicated import Replicated
 from shoal.layouts.replicated_figures import ReplicatedFigures
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.strategies.base import (
     Generation,
     State,
@@ -26,15 +26,16 @@ from shoal.strategies.base import (
     schema_digest,
 )
 from shoal.strategies.gradients import GradientExchange
-from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
+from shoal.strategies.grouped import (
+    GroupedStrategy,
+    check_same_step,
+    receivers_of,
+    refuse_lbfgs,
+)
 from shoal.strategies.replica import replica_of
 from shoal.strategies.state import ReplicatedState
 from shoal.strategies.transfer import receive, send
-from shoal_proto.errors import (
-    GenerationBroken,
-    InternalError,
-    InvalidSpec,
-)
+from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
 class DDP(GroupedStrategy):
@@ -99,7 +100,7 @@ class DDP(GroupedStrategy):
         """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
         return ReplicatedFigures(
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
-        ).ddp()
+        ).ddp(uncompressed(self._compression))
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
@@ -135,15 +136,7 @@ class DDP(GroupedStrategy):
         elif generation.rank in receivers:
             state = receive(source, group)
             self.restore(state)
-        steps = torch.zeros(generation.world_size, dtype=torch.int64)
-        steps[generation.rank] = self._step
-        dist.all_reduce(steps, group=group)
-        if len(set(steps.tolist())) != 1:
-            raise InternalError(
-                f"the members of generation {generation.number} stand at different steps",
-                seen=str(steps.tolist()),
-                expected=f"all at step {steps[source]} of rank {source}",
-            )
+        check_same_step(generation.number, self._step, group)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         # Everybody has the source's state already: DDP need not compare and send it once more.

@@ -27,6 +27,7 @@ from shoal_client.channel import Coordinators
 from shoal_proto.errors import (
     CheckpointFailed,
     GenerationBroken,
+    InternalError,
     InvalidSpec,
     UnsupportedOptimizer,
 )
@@ -272,6 +273,19 @@ def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
     return source, receivers
 
 
+def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> None:
+    """Collective: raise InternalError unless all members of the generation stand at this step."""
+    steps = torch.zeros(group.size(), dtype=torch.int64)
+    steps[group.rank()] = step
+    dist.all_reduce(steps, group=group)
+    if len(set(steps.tolist())) != 1:
+        raise InternalError(
+            f"the members of generation {generation} stand at different steps",
+            seen=str(steps.tolist()),
+            expected="one step, by rank",
+        )
+
+
 def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
     """Raise UnsupportedOptimizer for one that computes the loss several times a step."""
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -282,4 +296,4 @@ def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
         )
 
 
-__all__ = ["LOOPBACK", "GroupedStrategy", "receivers_of", "refuse_lbfgs"]
+__all__ = ["LOOPBACK", "GroupedStrategy", "check_same_step", "receivers_of", "refuse_lbfgs"]

@@ -16,21 +16,20 @@ from shoal.backends.base import Waiting
 from shoal.checkpoint.reading import read
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.binding import Blueprint, Bound
-from shoal.layouts.gradients import clip, name_of_fault
+from shoal.layouts.gradients import check_gradients, check_loss, clip
 from shoal.state.exchange import reshard
 from shoal.state.keeping import Keeping
 from shoal.state.pieces import Holding
 from shoal.state.whole import whole_model
 from shoal.strategies.base import Generation, optimizer_digest, schema_digest
-from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
-from shoal.strategies.replica import replica_of, retarget
-from shoal_proto.errors import (
-    GenerationBroken,
-    InternalError,
-    InvalidSpec,
-    NonFiniteGradient,
-    StateLost,
+from shoal.strategies.grouped import (
+    GroupedStrategy,
+    check_same_step,
+    receivers_of,
+    refuse_lbfgs,
 )
+from shoal.strategies.replica import replica_of, retarget, take_modes
+from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 log = structlog.get_logger(__name__)
 
@@ -122,13 +121,13 @@ class LaidOut(GroupedStrategy):
             held.append(self._blueprint.initial())
         holding = self._found(group, held, bound)
         bound.fill(holding)
-        self._take_modes(bound.layout)
+        take_modes(self._replica, bound.layout.plain)
         self._bound, self._step = bound, holding.step
         retarget(self._replica, bound.layout.plain)
         filled = replace(bound.collect(self._step), elsewhere=bound.known)
         self._keeping.start(filled, members, dist.new_group, bound.layout.travels)
         self._join_writers(world.world_size)
-        self._check_same_step(world)
+        check_same_step(generation.number, self._step, group)
         self._blueprint.forget_weights()
 
     def _found(self, group: dist.ProcessGroup, held: list[Holding], bound: Bound) -> Holding:
@@ -146,22 +145,6 @@ class LaidOut(GroupedStrategy):
                 return holding
         log.info("checkpoint_read", path=str(path))
         return read(path, bound.needs)
-
-    def _take_modes(self, layout: Layout) -> None:
-        """Which parts train and which evaluate is the user's, and outlives a generation."""
-        shown: Any = self._replica
-        modes = {name: part.training for name, part in shown.named_modules()}
-        for name, part in layout.plain.named_modules():
-            part.training = modes.get(name, part.training)
-
-    def _check_same_step(self, world: World) -> None:
-        steps = torch.zeros(world.world_size, dtype=torch.int64)
-        steps[world.rank] = self._step
-        dist.all_reduce(steps, group=world.group)
-        if len(set(steps.tolist())) != 1:
-            raise InternalError(
-                "the members of a generation stand at different steps", seen=str(steps.tolist())
-            )
 
     def cut(self, generation: int) -> None:
         super().cut(generation)
@@ -223,7 +206,7 @@ class LaidOut(GroupedStrategy):
         self._layout().begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        self._check_loss(loss)
+        check_loss(loss, self._step)
         self._weighted = True
         self._layout().backward(loss, weight)
 
@@ -233,18 +216,8 @@ class LaidOut(GroupedStrategy):
         self._begin()
         self._weighted = True
         loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
-        self._check_loss(loss)
+        check_loss(loss, self._step)
         return loss
-
-    def _check_loss(self, loss: Tensor) -> None:
-        if not bool(torch.isfinite(loss.detach()).all()):
-            raise NonFiniteGradient(
-                f"the loss is not finite at step {self._step}",
-                seen=str(loss.detach()),
-                expected="a finite number",
-                fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
-                details={"parameter": "", "step": str(self._step)},
-            )
 
     def _reduce(self) -> Layout:
         layout = self._layout()
@@ -268,15 +241,7 @@ class LaidOut(GroupedStrategy):
                 seen="a loss that the distributed model did not compute",
                 expected="the model that session.distribute returned to be called in the step",
             )
-        fault = name_of_fault(layout.parameters)
-        if fault:
-            raise NonFiniteGradient(
-                f"the gradient of {fault} is not finite at step {self._step}",
-                seen="NaN or Inf in this member's part",
-                expected="finite numbers",
-                fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
-                details={"parameter": fault, "step": str(self._step)},
-            )
+        check_gradients(layout.parameters, self._step)
         self._whole = False
         self._optimizer.step()
         layout.stepped()

@@ -70,8 +70,16 @@ def retarget(replica: nn.Module, module: nn.Module) -> None:
         own[table] = module.__dict__[table]
 
 
+def take_modes(shown: nn.Module, module: nn.Module) -> None:
+    """Train and evaluate in `module` what trains and evaluates in the module that the user has:
+    that is the user's choice, and outlives a generation."""
+    modes = {name: part.training for name, part in shown.named_modules()}
+    for name, part in module.named_modules():
+        part.training = modes.get(name, part.training)
+
+
 def _same(module: nn.Module) -> nn.Module:
     return module
 
 
-__all__ = ["Replica", "replica_of", "retarget"]
+__all__ = ["Replica", "replica_of", "retarget", "take_modes"]

@@ -1,0 +1,77 @@
+"""What session and strategy tell each other: where a member lives, with whom, and its state."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shoal_proto.errors import InternalError
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Where a strategy lives: its job, the coordinators, and the member's identity as of now."""
+
+    job: str
+    coordinators: Sequence[str]
+    """host:port of every coordinator replica."""
+    token: Callable[[], Token]
+    """The member's token with the generation it has entered. Free to call; any thread."""
+    limits: Limits
+    """Every time limit in force, in seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """An agreed roster as one member sees it."""
+
+    record: GenerationRecord
+    token: Token
+    """This member's token in the generation that is entered."""
+
+    @property
+    def number(self) -> int:
+        return self.record.roster.generation
+
+    @property
+    def world_size(self) -> int:
+        return len(self.record.roster.entries)
+
+    @property
+    def entries(self) -> list[RosterEntry]:
+        """The roster by rank."""
+        return sorted(self.record.roster.entries, key=lambda entry: entry.rank)
+
+    @property
+    def me(self) -> RosterEntry:
+        """This member's own entry."""
+        for entry in self.record.roster.entries:
+            if entry.member_id == self.token.member_id:
+                return entry
+        raise InternalError(
+            f"generation {self.number} does not have this member in it",
+            seen=", ".join(entry.member_id for entry in self.record.roster.entries),
+            expected=self.token.member_id,
+        )
+
+    @property
+    def rank(self) -> int:
+        return self.me.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that training has changed, by name: what a joiner needs to go on from here."""
+
+    step: int
+    """Optimizer steps behind it."""
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Json] = field(default_factory=dict)
+    """What is no tensor: hyper-parameters, counters."""
+
+
+__all__ = ["Context", "Generation", "Json", "State"]
