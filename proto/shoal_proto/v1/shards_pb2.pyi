@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
+from shoal_proto.v1 import tables_pb2 as _tables_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -56,19 +57,23 @@ class PlaceRequest(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterSpec]: ...
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableSpec]: ...
     def __init__(
         self,
         *,
         token: _identity_pb2.Token | None = ...,
         parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
+        tables: _abc.Iterable[_tables_pb2.TableSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "tables", b"tables", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -141,6 +146,8 @@ class Shard(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    TABLE_INDEX_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     server_id: _builtins.str
     address: _builtins.str
@@ -149,6 +156,9 @@ class Shard(_message.Message):
     """Number of times the primary has changed."""
     dtype: _builtins.str
     group: _builtins.int
+    table: _builtins.str
+    """A shard of a table: the table's name, and which of its virtual shards this is. It has no blocks."""
+    table_index: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
     def __init__(
@@ -161,10 +171,12 @@ class Shard(_message.Message):
         dtype: _builtins.str = ...,
         group: _builtins.int = ...,
         blocks: _abc.Iterable[Global___Block] | None = ...,
+        table: _builtins.str = ...,
+        table_index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "dtype", b"dtype", "epoch", b"epoch", "group", b"group", "server_id", b"server_id", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "dtype", b"dtype", "epoch", b"epoch", "group", b"group", "server_id", b"server_id", "shard_id", b"shard_id", "table", b"table", "table_index", b"table_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -178,6 +190,7 @@ class ShardMap(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     SCHEMA_DIGEST_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    TABLES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     schema_digest: _builtins.str
     """Digest of the parameter schema the map was made for."""
@@ -187,6 +200,10 @@ class ShardMap(_message.Message):
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterSpec]:
         """That schema, so that a difference can be told by name."""
 
+    @_builtins.property
+    def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableSpec]:
+        """The tables, part of the schema too."""
+
     def __init__(
         self,
         *,
@@ -194,10 +211,11 @@ class ShardMap(_message.Message):
         shards: _abc.Iterable[Global___Shard] | None = ...,
         schema_digest: _builtins.str = ...,
         parameters: _abc.Iterable[Global___ParameterSpec] | None = ...,
+        tables: _abc.Iterable[_tables_pb2.TableSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "parameters", b"parameters", "schema_digest", b"schema_digest", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "parameters", b"parameters", "schema_digest", b"schema_digest", "shards", b"shards", "tables", b"tables"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

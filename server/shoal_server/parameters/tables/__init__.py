@@ -1,0 +1,1 @@
+"""Tables of rows by id: embeddings, of which a step touches few."""

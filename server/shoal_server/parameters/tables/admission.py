@@ -1,0 +1,98 @@
+"""Which ids get a row: all, those pushed often enough, or a share of them drawn by hash.
+
+The decision is part of a shard's state or a function of what was pushed, so a copy decides alike.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal_proto.v1.tables_pb2 import Admission
+from shoal_server.parameters.tables.hashing import Ids, hash_ids, mix64
+
+Mask = NDArray[np.bool_]
+
+SKETCH_ROWS = 4
+SKETCH_WIDTH = 2**16
+AGEING_PUSHES = 8 * SKETCH_WIDTH
+"""After so many pushed ids all counts are halved: what was frequent long ago counts less."""
+MAX_COUNT = 2**16 - 1
+
+
+class Gate(Protocol):
+    """Asked for each id that has no row and is pushed; each id at most once a version."""
+
+    def admit(self, ids: Ids, version: int) -> Mask: ...
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """What it remembers, by name; nobody else writes to it."""
+        ...
+
+
+class OpenGate:
+    def admit(self, ids: Ids, version: int) -> Mask:
+        return np.ones(len(ids), np.bool_)
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+
+class DrawnGate:
+    """Lets an id in with a fixed probability at each push of it (McMahan et al. 2013)."""
+
+    def __init__(self, probability: float) -> None:
+        self._limit = np.uint64(min(int(probability * 2**64), 2**64 - 1))
+
+    def admit(self, ids: Ids, version: int) -> Mask:
+        return mix64(hash_ids(ids) ^ mix64(np.array([version], np.uint64))) <= self._limit
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {}
+
+
+class CountingGate:
+    """Lets an id in at its `min_pushes`-th push.
+
+    Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005): never too
+    low, so nobody waits longer; too high, and thus early, for a few when very many ids are pushed.
+    """
+
+    def __init__(self, min_pushes: int, held: Mapping[str, Tensor]) -> None:
+        self._min_pushes = min_pushes
+        shape = (SKETCH_ROWS, SKETCH_WIDTH)
+        self._counts = held.get("admission_counts", torch.zeros(shape, dtype=torch.int32)).numpy()
+        self._pushed = held.get("admission_pushed", torch.zeros(1, dtype=torch.int64)).numpy()
+
+    def admit(self, ids: Ids, version: int) -> Mask:
+        words = hash_ids(ids)
+        least = np.full(len(ids), MAX_COUNT, np.int32)
+        for counts in self._counts:
+            words = mix64(words)
+            places = (words & np.uint64(SKETCH_WIDTH - 1)).view(np.int64)
+            np.add.at(counts, places, 1)
+            np.minimum(counts, MAX_COUNT, out=counts)
+            np.minimum(least, counts[places], out=least)
+        self._pushed += len(ids)
+        if self._pushed[0] >= AGEING_PUSHES:
+            self._counts //= 2
+            self._pushed[0] = 0
+        return least >= self._min_pushes
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return {
+            "admission_counts": torch.from_numpy(self._counts),
+            "admission_pushed": torch.from_numpy(self._pushed),
+        }
+
+
+def new_gate(admission: Admission, held: Mapping[str, Tensor]) -> Gate:
+    """The gate of a table's shard, with what it remembered; takes these tensors over."""
+    if admission.kind == "count":
+        return CountingGate(admission.min_pushes, held)
+    if admission.kind == "probability":
+        return DrawnGate(admission.probability)
+    return OpenGate()

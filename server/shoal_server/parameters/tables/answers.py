@@ -1,0 +1,62 @@
+"""What the rows of remembered pushes came to, so that a retry is told what the first try was."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import InternalError
+from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_server.parameters.sessions import MAX_OUTCOMES
+
+
+class Answers:
+    """Fates by session and sequence, for as many pushes of a session as the session table keeps.
+
+    A push whose rows were all applied takes no room here.
+    """
+
+    def __init__(self) -> None:
+        self._fates: dict[str, dict[int, bytes]] = {}
+
+    def recall(self, session: str, sequence: int) -> bytes:
+        return self._fates.get(session, {}).get(sequence, b"")
+
+    def remember(self, session: str, sequence: int, fates: bytes) -> None:
+        known = self._fates.setdefault(session, {})
+        known[sequence] = fates
+        while len(known) > MAX_OUTCOMES:
+            del known[min(known)]
+
+    def forget(self, sessions: Iterable[str]) -> None:
+        for session in sessions:
+            self._fates.pop(session, None)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(fates) for known in self._fates.values() for fates in known.values())
+
+    def tensors(self, sessions: Sequence[SessionImage]) -> dict[str, Tensor]:
+        """The fates of the pushes that the session table remembers, in its order."""
+        remembered = [
+            self.recall(s.session, sequence) for s in sessions for sequence in s.sequences
+        ]
+        joined = b"".join(remembered)
+        return {
+            "answer_lengths": torch.tensor([len(fates) for fates in remembered], dtype=torch.int64),
+            "answers": torch.tensor(list(joined), dtype=torch.uint8),
+        }
+
+    def load(self, sessions: Sequence[SessionImage], lengths: Tensor, answers: Tensor) -> None:
+        """Remember what `tensors` gave. Raises InternalError if the two do not match."""
+        pushes = [(s.session, sequence) for s in sessions for sequence in s.sequences]
+        if len(lengths) != len(pushes) or int(lengths.sum()) != len(answers):
+            raise InternalError(
+                "the answers to remembered pushes are torn",
+                seen=f"{len(lengths)} answers of {len(answers)} bytes",
+                expected=f"{len(pushes)} of {int(lengths.sum())} bytes",
+            )
+        data, start = answers.numpy().tobytes(), 0
+        for (session, sequence), length in zip(pushes, lengths.tolist(), strict=True):
+            self.remember(session, sequence, data[start : start + length])
+            start += length

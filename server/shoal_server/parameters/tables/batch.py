@@ -1,0 +1,124 @@
+"""The rows of one push as arrays: each id once, in rising order, its gradients added up."""
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal_proto.errors import MalformedMessage, NonFiniteGradient, ShapeMismatch
+from shoal_proto.v1.tables_pb2 import TableSpec
+from shoal_server.parameters.gradients import DTYPES
+from shoal_server.parameters.tables.hashing import Ids, shards_of
+from shoal_server.parameters.tables.index import Rows
+
+Fates = NDArray[np.uint8]
+
+ID_BYTES = 8
+# A gradient is only ever read: torch need not warn that its bytes cannot be written.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    ids: Ids
+    """Each once, rising."""
+    births: Ids
+    """The version that had made each row when the pusher looked it up; 0: it was not made."""
+    gradient_rc: Tensor
+    """One row for each id; not to be written to."""
+    places: Rows | None
+    """For each row as it came its place in `ids`; None: they came like that."""
+
+    def as_they_came(self, fates: Fates) -> bytes:
+        """One byte for each row as it came; empty where every byte would be 0."""
+        if not fates.any():
+            return b""
+        return (fates if self.places is None else fates[self.places]).tobytes()
+
+
+def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
+    """Ids as they came. Raises MalformedMessage for those that are not this shard's."""
+    if len(data) % ID_BYTES:
+        raise MalformedMessage(
+            f"ids of table {table.name} are cut off",
+            seen=f"{len(data)} bytes",
+            expected=f"a multiple of {ID_BYTES}",
+        )
+    ids = np.frombuffer(data, "<i8")
+    strangers = np.flatnonzero(shards_of(ids, table.num_shards) != table_index)
+    if strangers.size:
+        raise MalformedMessage(
+            f"a row of table {table.name} was sent to another shard than its own",
+            seen=f"row {ids[strangers[0]]} at virtual shard {table_index}",
+            expected=f"virtual shard {shards_of(ids[strangers[:1]], table.num_shards)[0]}",
+            fix="Route ids by shoal_proto.row_hash.",
+        )
+    return ids
+
+
+def read_batch(
+    table: TableSpec, table_index: int, row_ids: bytes, births: bytes, gradient: bytes
+) -> Batch:
+    """The rows of a push.
+
+    Raises ShapeMismatch or MalformedMessage for what is no push of this shard, NonFiniteGradient
+    with the row's id.
+    """
+    ids = read_ids(table, table_index, row_ids)
+    dtype = DTYPES[table.dtype]
+    row_bytes = table.dim * dtype.itemsize
+    if len(births) != len(row_ids) or len(gradient) != len(ids) * row_bytes:
+        raise ShapeMismatch(
+            f"a push to table {table.name} has another length than its ids say",
+            seen=f"{len(births)} bytes of births, {len(gradient)} bytes of gradients",
+            expected=f"{len(row_ids)} and {len(ids) * row_bytes} bytes for {len(ids)} rows",
+        )
+    if not len(ids):
+        empty = torch.zeros((0, table.dim), dtype=dtype)
+        return Batch(ids=ids, births=ids, gradient_rc=empty, places=None)
+    gradient_rc = torch.frombuffer(gradient, dtype=dtype).view(len(ids), table.dim)
+    _check_finite(table, ids, gradient_rc)
+    seen = np.frombuffer(births, "<i8")
+    if np.all(ids[1:] > ids[:-1]):
+        return Batch(ids=ids, births=seen, gradient_rc=gradient_rc, places=None)
+    return _coalesce(table, ids, seen, gradient_rc)
+
+
+def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> Batch:
+    distinct, first, places = np.unique(ids, return_index=True, return_inverse=True)
+    if np.any(births[first][places] != births):
+        raise MalformedMessage(
+            f"a push to table {table.name} names a row twice, from two lives of it",
+            seen="two births of one id",
+            expected="one for each id",
+            fix="Look a row up once for each push.",
+        )
+    if len(distinct) == len(ids):
+        total_rc = gradient_rc[torch.from_numpy(first)]
+    else:
+        # Adds row after row in the order of the push, on any number of threads.
+        total_rc = torch.ops.aten.embedding_dense_backward(
+            gradient_rc, torch.from_numpy(places), len(distinct), -1, False
+        )
+    return Batch(ids=distinct, births=births[first], gradient_rc=total_rc, places=places)
+
+
+def _check_finite(table: TableSpec, ids: Ids, gradient_rc: Tensor) -> None:
+    # A sum is finite only if all are; one that is not may be an overflow of finite numbers.
+    wide = max(gradient_rc.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
+    if math.isfinite(gradient_rc.sum(dtype=wide).item()):
+        return
+    is_finite = torch.isfinite(gradient_rc).all(dim=1)
+    if not is_finite.all():
+        row = int((~is_finite).nonzero()[0])
+        raise NonFiniteGradient(
+            f"the gradient of row {ids[row]} of table {table.name} is not finite",
+            seen="NaN or Inf",
+            expected="finite numbers",
+            fix="Look for a division by zero, or lower the learning rate.",
+            details={"parameter": table.name, "row": str(ids[row])},
+        )

@@ -1,0 +1,173 @@
+"""What a table shard consists of, and what a push does to it.
+
+Everything here follows from what came before and the push itself: no clock is read and nothing is
+drawn. So the same pushes make the same content, wherever and whenever they are applied.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
+from shoal_server.parameters.gradients import DTYPES
+from shoal_server.parameters.tables.admission import new_gate
+from shoal_server.parameters.tables.batch import Batch, Fates
+from shoal_server.parameters.tables.hashing import Ids
+from shoal_server.parameters.tables.index import MAX_ROWS, Rows
+from shoal_server.parameters.tables.initial import InitialRows
+from shoal_server.parameters.tables.optimizers import Adam, new_rule
+from shoal_server.parameters.tables.rows import RowStore
+
+DEFAULT_SHARD_BYTES = 1024**3
+MIN_ROWS = 1
+"""A shard has room for so many, however small the limits are."""
+SWEEPS_PER_IDLE_TIME = 8
+EVICTED_AT_A_TIME = 1 / 16
+"""Share of a full shard that is taken out at once, so that not every push has to look for the
+oldest rows."""
+
+APPLIED = RowFate.ROW_FATE_APPLIED
+MADE = RowFate.ROW_FATE_MADE
+NOT_ADMITTED = RowFate.ROW_FATE_NOT_ADMITTED
+EVICTED = RowFate.ROW_FATE_EVICTED
+FULL = RowFate.ROW_FATE_FULL
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Rows since this server has the shard, for people."""
+
+    made: int = 0
+    evicted: int = 0
+    not_admitted: int = 0
+
+
+class TableContent:
+    """For one thread at a time."""
+
+    def __init__(self, table: TableSpec, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Empty, or with what `tensors` gave; takes these over. Raises InternalError if they are
+        not those of such a table."""
+        dtype = DTYPES[table.dtype]
+        held = tensors or {}
+        self._table = table
+        self._initial = InitialRows(
+            table.initialiser, table=table.name, seed=table.seed, dim=table.dim, dtype=dtype
+        )
+        self._rule = new_rule(table.optimizer)
+        self._gate = new_gate(table.admission, held)
+        self._rows = RowStore(table.dim, dtype, self._rule.columns())
+        self.max_rows = _max_rows(table, self._rows.row_bytes)
+        self._rows.limit(self.max_rows)
+        self.counts = Counts()
+        self.table_step = 0
+        self._now_s = self._next_sweep_s = 0.0
+        if tensors is not None:
+            self._rows.load(tensors)
+            self._now_s, self._next_sweep_s = tensors["times_unix_s"].tolist()
+            self.table_step = int(tensors["table_step"])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._rows.num_bytes + sum(t.nbytes for t in self._gate.tensors().values())
+
+    def look_up(self, ids: Ids) -> tuple[Ids, Tensor]:
+        """Births and values of rows. A row that is not made has birth 0 and its first values."""
+        rows = self._rows.find(ids)
+        births = self._rows.births(rows)
+        absent = np.flatnonzero(rows < 0)
+        if absent.size == len(ids):
+            return births, self._initial.make(ids)
+        values_rc = self._rows.values(np.maximum(rows, 0))
+        if absent.size:
+            values_rc[torch.from_numpy(absent)] = self._initial.make(ids[absent])
+        return births, values_rc
+
+    def push(self, batch: Batch, *, version: int, at_unix_s: float, step: int, lr: float) -> Fates:
+        """Apply gradients; what became of each row of the batch.
+
+        A gradient goes to the row that it was computed on and to no other: where that row was
+        taken out since, even if the id has a new one, it is dropped.
+        """
+        # A clock that is set back would make rows young again.
+        self._now_s = max(self._now_s, at_unix_s)
+        self.table_step = max(self.table_step + 1, step)
+        self._evict_idle()
+        rows = self._rows.find(batch.ids)
+        births = self._rows.births(rows)
+        fates: Fates = np.full(len(batch.ids), APPLIED, np.uint8)
+        fates[(batch.births != 0) & (batch.births != births)] = EVICTED
+        self._rows.touch(rows[(fates == APPLIED) & (rows >= 0)], self._now_s)
+        fates[(fates == APPLIED) & (rows < 0)] = NOT_ADMITTED
+        self._make(batch, rows, fates, version)
+        chosen = np.flatnonzero(fates <= MADE)
+        if chosen.size:
+            gradient_rc = batch.gradient_rc.index_select(0, torch.from_numpy(chosen))
+            self._step(rows[chosen], gradient_rc, lr)
+        self.counts.not_admitted += int(np.count_nonzero(fates == NOT_ADMITTED))
+        return fates
+
+    def _make(self, batch: Batch, rows: Rows, fates: Fates, version: int) -> None:
+        """Make rows for those that are admitted, as far as there is room; writes rows and fates."""
+        absent = np.flatnonzero(fates == NOT_ADMITTED)
+        admitted = absent[self._gate.admit(batch.ids[absent], version)]
+        room = self.max_rows - len(self._rows)
+        if len(admitted) > room and self._table.eviction.oldest_when_full:
+            wanted = max(len(admitted) - room, int(self.max_rows * EVICTED_AT_A_TIME))
+            self._evict(self._rows.oldest(wanted, spared=rows[fates == APPLIED]))
+            # Of a row that the push names from an earlier life, only the fate matters.
+            room = self.max_rows - len(self._rows)
+        fates[admitted[room:]] = FULL
+        admitted = admitted[:room]
+        if not admitted.size:
+            return
+        ids = batch.ids[admitted]
+        rows[admitted] = self._rows.add(ids, self._initial.make(ids), birth=version)
+        self._rows.touch(rows[admitted], self._now_s)
+        fates[admitted] = MADE
+        self.counts.made += len(admitted)
+
+    def _step(self, rows: Rows, gradient_rc: Tensor, lr: float) -> None:
+        values_rc = self._rows.values(rows)
+        if values_rc.dtype.itemsize < 4:
+            values_rc, gradient_rc = values_rc.float(), gradient_rc.float()
+        if decay := self._table.optimizer.weight_decay:
+            gradient_rc.add_(values_rc, alpha=decay)
+        if isinstance(self._rule, Adam):
+            self._rule.table_step = self.table_step
+        state = {name: self._rows.state(name, rows) for name in self._rows.state_names}
+        self._rule.step(values_rc, gradient_rc, state, lr)
+        self._rows.put(rows, values_rc, state)
+
+    def _evict_idle(self) -> None:
+        max_idle_s = self._table.eviction.max_idle_s
+        if not max_idle_s or self._now_s < self._next_sweep_s:
+            return
+        self._next_sweep_s = self._now_s + max_idle_s / SWEEPS_PER_IDLE_TIME
+        self._evict(self._rows.idle_since(self._now_s - max_idle_s))
+
+    def _evict(self, rows: Rows) -> None:
+        self._rows.remove(rows)
+        self.counts.evicted += len(rows)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """A copy of all of it."""
+        scalars = {
+            "times_unix_s": torch.tensor([self._now_s, self._next_sweep_s], dtype=torch.float64),
+            "table_step": torch.tensor([self.table_step]),
+        }
+        gate = {name: tensor.clone() for name, tensor in self._gate.tensors().items()}
+        return self._rows.tensors() | gate | scalars
+
+
+def _max_rows(table: TableSpec, row_bytes: int) -> int:
+    """How many rows one shard may have: what its memory and its share of the table's rows allow."""
+    by_bytes = (table.max_shard_bytes or DEFAULT_SHARD_BYTES) // row_bytes
+    by_rows = -(-table.max_rows // table.num_shards) or MAX_ROWS
+    return max(min(by_bytes, by_rows, MAX_ROWS), MIN_ROWS)

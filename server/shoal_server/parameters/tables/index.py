@@ -1,0 +1,104 @@
+"""From row ids to places in a shard's arrays, for many ids at once.
+
+A hash table with open addressing and linear probing whose every operation is a handful of passes
+over arrays: all ids take their first probe together, those not settled take the second, and so on.
+At most LOAD_LIMIT of the slots are in use, so the rounds are few and each is far shorter than the
+one before.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal_server.parameters.tables.hashing import Ids, hash_ids
+
+EMPTY = -1
+REMOVED = -2
+"""A slot whose row is gone: searches go on beyond it."""
+LOAD_LIMIT = 0.6
+MIN_SLOTS = 16
+MAX_ROWS = 2**31 - 1
+
+Rows = NDArray[np.int64]
+
+
+class RowIndex:
+    """Which row has which id. Rows are numbers from 0 that the caller hands out."""
+
+    def __init__(self) -> None:
+        self.ids: Ids = np.zeros(MIN_SLOTS, np.int64)
+        """By row; of no meaning for rows that are not in use."""
+        self._slots: NDArray[np.int32] = np.full(MIN_SLOTS, EMPTY, np.int32)
+        self._num_rows = 0
+        self._num_used = 0
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ids.nbytes + self._slots.nbytes
+
+    def find(self, ids: Ids) -> Rows:
+        """The row of each id, -1 for those that have none."""
+        places = self._first_places(ids)
+        rows = self._slots[places]
+        # A row below zero reads some id from the end of the array, which must not count.
+        hit = (self.ids[rows] == ids) & (rows >= 0)
+        found = np.where(hit, rows, EMPTY).astype(np.int64)
+        todo = np.flatnonzero(~hit & (rows != EMPTY))
+        places, left = places[todo], ids[todo]
+        while todo.size:
+            places = (places + 1) & (self._slots.size - 1)
+            rows = self._slots[places]
+            hit = (self.ids[rows] == left) & (rows >= 0)
+            found[todo[hit]] = rows[hit]
+            goes_on = ~hit & (rows != EMPTY)
+            todo, places, left = todo[goes_on], places[goes_on], left[goes_on]
+        return found
+
+    def insert(self, ids: Ids, rows: Rows) -> None:
+        """Give ids that have no row, each of them once, the rows named."""
+        self._make_room(int(rows.max(initial=0)) + 1, len(ids))
+        self.ids[rows] = ids
+        self._settle(ids, rows)
+        self._num_rows += len(ids)
+
+    def remove(self, rows: Rows) -> None:
+        """Take rows out, each named once and in use."""
+        self._num_rows -= len(rows)
+        places = self._first_places(self.ids[rows])
+        while rows.size:
+            is_here = self._slots[places] == rows
+            self._slots[places[is_here]] = REMOVED
+            rows, places = rows[~is_here], places[~is_here]
+            places = (places + 1) & (self._slots.size - 1)
+
+    def _first_places(self, ids: Ids) -> Rows:
+        return (hash_ids(ids) & np.uint64(self._slots.size - 1)).view(np.int64)
+
+    def _settle(self, ids: Ids, rows: Rows) -> None:
+        places = self._first_places(ids)
+        while rows.size:
+            before = self._slots[places]
+            is_free = before < 0
+            # Of several that want one slot, one gets it; the look behind tells which.
+            self._slots[places[is_free]] = rows[is_free]
+            has_place = self._slots[places] == rows
+            self._num_used += int(np.count_nonzero(has_place & (before == EMPTY)))
+            rows, places = rows[~has_place], places[~has_place]
+            places = (places + 1) & (self._slots.size - 1)
+
+    def _make_room(self, top_row: int, num_more: int) -> None:
+        if top_row > self.ids.size:
+            grown = np.zeros(max(top_row, 2 * self.ids.size), np.int64)
+            grown[: self.ids.size] = self.ids
+            self.ids = grown
+        if self._num_used + num_more <= LOAD_LIMIT * self._slots.size:
+            return
+        num_slots = self._slots.size
+        while self._num_rows + num_more > LOAD_LIMIT * num_slots:
+            num_slots *= 2
+        rows = self._slots[self._slots >= 0].astype(np.int64)
+        self._slots = np.full(num_slots, EMPTY, np.int32)
+        self._num_used = 0
+        self._settle(self.ids[rows], rows)

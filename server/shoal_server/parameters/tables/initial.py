@@ -1,0 +1,78 @@
+"""The first values of a row: a function of seed, table name, row id and column alone.
+
+Any server, and any replay, makes the same row, to the last bit. So only integer arithmetic decides,
+and of floating point nothing but single operations that IEEE 754 rounds in one way; no logarithm
+or cosine, whose last bits differ between processors.
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal_proto.errors import InternalError
+from shoal_proto.v1.tables_pb2 import Initialiser
+from shoal_server.parameters.tables.hashing import Ids, mix64
+
+_COLUMN_STEP = np.uint64(0xD1342543DE82EF95)
+_UNIFORM_BITS = 53
+_NUM_ADDENDS = 8
+_ADDEND_BITS = 16
+
+
+class InitialRows:
+    """Makes rows of `dim` columns; `center` and `spread` are the initialiser's."""
+
+    def __init__(
+        self, initialiser: Initialiser, *, table: str, seed: int, dim: int, dtype: torch.dtype
+    ) -> None:
+        self._initialiser = initialiser
+        self._dim = dim
+        self._dtype = dtype
+        digest = hashlib.sha256(f"{seed} {table}".encode()).digest()
+        self._key = np.frombuffer(digest[:8], "<u8")
+        with np.errstate(over="ignore"):
+            self._columns = np.arange(1, dim + 1, dtype=np.uint64) * _COLUMN_STEP
+
+    def make(self, ids: Ids) -> Tensor:
+        """One row for each id, of shape (len(ids), dim)."""
+        kind, center = self._initialiser.kind, self._initialiser.center
+        if kind == "constant":
+            return torch.full((len(ids), self._dim), center, dtype=self._dtype)
+        words = mix64(mix64(ids.view(np.uint64) ^ self._key)[:, None] + self._columns)
+        if kind == "uniform":
+            unit = _uniform(words)
+        elif kind == "normal":
+            unit = _normal(words)
+        else:
+            raise InternalError(
+                "an initialiser that no table has", seen=kind, expected="as checked by Place"
+            )
+        unit *= self._initialiser.spread
+        unit += center
+        return torch.from_numpy(unit).to(self._dtype)
+
+
+def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """From -1 inclusive to 1 exclusive."""
+    unit = (words >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64)
+    unit *= 2.0 ** (1 - _UNIFORM_BITS)
+    unit -= 1.0
+    return unit
+
+
+def _normal(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Of mean 0 and variance 1: the sum of eight uniform integers (Irwin and Hall), which comes
+    close to a normal distribution and ends at 4.9."""
+    total = np.zeros(words.shape, np.uint64)
+    mask = np.uint64(2**_ADDEND_BITS - 1)
+    for each in (words, mix64(words)):
+        for shift in range(0, 64, _ADDEND_BITS):
+            total += (each >> np.uint64(shift)) & mask
+    unit = total.astype(np.float64)
+    unit -= _NUM_ADDENDS * (2**_ADDEND_BITS - 1) / 2
+    # A uniform integer below n has variance (n * n - 1) / 12.
+    unit /= (_NUM_ADDENDS * (4**_ADDEND_BITS - 1) / 12) ** 0.5
+    return unit
