@@ -88,6 +88,10 @@ class CheckpointFailed(RetryError):
     """
 
 
+class SnapshotFailed(RetryError):
+    """No snapshot was taken; the parameters are as they were, and nothing of it is left."""
+
+
 class RejoinError(ShoalError):
     """The caller's view of the membership is over: join again to go on."""
 
@@ -159,8 +163,16 @@ class UnknownShard(RefusedError):
     """The server holds no such shard."""
 
 
+class UnknownSnapshot(RefusedError):
+    """There is no such snapshot in the storage that was named."""
+
+
 class ForgottenPush(RefusedError):
     """The push is older than what its shard remembers: whether it was applied cannot be told."""
+
+
+class StalePush(RefusedError):
+    """The gradient is of values that too many updates came after: pull, and compute it anew."""
 
 
 class ShapeMismatch(RefusedError):
@@ -197,6 +209,14 @@ class CorruptError(ShoalError):
 
 class ChecksumMismatch(CorruptError):
     """Bytes changed on the way."""
+
+
+class SnapshotDamaged(CorruptError):
+    """A snapshot's file is not what was written. `details` names the file, and the shard if any."""
+
+
+class JournalDamaged(CorruptError):
+    """A journal holds something else than what was brought to disk. `details` names the file."""
 
 
 class StateLost(CorruptError):

@@ -24,6 +24,7 @@ from shoal_proto.errors import (
     UnknownJob,
     UnknownMember,
     UnknownShard,
+    UnknownSnapshot,
 )
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 
@@ -40,6 +41,7 @@ _CODES: tuple[tuple[type[ShoalError], grpc.StatusCode], ...] = (
     (UnknownMember, grpc.StatusCode.NOT_FOUND),
     (UnknownGeneration, grpc.StatusCode.NOT_FOUND),
     (UnknownShard, grpc.StatusCode.NOT_FOUND),
+    (UnknownSnapshot, grpc.StatusCode.NOT_FOUND),
     (CorruptError, grpc.StatusCode.DATA_LOSS),
     (ShoalError, grpc.StatusCode.INVALID_ARGUMENT),
 )

@@ -1,0 +1,83 @@
+"""Files come back as they were written, on every kind of storage, and never half of one."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal_proto.errors import InvalidSpec, Unavailable
+from shoal_server.snapshots.storage import Storage
+
+
+@pytest.fixture(params=["directory", "file-url", "memory"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
+    urls = {
+        "directory": str(tmp_path / "store"),
+        "file-url": (tmp_path / "store").as_uri(),
+        "memory": f"memory://{tmp_path.name}/store",
+    }
+    yield Storage(urls[request.param])
+
+
+def test_what_was_written_is_read(storage: Storage) -> None:
+    storage.write("job/parts/one/a.bin", b"\x00\x01" * 1000)
+    storage.write("job/parts/one/a.bin", b"anew")
+    assert storage.read("job/parts/one/a.bin") == b"anew"
+    assert storage.read("job/parts/one/b.bin") is None
+    assert storage.read("nowhere/at/all") is None
+
+
+def test_files_are_listed_with_their_sizes(storage: Storage) -> None:
+    assert storage.sizes("job") == {} and storage.folders("job") == []
+    storage.write("job/one/a", b"12345")
+    storage.write("job/two/b", b"")
+    storage.write("jobless/one/a", b"1")
+    assert storage.sizes("job") == {"job/one/a": 5, "job/two/b": 0}
+    assert storage.folders("job") == ["one", "two"]
+
+
+def test_removed_files_and_their_folders_are_gone(storage: Storage) -> None:
+    storage.write("job/one/a", b"1")
+    storage.write("job/one/b", b"2")
+    storage.remove(["job/one/a", "job/one/never"])
+    assert storage.folders("job") == ["one"]
+    storage.remove(["job/one/b"])
+    assert storage.sizes("job") == {} and storage.folders("job") == []
+
+
+def test_a_reader_of_a_local_file_sees_one_writing_or_the_other(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    written = [bytes([value]) * 100_000 for value in range(3)]
+    storage.write("file", written[0])
+    torn: list[bytes] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen = storage.read("file")
+            if seen not in written:
+                torn.append(seen or b"")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(20):
+        for data in written:
+            storage.write("file", data)
+    done.set()
+    reader.join()
+    assert torn == []
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_directory_that_cannot_be_written_is_said_by_name(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("a file where the directory should be")
+    storage = Storage(str(tmp_path / "store"))
+    with pytest.raises(Unavailable, match=r"store/job/a cannot be written"):
+        storage.write("job/a", b"1")
+
+
+@pytest.mark.parametrize("url", ["nothing://at/all", "/", "file:///", ""])
+def test_a_url_that_cannot_be_served_is_refused(url: str) -> None:
+    with pytest.raises(InvalidSpec):
+        Storage(url)

@@ -1,0 +1,96 @@
+"""Images and manifests to write and read back."""
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+from shoal_server.parameters import image_file
+from shoal_server.parameters.image import Image
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.manifest import Manifest, Part, part_file
+
+
+def image(shard_id: int, version: int = 3, num_elements: int = 100) -> Image:
+    """A shard with every dtype that there is in one, an empty tensor, and two sessions."""
+    generator = torch.Generator().manual_seed(1000 * shard_id + version)
+    values = torch.randn(num_elements, generator=generator)
+    return Image(
+        kind="dense",
+        shard_id=shard_id,
+        version=version,
+        spec=bytes(range(256)),
+        tensors={
+            "values": values,
+            "optimizer/exp_avg": values.to(torch.bfloat16),
+            "optimizer/exp_avg_sq": values.to(torch.float64),
+            "optimizer/step": torch.tensor(5.0),
+            "ids": torch.arange(num_elements),
+            "none": torch.empty(0, 3),
+        },
+        sessions=(
+            SessionImage(
+                session="a#1", floor=1, sequences=[2, 3], versions=[2, 3], staleness=[0, 1]
+            ),
+            SessionImage(session="b#2", sequences=[1], versions=[4], staleness=[0]),
+        ),
+    )
+
+
+def write_snapshot(
+    library: Library,
+    number: int,
+    versions: Sequence[int],
+    *,
+    previous: Manifest | None = None,
+) -> Manifest:
+    """Write shards of these versions; those that did not change since stay where they are."""
+    cut_id = f"cut{number}"
+    before = {part.shard_id: part for part in previous.parts} if previous else {}
+    parts = []
+    for shard_id, version in enumerate(versions):
+        part = before.get(shard_id)
+        if part is None or part.version != version:
+            part = write_part(library, image(shard_id, version), number, cut_id)
+        parts.append(part)
+    manifest = manifest_of(library.job, number, parts)
+    library.commit(manifest)
+    return manifest
+
+
+def write_part(library: Library, shard: Image, number: int, cut_id: str) -> Part:
+    data = image_file.to_bytes(shard)
+    file = part_file(number, cut_id, shard.shard_id)
+    library.storage.write(f"{library.job}/{file}", data)
+    return Part(
+        shard_id=shard.shard_id,
+        epoch=1,
+        version=shard.version,
+        kind=shard.kind,
+        file=file,
+        num_bytes=len(data),
+        sha256=image_file.digest(data),
+    )
+
+
+def manifest_of(job: str, number: int, parts: Sequence[Part]) -> Manifest:
+    layout = ShardMap(
+        job=job,
+        shards=[
+            Shard(shard_id=part.shard_id, server_id=f"ps-{part.shard_id % 2}") for part in parts
+        ],
+    )
+    return Manifest(
+        job=job,
+        number=number,
+        cut_id=f"cut{number}",
+        lineage="first",
+        taken_unix_s=1700000000.25 + number,
+        layout=layout.SerializeToString(),
+        parts=tuple(parts),
+        steps={"a#1": 3, "b#2": 1},
+        partial_steps=[],
+        cursor={"format": 1, "open": [{"epoch": 0, "free": [[0, 10]], "returned": 0}]},
+        training={"generation": 2, "step": 7},
+    )
