@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
+from shoal_server.coordinator.shard_keeper import ShardKeeper
 from shoal_server.coordinator.shards import ShardsService
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
@@ -92,6 +93,7 @@ class ParameterServers:
         await server.start()
         self.coordinator_server = server
         stack.push_async_callback(server.stop, None)
+        await stack.enter_async_context(ShardKeeper(self.store).working())
         for i in range(self._num_servers):
             await self._add(f"ps-{i}", **self._changes)
 

@@ -19,7 +19,7 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
 SHAPES = {"weight": (100, 70), "bias": (70,), "big": (900, 1000)}
@@ -238,16 +238,17 @@ def test_without_servers_placing_fails() -> None:
         client.close()
 
 
-def test_a_server_that_is_gone_is_named(servers: ParameterServers) -> None:
-    """When a server does not come back in time, the error names its address."""
-    client = connect(servers, servers.admit("w0"), timeout_s=1.0)
-    client.place(SCHEMA)
-    client.create(SGD, filled(0.0))
-    address = servers.servers["ps-1"].address
-    servers.stop("ps-1")
-    with pytest.raises(Unavailable, match=address):
-        client.push(filled(-1.0))
-    client.close()
+def test_a_server_that_is_gone_is_named() -> None:
+    """When the only server does not come back in time, the error names its address."""
+    with ParameterServers(1) as servers:
+        client = connect(servers, servers.admit("w0"), timeout_s=1.0)
+        client.place(SCHEMA)
+        client.create(SGD, filled(0.0))
+        address = servers.servers["ps-0"].address
+        servers.stop("ps-0")
+        with pytest.raises(Unavailable, match=address):
+            client.push(filled(-1.0))
+        client.close()
 
 
 def test_training_goes_on_without_a_coordinator(servers: ParameterServers) -> None:

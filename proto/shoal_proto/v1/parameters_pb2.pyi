@@ -11,8 +11,17 @@ from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
 from shoal_proto.v1 import shards_pb2 as _shards_pb2
+from shoal_proto.v1.optimizer_pb2 import ConstantPhase as ConstantPhase
+from shoal_proto.v1.optimizer_pb2 import CosinePhase as CosinePhase
+from shoal_proto.v1.optimizer_pb2 import ExponentialPhase as ExponentialPhase
 from shoal_proto.v1.optimizer_pb2 import HyperParameters as HyperParameters
+from shoal_proto.v1.optimizer_pb2 import LinearPhase as LinearPhase
+from shoal_proto.v1.optimizer_pb2 import MultiStepPhase as MultiStepPhase
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec as OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import Phase as Phase
+from shoal_proto.v1.optimizer_pb2 import Schedule as Schedule
+from shoal_proto.v1.optimizer_pb2 import StalenessPolicy as StalenessPolicy
+from shoal_proto.v1.optimizer_pb2 import StepPhase as StepPhase
 import builtins as _builtins
 import sys
 import typing as _typing

@@ -6,8 +6,17 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
+from shoal_proto.v1.optimizer_pb2 import ConstantPhase as ConstantPhase
+from shoal_proto.v1.optimizer_pb2 import CosinePhase as CosinePhase
+from shoal_proto.v1.optimizer_pb2 import ExponentialPhase as ExponentialPhase
 from shoal_proto.v1.optimizer_pb2 import HyperParameters as HyperParameters
+from shoal_proto.v1.optimizer_pb2 import LinearPhase as LinearPhase
+from shoal_proto.v1.optimizer_pb2 import MultiStepPhase as MultiStepPhase
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec as OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import Phase as Phase
+from shoal_proto.v1.optimizer_pb2 import Schedule as Schedule
+from shoal_proto.v1.optimizer_pb2 import StalenessPolicy as StalenessPolicy
+from shoal_proto.v1.optimizer_pb2 import StepPhase as StepPhase
 import abc as _abc_1
 import grpc as _grpc
 import sys

@@ -1,16 +1,13 @@
 """The Shards service: who holds which part of a job's parameters, decided once and kept in etcd."""
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import (
     DeadlineExceeded,
-    InternalError,
     InvalidSpec,
     MalformedMessage,
     NoServers,
@@ -29,9 +26,12 @@ from shoal_proto.v1.shards_pb2 import (
     ShardMap,
 )
 from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
+from shoal_server.coordinator.shard_keeper import weights_of
 from shoal_server.core import placement
+from shoal_server.core.holdings import Holder, Holding, Holdings
 from shoal_server.core.names import NAME_RULE, is_name
-from shoal_server.etcd import keys
+from shoal_server.core.upkeep import Servers, upkeep
+from shoal_server.etcd import holdings, keys, shard_map
 from shoal_server.etcd.api import (
     EventKind,
     Get,
@@ -55,9 +55,12 @@ Authorize = Callable[[Token], Awaitable[None]]
 class ShardsService(ShardsServicer):
     """`authorize` raises for a token whose holder may not act for its job."""
 
-    def __init__(self, store: KeyValueStore, authorize: Authorize) -> None:
+    def __init__(self, store: KeyValueStore, authorize: Authorize, copies: int = 2) -> None:
+        """`copies` of each shard are wanted, the primary included; fewer where there are fewer
+        servers."""
         self._store = store
         self._authorize = authorize
+        self._copies = copies
 
     async def Place(self, request: PlaceRequest, context: Context) -> ShardMap:
         job = _job(request.token)
@@ -74,7 +77,7 @@ class ShardsService(ShardsServicer):
             held = await self._place(job, request.parameters, parameters)
         if held.schema_digest != placement.schema_digest(parameters):
             raise _conflict(job, parameters, [_parameter(spec) for spec in held.parameters])
-        return await self._at_current_addresses(held)
+        return await shard_map.fill(self._store, held)
 
     async def GetMap(self, request: GetMapRequest, context: Context) -> ShardMap:
         job = _job(request.token)
@@ -89,22 +92,7 @@ class ShardsService(ShardsServicer):
                 seen=f"none within {wait_s:g} s",
                 expected="a member that places the parameters",
             )
-        return await self._at_current_addresses(held)
-
-    async def _at_current_addresses(self, held: ShardMap) -> ShardMap:
-        """The map with the addresses that its servers have now: a restart may have moved them."""
-        addresses = await self._addresses()
-        for shard in held.shards:
-            shard.address = addresses.get(shard.server_id, shard.address)
-        return held
-
-    async def _addresses(self) -> dict[str, str]:
-        """The servers present, by id."""
-        snapshot = await self._store.range(keys.SERVERS)
-        return {
-            item.key.removeprefix(keys.SERVERS): str(json.loads(item.value)["address"])
-            for item in snapshot.items
-        }
+        return await shard_map.fill(self._store, held)
 
     async def _place(
         self,
@@ -113,7 +101,7 @@ class ShardsService(ShardsServicer):
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
         """Write the first map, or give the one that another call wrote meanwhile."""
-        addresses = await self._addresses()
+        addresses = await shard_map.servers(self._store)
         if not addresses:
             raise NoServers(
                 f"no parameter server is there for job {job}",
@@ -121,8 +109,10 @@ class ShardsService(ShardsServicer):
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
             )
-        draft = _draw_up(job, specs, parameters, addresses)
+        by_id = {holder.server_id: address for holder, address in addresses.items()}
+        draft = _draw_up(job, specs, parameters, by_id)
         value = draft.SerializeToString(deterministic=True)
+        first = first_holdings(draft, addresses, self._copies)
         if len(value) > MAX_MAP_BYTES:
             raise InvalidSpec(
                 f"the shard map of job {job} is too large to keep",
@@ -132,7 +122,11 @@ class ShardsService(ShardsServicer):
             )
         key = keys.shard_map(job)
         try:
-            result = await self._store.transact([absent(key)], [Put(key, value)], [Get(key)])
+            result = await self._store.transact(
+                [absent(key)],
+                [Put(key, value), Put(keys.holdings(job), holdings.encode(first))],
+                [Get(key)],
+            )
         except RetryError as error:
             if error.details.get("outcome") != "unknown":
                 raise
@@ -145,18 +139,18 @@ class ShardsService(ShardsServicer):
                 "shards_placed",
                 job=job,
                 num_shards=len(draft.shards),
-                servers=sorted(addresses),
+                servers=sorted(by_id),
                 num_bytes=sum(p.num_bytes for p in parameters),
             )
             return draft
-        return _parse(job, result.reads[0][0].value)
+        return shard_map.parse(job, result.reads[0][0].value)
 
     async def _await_map(self, job: str, wait_s: float) -> ShardMap | None:
         key = keys.shard_map(job)
         snapshot = await self._store.range(key)
         for item in snapshot.items:
             if item.key == key:
-                return _parse(job, item.value)
+                return shard_map.parse(job, item.value)
         watch = self._store.watch(key, Revision(snapshot.revision + 1))
         try:
             async with (
@@ -166,14 +160,27 @@ class ShardsService(ShardsServicer):
                 async for batch in batches:
                     for event in batch.events:
                         if event.key == key and event.kind is EventKind.PUT:
-                            return _parse(job, event.value)
+                            return shard_map.parse(job, event.value)
         except TimeoutError:
             pass
         return None
 
     async def _read(self, job: str) -> ShardMap | None:
-        found = await self._store.get(keys.shard_map(job))
-        return None if found is None else _parse(job, found.value)
+        return await shard_map.read(self._store, job)
+
+
+def first_holdings(layout: ShardMap, present: Iterable[Holder], copies: int) -> Holdings:
+    """Who holds the shards of a new layout: primaries as it says, backups to be brought in step."""
+    by_id = {holder.server_id: holder for holder in present}
+    first = Holdings(
+        job=layout.job,
+        copies=copies,
+        shards=tuple(
+            Holding(shard_id=shard.shard_id, epoch=shard.epoch, primary=by_id[shard.server_id])
+            for shard in layout.shards
+        ),
+    )
+    return upkeep(first, Servers(present=frozenset(by_id.values())), weights_of(layout))
 
 
 def _draw_up(
@@ -238,12 +245,3 @@ def _parameter(spec: ParameterSpec) -> placement.Parameter:
     return placement.Parameter(
         name=spec.name, shape=tuple(spec.shape), dtype=spec.dtype, group=spec.group
     )
-
-
-def _parse(job: str, value: bytes) -> ShardMap:
-    try:
-        return ShardMap.FromString(value)
-    except DecodeError as error:
-        raise InternalError(
-            f"the shard map of job {job} in etcd does not parse", seen=repr(error)
-        ) from error

@@ -9,10 +9,11 @@ LEADER = ROOT + "leader"
 SERVERS = ROOT + "servers/"
 MEMBERS = ROOT + "members/"
 JOBS = ROOT + "jobs/"
+HOLDINGS = ROOT + "holdings/"
 
 
 def server(server_id: str) -> str:
-    """A parameter server, under its own lease: {"address", "http_address", "started_unix_s"}."""
+    """A parameter server, under its own lease: {"address", "incarnation", "leaving", ...}."""
     return SERVERS + server_id
 
 
@@ -45,6 +46,14 @@ def generation(job: str, number: int) -> str:
 def shard_map(job: str) -> str:
     """The job's ShardMap, as a serialized protobuf message."""
     return f"{JOBS}{job}/shards"
+
+
+def holdings(job: str) -> str:
+    """Who holds each of the job's shards, as a serialized ShardHoldings message.
+
+    Apart from the job's other keys: every parameter server watches all of these.
+    """
+    return HOLDINGS + job
 
 
 def sample_ledger(job: str) -> str:

@@ -4,11 +4,9 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 
 import structlog
-from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import (
     DtypeMismatch,
-    InternalError,
     ProposalConflict,
     ShapeMismatch,
     ShardNotReady,
@@ -18,49 +16,54 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.etcd import keys
+from shoal_server.core.holdings import Holder, Holding
+from shoal_server.etcd import holdings as records
+from shoal_server.etcd import shard_map
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.shard import LiveShard
 
 log = structlog.get_logger(__name__)
 
 
 class Catalog:
-    """Lives on the event loop; the shards themselves may be used from any thread."""
+    """Lives on the event loop; the shards' states may be used from any thread."""
 
-    def __init__(self, store: KeyValueStore, server_id: str) -> None:
+    def __init__(self, store: KeyValueStore, me: Holder) -> None:
         self._store = store
-        self._server_id = server_id
-        self._shards: dict[str, dict[int, LiveShard]] = {}
+        self._me = me
+        self._shards: dict[str, dict[int, Held]] = {}
         self._changed = asyncio.Condition()
 
-    def find(self, job: str, shard_id: int) -> LiveShard | None:
+    def find(self, job: str, shard_id: int) -> Held | None:
         return self._shards.get(job, {}).get(shard_id)
 
-    async def look_up(
-        self, job: str, wanted: Sequence[tuple[int, int]]
-    ) -> list[LiveShard | ShoalError]:
-        """For each (shard id, epoch) the shard, or the error that explains why it is not to be
-        had: WrongEpoch, ShardNotReady or UnknownShard."""
-        found: list[LiveShard | ShoalError] = []
-        record: ShardMap | None = None
+    async def look_up(self, job: str, wanted: Sequence[tuple[int, int]]) -> list[Held | ShoalError]:
+        """For each (shard id, epoch) the shard that this server leads, or the error that explains
+        why it is not to be had: WrongEpoch, ShardNotReady or UnknownShard."""
+        found: list[Held | ShoalError] = []
         for shard_id, epoch in wanted:
-            shard = self.find(job, shard_id)
-            if shard is None:
-                record = record or await self._read_map(job)
-                found.append(self._explain(job, shard_id, record))
-            elif shard.spec.epoch != epoch:
-                found.append(shard.wrong_epoch(epoch))
+            held = self.find(job, shard_id)
+            if held is None or held.role is not Role.PRIMARY:
+                found.append(await self._explain(job, shard_id))
+            elif held.epoch != epoch or held.is_handing_over:
+                found.append(_wrong_epoch(held, epoch))
+            elif held.is_forming:
+                found.append(_not_ready(job, shard_id, "a backup that has its values"))
             else:
-                found.append(shard)
+                found.append(held)
         return found
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
         """Return when all are there, or when the time is over."""
         wanted = list(shard_ids)
 
+        def is_there(shard_id: int) -> bool:
+            held = self.find(job, shard_id)
+            return held is not None and held.role is Role.PRIMARY and not held.is_forming
+
         def all_there() -> bool:
-            return all(self.find(job, shard_id) is not None for shard_id in wanted)
+            return all(map(is_there, wanted))
 
         if wait_s <= 0 or all_there():
             return
@@ -74,28 +77,31 @@ class Catalog:
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
         """Raise unless the job's map has exactly these shards here, with no other optimizer."""
-        record = await self._read_map(job)
+        record = await shard_map.read(self._store, job)
+        entry = await records.read(self._store, job)
         mapped = {shard.shard_id: shard for shard in record.shards} if record else {}
+        holdings = {h.shard_id: h for h in entry.holdings.shards} if entry else {}
         for shard in shards:
-            expected = mapped.get(shard.shard_id)
-            if expected is None:
-                raise self._explain(job, shard.shard_id, record)
-            self._compare(shard, expected)
+            expected, holding = mapped.get(shard.shard_id), holdings.get(shard.shard_id)
+            if expected is None or holding is None:
+                raise _unknown(job, shard.shard_id, record)
+            self._compare(shard, expected, holding)
             held = self.find(job, shard.shard_id)
-            if held is not None and held.optimizer_spec != optimizer:
+            known = held.state if held is not None else None
+            if isinstance(known, LiveShard) and known.optimizer_spec != optimizer:
                 raise ProposalConflict(
                     f"shard {shard.shard_id} of job {job} has another optimizer",
                     seen=_one_line(optimizer),
-                    expected=_one_line(held.optimizer_spec),
+                    expected=_one_line(known.optimizer_spec),
                     fix="Give every worker the same optimizer and hyper-parameters.",
                 )
 
-    def _compare(self, shard: Shard, expected: Shard) -> None:
-        if expected.server_id != self._server_id or shard.epoch != expected.epoch:
+    def _compare(self, shard: Shard, expected: Shard, holding: Holding) -> None:
+        if holding.primary != self._me or shard.epoch != holding.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} is mapped in another way",
-                seen=f"epoch {shard.epoch} at server {self._server_id}",
-                expected=f"epoch {expected.epoch} at server {expected.server_id}",
+                seen=f"epoch {shard.epoch} at server {self._me.server_id}",
+                expected=f"epoch {holding.epoch} at server {holding.primary.server_id}",
                 fix="Fetch the shard map and retry.",
             )
         if shard.dtype != expected.dtype:
@@ -113,60 +119,71 @@ class Catalog:
                 fix="Fetch the shard map and create from it.",
             )
 
-    async def add(self, job: str, shard: LiveShard) -> bool:
-        """Add a shard unless there is one; whether it was added."""
-        held = self._shards.setdefault(job, {})
-        if shard.spec.shard_id in held:
+    def add(self, held: Held) -> bool:
+        """Add a shard unless there is one; whether it was added. `notify` tells who waits."""
+        shards = self._shards.setdefault(held.job, {})
+        if held.shard_id in shards:
             return False
-        held[shard.spec.shard_id] = shard
-        async with self._changed:
-            self._changed.notify_all()
+        shards[held.shard_id] = held
         return True
 
-    def drop(self, job: str) -> int:
-        """Forget all shards of a job; how many there were."""
-        num_dropped = len(self._shards.pop(job, {}))
-        log.info("shards_dropped", job=job, num_shards=num_dropped)
-        return num_dropped
+    def remove(self, held: Held) -> None:
+        """Forget a shard, if it is still the one that is held here."""
+        if self.find(held.job, held.shard_id) is held:
+            del self._shards[held.job][held.shard_id]
 
-    def shards(self, job: str = "") -> Iterator[tuple[str, LiveShard]]:
-        """Job and shard, of one job or of all."""
+    async def notify(self) -> None:
+        """Have those look again who wait for shards."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def of_job(self, job: str) -> list[Held]:
+        return list(self._shards.get(job, {}).values())
+
+    def shards(self, job: str = "") -> Iterator[Held]:
+        """All the shards of one job, or of all, in order."""
         for name in sorted(self._shards):
             if job in ("", name):
                 for shard_id in sorted(self._shards[name]):
-                    yield name, self._shards[name][shard_id]
+                    yield self._shards[name][shard_id]
 
-    def _explain(self, job: str, shard_id: int, record: ShardMap | None) -> ShoalError:
-        for shard in record.shards if record else ():
-            if shard.shard_id == shard_id and shard.server_id == self._server_id:
-                return ShardNotReady(
-                    f"shard {shard_id} of job {job} has no values yet",
-                    expected="a worker that creates it",
-                )
-            if shard.shard_id == shard_id:
-                return WrongEpoch(
-                    f"shard {shard_id} of job {job} is not here",
-                    seen=f"server {self._server_id}",
-                    expected=f"server {shard.server_id}, epoch {shard.epoch}",
-                    fix="Fetch the shard map and retry.",
-                )
-        return UnknownShard(
-            f"there is no shard {shard_id} in job {job}",
-            seen=f"shard {shard_id}",
-            expected=f"one of {len(record.shards)} shards" if record else "a job with a shard map",
-            fix="Fetch the shard map.",
+    async def _explain(self, job: str, shard_id: int) -> ShoalError:
+        """Why this server does not lead a shard."""
+        record = await shard_map.read(self._store, job)
+        entry = await records.read(self._store, job)
+        holding = entry.holdings.find(shard_id) if entry is not None else None
+        if holding is None:
+            return _unknown(job, shard_id, record)
+        if holding.primary == self._me:
+            return _not_ready(job, shard_id, "a worker that creates it")
+        return WrongEpoch(
+            f"shard {shard_id} of job {job} is not here",
+            seen=f"server {self._me.server_id}",
+            expected=f"server {holding.primary.server_id}, epoch {holding.epoch}",
+            fix="Fetch the shard map and retry.",
         )
 
-    async def _read_map(self, job: str) -> ShardMap | None:
-        found = await self._store.get(keys.shard_map(job))
-        if found is None:
-            return None
-        try:
-            return ShardMap.FromString(found.value)
-        except DecodeError as error:
-            raise InternalError(
-                f"the shard map of job {job} in etcd does not parse", seen=repr(error)
-            ) from error
+
+def _wrong_epoch(held: Held, epoch: int) -> WrongEpoch:
+    return WrongEpoch(
+        f"shard {held.shard_id} has another epoch",
+        seen=str(epoch),
+        expected=f"{held.epoch + 1}, soon" if held.is_handing_over else str(held.epoch),
+        fix="Fetch the shard map and retry.",
+    )
+
+
+def _not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
+    return ShardNotReady(f"shard {shard_id} of job {job} has no values yet", expected=expected)
+
+
+def _unknown(job: str, shard_id: int, record: ShardMap | None) -> UnknownShard:
+    return UnknownShard(
+        f"there is no shard {shard_id} in job {job}",
+        seen=f"shard {shard_id}",
+        expected=f"one of {len(record.shards)} shards" if record else "a job with a shard map",
+        fix="Fetch the shard map.",
+    )
 
 
 def _one_line(spec: OptimizerSpec) -> str:

@@ -18,16 +18,23 @@ import structlog
 import torch
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.parameters_pb2_grpc import add_ParametersServicer_to_server
+from shoal_proto.v1.replication_pb2_grpc import add_ReplicationServicer_to_server
+from shoal_server.core.holdings import Holder
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.fence import Fence
+from shoal_server.parameters.follower import Follower
 from shoal_server.parameters.inflow import Budget
+from shoal_server.parameters.link import Patience
 from shoal_server.parameters.registration import Identity, Registration
 from shoal_server.parameters.servicer import Servicer
+from shoal_server.parameters.work import Workers
 from shoal_server.rpc import bind, new_server
 
 log = structlog.get_logger(__name__)
@@ -53,6 +60,8 @@ class ParameterServerConfig:
     max_unfinished_bytes: int = 2 * 1024**3
     """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
     refused as Overloaded, and clients retry."""
+    patience: Patience = field(default_factory=Patience)
+    """After which silence servers take each other for dead."""
     num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Shards that are worked on at the same time."""
 
@@ -81,6 +90,7 @@ class Running:
     port: int
     """As listened on."""
     fence: Fence
+    custody: Custody
     registration: Registration
 
 
@@ -113,20 +123,27 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         server_id = config.server_id or _id_of(address)
         pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="shoal-shards")
         stack.callback(pool.shutdown)
-        catalog = Catalog(store, server_id)
-        fence = await stack.enter_async_context(Fence(store, on_finished=catalog.drop))
+        me = Holder(server_id, new_incarnation())
+        run = Workers(pool)
+        catalog = Catalog(store, me)
+        custody = Custody(store, me, catalog, run, config.patience)
+        follower = Follower(me, custody, run, config.patience.silence_s)
+        custody.settle = follower.settle
+        await stack.enter_async_context(custody)
+        fence = await stack.enter_async_context(Fence(store, on_finished=custody.drop_job))
         servicer = Servicer(
-            server_id=server_id,
             catalog=catalog,
+            custody=custody,
             fence=fence,
-            pool=pool,
+            run=run,
             budget=Budget(config.max_unfinished_bytes),
         )
         add_ParametersServicer_to_server(servicer, server)
+        add_ReplicationServicer_to_server(follower, server)
         await server.start()
         stack.push_async_callback(server.stop, 1.0)
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
-        identity = Identity(server_id=server_id, address=address, started_unix_s=time.time())
+        identity = Identity(holder=me, address=address, started_unix_s=time.time())
         registration = await stack.enter_async_context(
             Registration(store, identity, config.lease_ttl_s)
         )
@@ -136,6 +153,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             address=address,
             port=port,
             fence=fence,
+            custody=custody,
             registration=registration,
         )
     log.info("parameter_server_stopped", server_id=server_id)
@@ -145,7 +163,12 @@ async def _until(stop: asyncio.Event, server: Running) -> None:
     """Return when `stop` is set; raise what ended the fence or the registration."""
     waits = [
         asyncio.ensure_future(wait)
-        for wait in (stop.wait(), server.fence.wait_failed(), server.registration.wait_failed())
+        for wait in (
+            stop.wait(),
+            server.fence.wait_failed(),
+            server.custody.wait_failed(),
+            server.registration.wait_failed(),
+        )
     ]
     try:
         done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)

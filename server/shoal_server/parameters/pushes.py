@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
 
 import structlog
 
 from shoal_proto.errors import InternalError, InvalidSpec, MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1.parameters_pb2 import (
+    Acknowledgement,
     Piece,
     PushHeader,
     PushItem,
@@ -21,24 +21,21 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardVersion,
 )
 from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Inflow, Reservation
 from shoal_server.parameters.shard import LiveShard, Push, Slice, Values
+from shoal_server.parameters.work import Runner
 
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
 """Shards of one call that are worked on, or wait for their reply to leave, at a time."""
 
-T = TypeVar("T")
-
-
-class Runner(Protocol):
-    def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]: ...
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
     item: PushItem
+    held: Held
     shard: LiveShard
     inflow: Inflow
 
@@ -83,9 +80,11 @@ class IncomingPush:
             else:
                 self._parts[item.shard_id] = part
 
-    def _expect(self, item: PushItem, shard: LiveShard | ShoalError) -> _Part:
-        if isinstance(shard, ShoalError):
-            raise shard
+    def _expect(self, item: PushItem, held: Held | ShoalError) -> _Part:
+        if isinstance(held, ShoalError):
+            raise held
+        held.check_room()
+        shard = dense(held)
         group = shard.spec.group
         if self._header.lr and group >= len(self._header.lr):
             raise InvalidSpec(
@@ -93,7 +92,8 @@ class IncomingPush:
                 seen=f"{len(self._header.lr)} learning rates",
                 expected=f"one for group {group} too",
             )
-        return _Part(item=item, shard=shard, inflow=Inflow(shard.spec, item.absent_blocks))
+        inflow = Inflow(shard.spec, item.absent_blocks)
+        return _Part(item=item, held=held, shard=shard, inflow=inflow)
 
     def take(self, piece: Piece, reservation: Reservation) -> None:
         """Add a piece. A shard is applied once a piece of another one, or the end, has come: only
@@ -147,7 +147,23 @@ class IncomingPush:
 
     def _start(self, part: _Part) -> None:
         work = partial(self._apply, part)
-        self._pending.append((part.item.shard_id, self._run(part.shard.num_bytes, work)))
+        applied = asyncio.ensure_future(self._run(part.shard.num_bytes, work))
+        # Whether to wait for a backup is decided behind the push: one may have come meanwhile.
+        if not applied.done() or part.held.receipts.safe_version is not None:
+            applied = asyncio.ensure_future(self._once_safe(part.held, applied))
+        self._pending.append((part.item.shard_id, applied))
+
+    async def _once_safe(self, held: Held, applied: Awaitable[_Answer]) -> _Answer:
+        """The answer, once every backup has what it tells of."""
+        answer = await applied
+        told = max(answer.outcome.version, answer.values.version if answer.values else 0)
+        if self._header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_APPLIED:
+            return answer
+        try:
+            await held.receipts.wait_safe(told)
+        except ShoalError as error:
+            return _refusal(held.shard_id, error)
+        return answer
 
     def _apply(self, part: _Part) -> _Answer:
         item, group = part.item, part.shard.spec.group
@@ -156,6 +172,7 @@ class IncomingPush:
             sequence=self._header.sequence,
             epoch=item.epoch,
             base_version=item.base_version,
+            base_epoch=item.base_epoch,
             lr=self._header.lr[group] if self._header.lr else None,
             blocks=part.inflow.blocks,
             gradient=part.inflow.join(),
@@ -182,6 +199,17 @@ class IncomingPush:
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         answer.set_result(_refusal(shard_id, error))
         self._pending.append((shard_id, answer))
+
+
+def dense(held: Held) -> LiveShard:
+    """The state of a shard of parameters. Raises MalformedMessage for one of a table."""
+    if not isinstance(held.state, LiveShard):
+        raise MalformedMessage(
+            f"shard {held.shard_id} of job {held.job} is part of a table",
+            seen="a call of the Parameters service",
+            expected="one of the Tables service",
+        )
+    return held.state
 
 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:

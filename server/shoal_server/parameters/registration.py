@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_proto.errors import AddressInUse, LeaseExpired, RetryError
+from shoal_server.core.holdings import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     NO_LEASE,
@@ -25,14 +26,22 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    server_id: str
+    holder: Holder
     address: str
-    """host:port under which workers reach this server."""
+    """host:port under which workers and other servers reach this one."""
     started_unix_s: float
+
+    @property
+    def server_id(self) -> str:
+        return self.holder.server_id
 
     def record(self) -> bytes:
         return json.dumps(
-            {"address": self.address, "http_address": "", "started_unix_s": self.started_unix_s}
+            {
+                "address": self.address,
+                "incarnation": self.holder.incarnation,
+                "started_unix_s": self.started_unix_s,
+            }
         ).encode()
 
 

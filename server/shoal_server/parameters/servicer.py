@@ -4,12 +4,9 @@ Small shards are worked on where the call runs; big ones in a pool of threads, s
 loop stays free for other calls.
 """
 
-import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from concurrent.futures import Executor
+from collections.abc import AsyncIterator, Awaitable, Iterable
 from functools import partial
-from typing import TypeVar
 
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.v1.parameters_pb2 import (
@@ -29,28 +26,29 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_proto.v1.parameters_pb2_grpc import ParametersServicer
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.fence import Fence
+from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
 from shoal_server.parameters.optimizers import check_spec
-from shoal_server.parameters.pushes import IncomingPush, fill, not_expected
+from shoal_server.parameters.pushes import IncomingPush, dense, fill, not_expected
 from shoal_server.parameters.shard import LiveShard, Values
+from shoal_server.parameters.work import Runner
 from shoal_server.rpc import Context
 
-T = TypeVar("T")
-
-INLINE_BYTES = 256 * 1024
-"""Up to it, a hop to another thread costs more than the work."""
 MAX_WAIT_S = 60.0
+FORMING_S = 10.0
+"""How long a call that creates waits for the first backup to have the values."""
 
 
 class Servicer(ParametersServicer):
     def __init__(
-        self, *, server_id: str, catalog: Catalog, fence: Fence, pool: Executor, budget: Budget
+        self, *, catalog: Catalog, custody: Custody, fence: Fence, run: Runner, budget: Budget
     ) -> None:
-        self._server_id = server_id
         self._catalog = catalog
+        self._custody = custody
         self._fence = fence
-        self._pool = pool
+        self._run = run
         self._budget = budget
 
     async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
@@ -60,6 +58,8 @@ class Servicer(ParametersServicer):
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
+        # What is created must be led as the record says from the start: a watch may be behind.
+        await self._custody.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with Reservation(self._budget) as reservation:
             created = await self._receive(header, requests, reservation)
@@ -84,12 +84,16 @@ class Servicer(ParametersServicer):
             if inflow.is_complete:
                 make = partial(_new_shard, spec, header, inflow)
                 shard = await self._run(shard_bytes(spec), make)
-                if await self._catalog.add(header.token.job, shard):
+                held = Held(header.token.job, shard, Role.PRIMARY, spec.epoch)
+                if self._catalog.add(held):
+                    self._custody.created(held)
                     created.append(shard_id)
                 reservation.release(shard_id)
                 del inflows[shard_id]
+        await self._catalog.notify()
         for inflow in inflows.values():
             raise inflow.truncated()
+        await self._catalog.wait_for(header.token.job, created, FORMING_S)
         return created
 
     async def Pull(self, request: PullRequest, context: Context) -> AsyncIterator[ShardData]:
@@ -99,36 +103,39 @@ class Servicer(ParametersServicer):
         await self._catalog.wait_for(job, [item.shard_id for item in request.shards], wait_s)
         found = await self._catalog.look_up(job, [(i.shard_id, i.epoch) for i in request.shards])
         reads = []
-        for item, shard in zip(request.shards, found, strict=True):
-            if isinstance(shard, ShoalError):
-                raise shard
-            reads.append((shard, item.known_version))
-        async for shard, values in self._read_ahead(reads):
+        for item, held in zip(request.shards, found, strict=True):
+            if isinstance(held, ShoalError):
+                raise held
+            reads.append((held, item.known_version))
+        async for held, values in self._read_ahead(reads):
+            # What a backup has not got yet may still vanish: nobody is to have seen it.
+            await held.receipts.wait_safe(values.version)
             yield ShardData(
                 version=ShardVersion(
-                    shard_id=shard.spec.shard_id,
+                    shard_id=held.shard_id,
                     version=values.version,
                     num_bytes=values.num_bytes,
                 )
             )
             for part in values.pieces:
                 data = ShardData()
-                fill(data.piece, shard.spec.shard_id, part)
+                fill(data.piece, held.shard_id, part)
                 yield data
 
     async def _read_ahead(
-        self, reads: Iterable[tuple[LiveShard, int]]
-    ) -> AsyncIterator[tuple[LiveShard, Values]]:
+        self, reads: Iterable[tuple[Held, int]]
+    ) -> AsyncIterator[tuple[Held, Values]]:
         """Each shard's values in order; one shard is read while the one before it goes out."""
-        pending: deque[tuple[LiveShard, Awaitable[Values]]] = deque()
-        for shard, known_version in reads:
+        pending: deque[tuple[Held, Awaitable[Values]]] = deque()
+        for held, known_version in reads:
+            shard = dense(held)
             read = self._run(shard.num_bytes, partial(shard.read, known_version))
-            pending.append((shard, read))
+            pending.append((held, read))
             if len(pending) == 2:
                 earlier, values = pending.popleft()
                 yield earlier, await values
-        for shard, values in pending:
-            yield shard, await values
+        for held, values in pending:
+            yield held, await values
 
     async def Push(
         self, requests: AsyncIterator[PushRequest], context: Context
@@ -152,24 +159,16 @@ class Servicer(ParametersServicer):
                     yield reply
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
-        reply = DescribeReply(server_id=self._server_id)
-        for job, shard in self._catalog.shards(request.job):
-            reply.shards.append(shard.describe(job))
-            reply.memory_bytes += shard.memory_bytes
+        reply = DescribeReply(server_id=self._custody.me.server_id)
+        for held in self._catalog.shards(request.job):
+            if held.role is Role.PRIMARY and isinstance(held.state, LiveShard):
+                reply.shards.append(held.state.describe(held.job))
+            reply.memory_bytes += held.state.memory_bytes
         return reply
 
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
         await self._fence.check(request.token)
-        return DropReply(dropped=self._catalog.drop(request.token.job))
-
-    def _run(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
-        """The result of `work`, which touches so many bytes, without holding up the event loop."""
-        loop = asyncio.get_running_loop()
-        if num_bytes > INLINE_BYTES:
-            return loop.run_in_executor(self._pool, work)
-        done: asyncio.Future[T] = loop.create_future()
-        done.set_result(work())
-        return done
+        return DropReply(dropped=self._custody.drop_job(request.token.job))
 
 
 def _new_shard(spec: Shard, header: CreateHeader, inflow: Inflow) -> LiveShard:

@@ -12,8 +12,8 @@ import structlog
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
-from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.etcd import keys
+from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.etcd import keys, shard_map
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.rpc import CHANNEL_OPTIONS
 from shoal_server.status.views import ServerView, ShardsView, ShardView
@@ -64,10 +64,10 @@ class ShardReader:
         self._channels.clear()
 
     async def _read(self, job: str) -> ShardsView | None:
-        entry = await self._store.get(keys.shard_map(job))
-        if entry is None:
+        current = await shard_map.read_current(self._store, job)
+        if current is None:
             return None
-        shards = ShardMap.FromString(entry.value).shards
+        shards = current.shards
         registered = await self._store.range(keys.SERVERS)
         present = {item.key.removeprefix(keys.SERVERS) for item in registered.items}
         addresses = {shard.server_id: shard.address for shard in shards}

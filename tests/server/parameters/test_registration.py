@@ -10,6 +10,7 @@ import pytest
 from parameter_servers import config
 
 from shoal_proto.errors import AddressInUse, InvalidSpec
+from shoal_server.core.holdings import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, Revision
 from shoal_server.etcd.memory import MemoryStore
@@ -27,7 +28,7 @@ async def store() -> AsyncIterator[MemoryStore]:
 
 
 def identity(address: str = "127.0.0.1:1") -> Identity:
-    return Identity(server_id="ps-0", address=address, started_unix_s=1.0)
+    return Identity(holder=Holder("ps-0", "one"), address=address, started_unix_s=1.0)
 
 
 async def registered(store: MemoryStore, start: Revision) -> bytes:

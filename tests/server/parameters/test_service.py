@@ -48,7 +48,9 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
+from shoal_server.core.holdings import Holder, Holding, Holdings
 from shoal_server.etcd import keys
+from shoal_server.etcd.holdings import encode
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.process import running
 
@@ -93,6 +95,10 @@ async def world() -> AsyncIterator[World]:
         running(config("ps-0", max_unfinished_bytes=80 * 1024 * 1024), store) as server,
         grpc.aio.insecure_channel(server.address, options=limits) as channel,
     ):
+        held = [Holding(shard_id=i, epoch=1, primary=server.custody.me) for i in NUM_ELEMENTS]
+        held.append(Holding(shard_id=5, epoch=1, primary=Holder("ps-9", "nine")))
+        record = encode(Holdings(job=JOB, copies=2, shards=tuple(held)))
+        await store.put(keys.holdings(JOB), record)
         yield World(store=store, stub=ParametersStub(channel), channel=channel)
     await store.close()
 

@@ -1,0 +1,169 @@
+"""The coordinator's care for shards: enough copies, even loads, nothing on servers that leave.
+
+It only writes wishes into the records of who holds what; servers carry them out and take over from
+each other without it. So nothing is lost while no coordinator leads.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+
+import structlog
+
+from shoal_proto.errors import RetryError, ShoalError
+from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.core.holdings import Holder, Holdings
+from shoal_server.core.placement import DTYPE_BYTES
+from shoal_server.core.upkeep import Servers, upkeep
+from shoal_server.etcd import holdings as records
+from shoal_server.etcd import keys, shard_map
+from shoal_server.etcd.api import KeyValueStore, Revision
+
+log = structlog.get_logger(__name__)
+
+RETRY_PAUSE_S = 0.5
+DEAD_AFTER_S = 60.0
+"""A server that is gone from etcd for so long does not come back with what it held."""
+
+
+class ShardKeeper:
+    """Lives on the event loop; works between `lead()` and `step_down()`."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._weights: dict[str, dict[int, int]] = {}
+        self._gone_since_s: dict[Holder, float] = {}
+        self._wake = asyncio.Event()
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator["ShardKeeper"]:
+        """Works as long as the block runs."""
+        tasks = [
+            asyncio.create_task(self._work(), name="shard-keeper"),
+            asyncio.create_task(self._watch(keys.SERVERS), name="shard-keeper-servers"),
+            asyncio.create_task(self._watch(keys.HOLDINGS), name="shard-keeper-holdings"),
+        ]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, prefix: str) -> None:
+        while True:
+            with suppress(RetryError):
+                snapshot = await self._store.range(prefix)
+                self._wake.set()
+                watch = self._store.watch(prefix, Revision(snapshot.revision + 1))
+                async with aclosing(watch) as batches:
+                    async for _ in batches:
+                        self._wake.set()
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _work(self) -> None:
+        while True:
+            # Once in a while without being woken: a server that stays away becomes a dead one.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DEAD_AFTER_S / 4):
+                    await self._wake.wait()
+            self._wake.clear()
+            try:
+                await self._tend_all()
+            except ShoalError as error:
+                log.warning("shards_not_tended", reason=str(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+                self._wake.set()
+
+    async def _tend_all(self) -> None:
+        snapshot = await self._store.range(keys.HOLDINGS)
+        present = await self._servers()
+        known = set()
+        for item in snapshot.items:
+            entry = records.parse(item)
+            known.add(entry.holdings.job)
+            await self._tend(entry, present)
+        for job in set(self._weights) - known:
+            del self._weights[job]
+
+    async def _servers(self) -> Servers:
+        snapshot = await self._store.range(keys.SERVERS)
+        present, leaving = set(), set()
+        for item in snapshot.items:
+            record = json.loads(item.value)
+            holder = Holder(item.key.removeprefix(keys.SERVERS), str(record.get("incarnation", "")))
+            present.add(holder)
+            if record.get("leaving"):
+                leaving.add(holder)
+        return Servers(present=frozenset(present), leaving=frozenset(leaving))
+
+    async def _tend(self, entry: records.Entry, seen: Servers) -> None:
+        job = entry.holdings.job
+        if await self._is_finished(job):
+            await self._store.delete(keys.holdings(job))
+            return
+        weights = await self._weights_of(job)
+        servers = Servers(
+            present=seen.present, leaving=seen.leaving, dead=self._dead(entry.holdings, seen)
+        )
+
+        def tended(holdings: Holdings) -> Holdings:
+            return upkeep(holdings, servers, weights)
+
+        changed = await records.change(self._store, entry, tended)
+        if changed is not None and changed.revision != entry.revision:
+            log.info("shards_tended", job=job, **_summary(entry.holdings, changed.holdings))
+
+    def _dead(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
+        """Holders that will not come back with what they held: another process has their name, or
+        they were away for long."""
+        now_s = time.monotonic()
+        held_by = {holder for holding in holdings.shards for holder in holding.holders}
+        replaced = {holder.server_id for holder in seen.present}
+        dead = set()
+        for holder in held_by - seen.present:
+            since_s = self._gone_since_s.setdefault(holder, now_s)
+            if holder.server_id in replaced or now_s - since_s >= DEAD_AFTER_S:
+                dead.add(holder)
+        for holder in seen.present:
+            self._gone_since_s.pop(holder, None)
+        return frozenset(dead)
+
+    async def _is_finished(self, job: str) -> bool:
+        state = await self._store.get(keys.job_state(job))
+        if state is None:
+            return False
+        record = json.loads(state.value)
+        return bool(record.get("finished", False))
+
+    async def _weights_of(self, job: str) -> Mapping[int, int]:
+        known = self._weights.get(job)
+        if known is None:
+            layout = await shard_map.read(self._store, job)
+            known = self._weights[job] = weights_of(layout) if layout is not None else {}
+        return known
+
+
+def weights_of(layout: ShardMap) -> dict[int, int]:
+    """By shard: its bytes, which is what it costs to push, to keep and to move."""
+    return {
+        shard.shard_id: max(
+            1, sum(b.num_elements for b in shard.blocks) * DTYPE_BYTES.get(shard.dtype, 4)
+        )
+        for shard in layout.shards
+    }
+
+
+def _summary(before: Holdings, after: Holdings) -> dict[str, int]:
+    """How many shards were touched in which way."""
+    pairs = list(zip(before.shards, after.shards, strict=True))
+    return {
+        "rescued": sum(a.epoch != b.epoch for b, a in pairs),
+        "recruiting": sum(a.joining != b.joining and a.joining is not None for b, a in pairs),
+        "handing_over": sum(
+            a.successor != b.successor and a.successor is not None for b, a in pairs
+        ),
+        "relieved": sum(len(a.backups) < len(b.backups) for b, a in pairs),
+    }

@@ -1,0 +1,125 @@
+"""Who holds which shard, and how that may change. Pure: a record goes in, the next one comes out.
+
+The record of a job lies in etcd and is replaced by compare-and-swap only, so of two that want to
+change it at once one starts anew from what the other wrote. That is what keeps updates safe:
+
+- A primary acknowledges what every backup *in step* has received, so each of these may take over.
+- To go on without one of them, it must first have taken it out of the record (`without_backup`).
+- A backup takes over by writing itself down (`promoted`), which only one in step can do.
+
+So the old primary and the new one never both acknowledge, whoever was wrong about whom.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holder:
+    """A server process. Its id alone would not tell a restarted one from what held the shards."""
+
+    server_id: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """One shard's holders."""
+
+    shard_id: int
+    epoch: int
+    """Number of times the primary was decided, from 1."""
+    primary: Holder
+    backups: tuple[Holder, ...] = ()
+    """In step with the primary."""
+    joining: Holder | None = None
+    """To be brought in step."""
+    successor: Holder | None = None
+    """The backup that the primary is to hand the shard over to."""
+
+    def holds(self, holder: Holder) -> bool:
+        """Whether it has every update that was acknowledged."""
+        return holder == self.primary or holder in self.backups
+
+    @property
+    def holders(self) -> tuple[Holder, ...]:
+        """All that have the shard, or are getting it."""
+        joining = () if self.joining is None else (self.joining,)
+        return (self.primary, *self.backups, *joining)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holdings:
+    """All the shards of a job."""
+
+    job: str
+    copies: int
+    """Wanted copies of each shard, the primary included."""
+    shards: tuple[Holding, ...]
+
+    def changed(self, shard_ids: Iterable[int], change: Callable[[Holding], Holding]) -> "Holdings":
+        """The record with a change made to some shards. A change that does not apply any more
+        gives its argument back, and so leaves the record equal to what it was."""
+        chosen = frozenset(shard_ids)
+        return replace(
+            self, shards=tuple(change(h) if h.shard_id in chosen else h for h in self.shards)
+        )
+
+    def find(self, shard_id: int) -> Holding | None:
+        return next((h for h in self.shards if h.shard_id == shard_id), None)
+
+    def held_by(self, primary: Holder) -> tuple[Holding, ...]:
+        return tuple(h for h in self.shards if h.primary == primary)
+
+
+def promoted(holding: Holding, lost: Holder, backup: Holder) -> Holding:
+    """`backup` takes over from the lost primary. The other backups stay: each has all that was
+    acknowledged, and the new primary acknowledges nothing before it has brought them level."""
+    if holding.primary != lost or backup not in holding.backups:
+        return holding
+    return replace(
+        holding,
+        epoch=holding.epoch + 1,
+        primary=backup,
+        backups=_without(holding.backups, backup),
+        joining=None,
+        successor=None,
+    )
+
+
+def handed_over(holding: Holding, primary: Holder) -> Holding:
+    """The primary has stopped and its successor is level: they change places."""
+    successor = holding.successor
+    if holding.primary != primary or successor is None or successor not in holding.backups:
+        return holding
+    return replace(
+        holding,
+        epoch=holding.epoch + 1,
+        primary=successor,
+        backups=(*_without(holding.backups, successor), primary),
+        successor=None,
+    )
+
+
+def without_backup(holding: Holding, primary: Holder, lost: Holder) -> Holding:
+    """The primary goes on without a backup, or without one that was joining."""
+    if holding.primary != primary or lost not in holding.holders[1:]:
+        return holding
+    return replace(
+        holding,
+        backups=_without(holding.backups, lost),
+        joining=None if holding.joining == lost else holding.joining,
+        successor=None if holding.successor == lost else holding.successor,
+    )
+
+
+def in_step(holding: Holding, primary: Holder, joined: Holder) -> Holding:
+    """The one that was joining has all that was acknowledged, and the primary acknowledges nothing
+    any more that it has not."""
+    if holding.primary != primary or holding.joining != joined:
+        return holding
+    return replace(holding, backups=(*holding.backups, joined), joining=None)
+
+
+def _without(holders: Sequence[Holder], gone: Holder) -> tuple[Holder, ...]:
+    return tuple(h for h in holders if h != gone)

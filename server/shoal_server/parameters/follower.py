@@ -1,0 +1,197 @@
+"""The Replication service: what a primary's server tells this one of the copies kept here."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from shoal_proto.errors import InternalError, MalformedMessage, ShoalError, Unavailable
+from shoal_proto.status import to_detail
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.replication_pb2_grpc import ReplicationServicer
+from shoal_server.core.holdings import Holder
+from shoal_server.parameters.frames import Arrived, Assembly
+from shoal_server.parameters.held import Held, Role, num_bytes_of
+from shoal_server.parameters.image import Image, Record
+from shoal_server.parameters.kinds import restore
+from shoal_server.parameters.work import Runner
+from shoal_server.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
+"""Of records received and not applied yet, over all shards; beyond it the stream is not read."""
+
+
+class Custodian(Protocol):
+    """What the service asks of the keeper of this server's shards."""
+
+    async def check_source(self, arrived: Arrived, primary: Holder) -> None:
+        """Raise WrongEpoch unless that primary may tell this server of the shard."""
+        ...
+
+    async def adopt(self, held: Held) -> None:
+        """Keep a shard as a backup, in place of what was kept of it before."""
+        ...
+
+    def held(self, job: str, shard_id: int) -> Held | None: ...
+
+    async def discard(self, held: Held) -> None:
+        """Keep a copy no longer: it is not what it should be."""
+        ...
+
+    def stream_opened(self, primary: Holder) -> None: ...
+
+    def stream_ended(self, primary: Holder, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Backlog:
+    """What was received for one shard and is still to be applied, in order."""
+
+    held: Held
+    received_version: int
+    records: deque[Record] = field(default_factory=deque)
+    task: asyncio.Task[None] | None = None
+
+
+class Follower(ReplicationServicer):
+    """Acknowledges a record once it is received whole and is the next one; applies it behind."""
+
+    def __init__(self, me: Holder, custodian: Custodian, run: Runner, silence_s: float) -> None:
+        self._me = me
+        self._custodian = custodian
+        self._run = run
+        self._silence_s = silence_s
+        self._backlogs: dict[tuple[str, int], _Backlog] = {}
+        self._unapplied_bytes = 0
+        self._room = asyncio.Condition()
+
+    async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
+        return pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation)
+
+    async def Follow(
+        self, requests: AsyncIterator[pb.FollowRequest], context: Context
+    ) -> AsyncIterator[pb.FollowReply]:
+        first = await anext(requests, pb.FollowRequest())
+        if not first.HasField("hello"):
+            raise MalformedMessage(
+                "the stream does not begin with its hello", seen="another message, or none"
+            )
+        primary = Holder(first.hello.primary.server_id, first.hello.primary.incarnation)
+        self._custodian.stream_opened(primary)
+        reason = "the stream ended"
+        try:
+            async for reply in self._answers(requests, primary):
+                yield reply
+        except Exception as error:
+            reason = repr(error)
+            raise
+        finally:
+            self._custodian.stream_ended(primary, reason)
+
+    async def _answers(
+        self, requests: AsyncIterator[pb.FollowRequest], primary: Holder
+    ) -> AsyncIterator[pb.FollowReply]:
+        assembly = Assembly()
+        while True:
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    request = await anext(requests, None)
+            except TimeoutError:
+                raise Unavailable(
+                    f"the primary {primary.server_id} says nothing any more",
+                    seen=f"nothing for {self._silence_s:g} s",
+                ) from None
+            if request is None:
+                return
+            if request.HasField("beat"):
+                yield pb.FollowReply()
+                continue
+            arrived = assembly.take(request)
+            if arrived is not None:
+                yield await self._receive(arrived, primary)
+
+    async def _receive(self, arrived: Arrived, primary: Holder) -> pb.FollowReply:
+        reply = pb.FollowReply(job=arrived.job, shard_id=arrived.shard_id)
+        try:
+            await self._custodian.check_source(arrived, primary)
+            if isinstance(arrived.content, Image):
+                reply.version = await self._take_image(arrived, arrived.content)
+            else:
+                reply.version = await self._take_record(arrived, arrived.content)
+        except ShoalError as error:
+            log.warning(
+                "record_refused", job=arrived.job, shard_id=arrived.shard_id, why=str(error)
+            )
+            reply.error.CopyFrom(to_detail(error))
+        return reply
+
+    async def _take_image(self, arrived: Arrived, image: Image) -> int:
+        key = arrived.job, arrived.shard_id
+        await self._settle(key)
+        state = await self._run(image.num_bytes, partial(restore, image))
+        held = Held(arrived.job, state, Role.BACKUP, arrived.epoch)
+        await self._custodian.adopt(held)
+        self._backlogs[key] = _Backlog(held, image.version)
+        return image.version
+
+    async def _take_record(self, arrived: Arrived, record: Record) -> int:
+        key = arrived.job, arrived.shard_id
+        backlog = self._backlogs.get(key)
+        if backlog is None or self._custodian.held(*key) is not backlog.held:
+            raise InternalError(
+                f"no copy of shard {arrived.shard_id} of job {arrived.job} is here",
+                seen=f"a record of version {record.push.version}",
+                expected="the shard's image first",
+            )
+        if record.push.version != backlog.received_version + 1:
+            raise InternalError(
+                f"a record of shard {arrived.shard_id} does not follow on what came before",
+                seen=f"version {record.push.version}",
+                expected=f"version {backlog.received_version + 1}",
+            )
+        size = num_bytes_of(record)
+        async with self._room:
+            await self._room.wait_for(lambda: self._unapplied_bytes <= MAX_UNAPPLIED_BYTES)
+        self._unapplied_bytes += size
+        backlog.received_version = record.push.version
+        backlog.records.append(record)
+        if backlog.task is None or backlog.task.done():
+            backlog.task = asyncio.create_task(self._apply(backlog))
+        return record.push.version
+
+    async def _apply(self, backlog: _Backlog) -> None:
+        """Replay until nothing is left; a copy that fails to is given up."""
+        while backlog.records:
+            record = backlog.records.popleft()
+            size = num_bytes_of(record)
+            try:
+                await self._run(len(record.data), partial(backlog.held.state.replay, record))
+            except Exception:
+                log.exception("copy_failed", job=backlog.held.job, shard_id=backlog.held.shard_id)
+                size += sum(map(num_bytes_of, backlog.records))
+                backlog.records.clear()
+                await self._custodian.discard(backlog.held)
+            finally:
+                self._unapplied_bytes -= size
+                async with self._room:
+                    self._room.notify_all()
+
+    async def settle(self, held: Held) -> None:
+        """Return once everything that was received for a shard is applied."""
+        await self._settle((held.job, held.shard_id))
+
+    async def _settle(self, key: tuple[str, int]) -> None:
+        backlog = self._backlogs.pop(key, None)
+        if backlog is not None and backlog.task is not None:
+            await backlog.task
+
+    @property
+    def queued(self) -> int:
+        """Records received and not applied yet."""
+        return sum(len(backlog.records) for backlog in self._backlogs.values())

@@ -1,0 +1,124 @@
+"""One shard as this server holds it: its state, this server's part in it, who has what of it."""
+
+import asyncio
+import heapq
+from collections.abc import Iterable
+from enum import Enum
+from itertools import count
+
+from shoal_proto.errors import Overloaded, ShoalError, WrongEpoch
+from shoal_server.core.holdings import Holder
+from shoal_server.parameters.image import Record, ShardState
+
+MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
+"""Of one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
+
+
+class Role(Enum):
+    PRIMARY = "primary"
+    BACKUP = "backup"
+
+
+class Receipts:
+    """Up to which version each backup in step has a shard. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._received: dict[Holder, int] = {}
+        self._required: frozenset[Holder] = frozenset()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._order = count()
+        self._ended: ShoalError | None = None
+
+    def require(self, holders: Iterable[Holder]) -> None:
+        """From now on a version is safe once all of these have it."""
+        self._required = frozenset(holders)
+        self._release()
+
+    def received(self, holder: Holder, version: int) -> None:
+        self._received[holder] = max(version, self._received.get(holder, 0))
+        self._release()
+
+    def restart(self, holder: Holder) -> None:
+        """The holder gets the shard anew: what it had does not count."""
+        self._received.pop(holder, None)
+
+    def version_of(self, holder: Holder) -> int:
+        """The newest version that the holder is known to have; 0 if none."""
+        return self._received.get(holder, 0)
+
+    @property
+    def safe_version(self) -> int | None:
+        """The newest version that every backup has; None where there is no backup."""
+        return min((self._received.get(h, 0) for h in self._required), default=None)
+
+    async def wait_safe(self, version: int) -> None:
+        """Return once every backup in step has the version. Raises what `end` was given."""
+        if self._ended is not None:
+            raise self._ended
+        safe = self.safe_version
+        if safe is None or version <= safe:
+            return
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._waiting, (version, next(self._order), waiter))
+        await waiter
+
+    def end(self, error: ShoalError) -> None:
+        """Nothing more becomes safe here: whoever waits, or comes to wait, gets the error."""
+        self._ended = error
+        waiting, self._waiting = self._waiting, []
+        for _, _, waiter in waiting:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    def _release(self) -> None:
+        safe = self.safe_version
+        while self._waiting and (safe is None or self._waiting[0][0] <= safe):
+            _, _, waiter = heapq.heappop(self._waiting)
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class Held:
+    """A shard in the catalog. Lives on the event loop; its state may be used from any thread."""
+
+    def __init__(self, job: str, state: ShardState, role: Role, epoch: int) -> None:
+        self.job = job
+        self.state = state
+        self.role = role
+        self.epoch = epoch
+        self.receipts = Receipts()
+        self.is_forming = False
+        """Created, and its first backup has not got it yet: nobody may push so far."""
+        self.is_handing_over = False
+        self.unreplicated_bytes = 0
+
+    @property
+    def shard_id(self) -> int:
+        return self.state.shard_id
+
+    def check_room(self) -> None:
+        """Raise Overloaded while a backup is too far behind to take more."""
+        if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
+            raise Overloaded(
+                f"a backup of shard {self.shard_id} is behind",
+                seen=f"{self.unreplicated_bytes} bytes on their way to it",
+                expected=f"at most {MAX_UNREPLICATED_BYTES}",
+                fix="Retry a little later.",
+            )
+
+    def end(self, why: ShoalError | None = None) -> None:
+        """This server is not the shard's primary any more, or holds it no longer."""
+        self.receipts.end(why or self.deposed())
+
+    def deposed(self) -> WrongEpoch:
+        return WrongEpoch(
+            f"shard {self.shard_id} of job {self.job} has another primary now",
+            seen=f"epoch {self.epoch}",
+            expected="a newer one",
+            fix="Fetch the shard map and retry.",
+        )
+
+
+def num_bytes_of(record: Record) -> int:
+    """What a record takes up while it waits."""
+    return len(record.data) + len(record.push.row_ids)

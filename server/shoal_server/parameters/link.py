@@ -1,0 +1,296 @@
+"""The stream from this server to one that keeps copies of its shards."""
+
+import asyncio
+from asyncio import FIRST_COMPLETED
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import structlog
+
+from shoal_proto.errors import ShoalError
+from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
+from shoal_server.core.holdings import Holder
+from shoal_server.parameters import frames
+from shoal_server.parameters.held import Held, num_bytes_of
+from shoal_server.parameters.image import Image, Record
+from shoal_server.rpc import CHANNEL_OPTIONS
+
+log = structlog.get_logger(__name__)
+
+PEER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # The connection to a server that died must not be taken for one to its successor.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long servers put up with each other."""
+
+    beat_s: float = 0.3
+    silence_s: float = 2.0
+    """A peer that says nothing for so long is taken for dead."""
+    reconnect_s: float = 0.5
+    """A stream that broke is opened again for so long before the peer is taken for dead."""
+
+
+class Peers(Protocol):
+    """What a link asks of its owner."""
+
+    async def address(self, holder: Holder) -> str | None:
+        """Where the holder is reached; None if that process is gone."""
+        ...
+
+    def caught_up(self, link: "Link", held: Held) -> None:
+        """The other end has the shard, and is told of every push from here on."""
+        ...
+
+    def refused(self, link: "Link", held: Held, error: ShoalError) -> None:
+        """The other end does not take the shard."""
+        ...
+
+    def lost(self, link: "Link", reason: str) -> None:
+        """The other end is gone, or silent; the link is over."""
+        ...
+
+
+class _Phase(Enum):
+    WAITING = "its image is not taken yet"
+    COPYING = "its image is being taken: what is applied meanwhile is kept"
+    FOLLOWING = "told of every push"
+
+
+@dataclass(slots=True)
+class _Copy:
+    held: Held
+    phase: _Phase = _Phase.WAITING
+    kept: list[Record] = field(default_factory=list)
+    image_version: int = 0
+    is_level: bool = False
+
+
+Take = Callable[[Held], Awaitable[Image]]
+_Call = grpc.aio.StreamStreamCall[Any, Any]
+
+
+class Link:
+    """Lives on the event loop. `take` gives a shard's image without holding the loop up.
+
+    A stream that breaks is opened again for a while, and then carries everything anew: what the
+    old one lost, nobody knows.
+    """
+
+    def __init__(
+        self, me: Holder, to: Holder, peers: Peers, take: Take, patience: Patience
+    ) -> None:
+        self.me = me
+        self.to = to
+        self._peers = peers
+        self._take = take
+        self._patience = patience
+        self._copies: dict[tuple[str, int], _Copy] = {}
+        self._queue: deque[tuple[_Copy, Record | None]] = deque()
+        self._wake = asyncio.Event()
+        self._heard_s = 0.0
+        self._unanswered_since_s: float | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"link-to-{self.to.server_id}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._forget()
+
+    @property
+    def shards(self) -> list[Held]:
+        """Those that the other end has, or is getting."""
+        return [copy.held for copy in self._copies.values()]
+
+    @property
+    def queued(self) -> int:
+        """Records and images that are still to be sent."""
+        return len(self._queue)
+
+    def follows(self, held: Held) -> bool:
+        copy = self._copies.get((held.job, held.shard_id))
+        return copy is not None and copy.held is held
+
+    def follow(self, held: Held) -> None:
+        """Send the shard, then every push that is applied to it."""
+        held.receipts.restart(self.to)
+        copy = self._copies[held.job, held.shard_id] = _Copy(held)
+        self._put(copy, None)
+
+    def unfollow(self, job: str, shard_id: int) -> None:
+        copy = self._copies.pop((job, shard_id), None)
+        if copy is not None:
+            _let_go(copy)
+
+    def tell(self, held: Held, record: Record) -> None:
+        """A push was applied. To be called for each, in order."""
+        copy = self._copies.get((held.job, held.shard_id))
+        # What is applied before the image is taken is in the image.
+        if copy is None or copy.held is not held or copy.phase is _Phase.WAITING:
+            return
+        held.unreplicated_bytes += num_bytes_of(record)
+        if copy.phase is _Phase.COPYING:
+            copy.kept.append(record)
+        else:
+            self._put(copy, record)
+
+    def _put(self, copy: _Copy, record: Record | None) -> None:
+        self._queue.append((copy, record))
+        self._wake.set()
+
+    def _forget(self) -> list[Held]:
+        """Follow nothing any more; what was followed."""
+        shards = self.shards
+        for copy, record in self._queue:
+            if record is not None:
+                copy.held.unreplicated_bytes -= num_bytes_of(record)
+        self._queue.clear()
+        for held in shards:
+            self.unfollow(held.job, held.shard_id)
+        return shards
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_s: float | None = None
+        while True:
+            address = await self._peers.address(self.to)
+            if address is None:
+                self._peers.lost(self, "its process is gone")
+                return
+            opened_s = loop.time()
+            reason = await self._stream(address)
+            log.warning("link_broke", to=self.to.server_id, reason=reason)
+            if give_up_s is None or self._heard_s > opened_s:
+                give_up_s = loop.time() + self._patience.reconnect_s
+            if loop.time() >= give_up_s:
+                self._peers.lost(self, reason)
+                return
+            for held in self._forget():
+                self.follow(held)
+            await asyncio.sleep(self._patience.reconnect_s / 10)
+
+    async def _stream(self, address: str) -> str:
+        """Carry everything until it breaks; why it did."""
+        self._unanswered_since_s = None
+        async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
+            call = ReplicationStub(channel).Follow()
+            tasks = [
+                asyncio.create_task(work)
+                for work in (self._write(call), self._read(call), self._await_silence())
+            ]
+            try:
+                done, _ = await asyncio.wait(tasks, return_when=FIRST_COMPLETED)
+                return "; ".join(str(_reason(task, address)) for task in done)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                call.cancel()
+
+    async def _write(self, call: _Call) -> None:
+        hello = pb.Hello(
+            primary=pb.Holder(server_id=self.me.server_id, incarnation=self.me.incarnation)
+        )
+        await call.write(pb.FollowRequest(hello=hello))
+        while True:
+            while self._queue:
+                copy, record = self._queue.popleft()
+                if record is not None:
+                    copy.held.unreplicated_bytes -= num_bytes_of(record)
+                if self._copies.get((copy.held.job, copy.held.shard_id)) is not copy:
+                    continue
+                held = copy.held
+                if record is None:
+                    requests = await self._image_of(copy)
+                else:
+                    requests = frames.of_record(held.job, held.shard_id, held.epoch, record)
+                for request in requests:
+                    await self._send(call, request)
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(self._patience.beat_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                await self._send(call, pb.FollowRequest(beat=pb.FollowBeat()))
+
+    async def _image_of(self, copy: _Copy) -> Iterable[pb.FollowRequest]:
+        copy.phase = _Phase.COPYING
+        image = await self._take(copy.held)
+        copy.image_version = image.version
+        copy.phase = _Phase.FOLLOWING
+        kept, copy.kept = copy.kept, []
+        # In front of the queue: the shard's later records lie there already, or come behind them.
+        for record in reversed(kept):
+            if record.push.version > image.version:
+                self._queue.appendleft((copy, record))
+            else:
+                copy.held.unreplicated_bytes -= num_bytes_of(record)
+        return frames.of_image(copy.held.job, copy.held.epoch, image)
+
+    async def _send(self, call: _Call, request: pb.FollowRequest) -> None:
+        if self._unanswered_since_s is None:
+            self._unanswered_since_s = asyncio.get_running_loop().time()
+        await call.write(request)
+
+    async def _read(self, call: _Call) -> None:
+        reply: pb.FollowReply
+        async for reply in call:
+            self._heard_s = asyncio.get_running_loop().time()
+            self._unanswered_since_s = None
+            copy = self._copies.get((reply.job, reply.shard_id))
+            if not reply.job or copy is None:
+                continue
+            if reply.HasField("error"):
+                self.unfollow(reply.job, reply.shard_id)
+                self._peers.refused(self, copy.held, from_detail(reply.error))
+                continue
+            if copy.phase is not _Phase.FOLLOWING or reply.version < copy.image_version:
+                continue
+            copy.held.receipts.received(self.to, reply.version)
+            if not copy.is_level:
+                copy.is_level = True
+                self._peers.caught_up(self, copy.held)
+
+    async def _await_silence(self) -> None:
+        """Return once the other end has left something unanswered for too long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(self._patience.beat_s)
+            since_s = self._unanswered_since_s
+            if since_s is not None and loop.time() - since_s >= self._patience.silence_s:
+                return
+
+
+def _let_go(copy: _Copy) -> None:
+    for record in copy.kept:
+        copy.held.unreplicated_bytes -= num_bytes_of(record)
+    copy.kept.clear()
+
+
+def _reason(task: asyncio.Task[None], address: str) -> str:
+    error = task.exception()
+    if isinstance(error, grpc.RpcError):
+        return str(from_rpc_error(error, address))
+    if error is not None:
+        # What grpcio raises for a write to a call that is over; its reader has the reason.
+        log.debug("link_write_failed", address=address, reason=repr(error))
+        return f"writing to {address} failed: {error!r}"
+    return f"{address} says nothing any more"

@@ -1,0 +1,68 @@
+"""Which parameter servers there are, and where: followed in etcd."""
+
+import asyncio
+import json
+from contextlib import aclosing
+
+import structlog
+
+from shoal_server.core.holdings import Holder
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import EventKind, KeyValueStore, Revision
+
+log = structlog.get_logger(__name__)
+
+
+class Roster:
+    """As of the newest event seen; while etcd is away, as of before."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._servers: dict[str, tuple[str, str]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Roster":
+        snapshot = await self._store.range(keys.SERVERS)
+        for item in snapshot.items:
+            self._put(item.key, item.value)
+        self._task = asyncio.create_task(self._follow(snapshot.revision), name="servers")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def address(self, holder: Holder) -> str | None:
+        """Where that process is reached; None if it is not registered, or another one is."""
+        incarnation, address = self._servers.get(holder.server_id, ("", ""))
+        return address if incarnation == holder.incarnation else None
+
+    async def find(self, holder: Holder) -> str | None:
+        """The same, asking etcd about a holder that is not known. Raises what the store raises."""
+        address = self.address(holder)
+        if address is None:
+            found = await self._store.get(keys.server(holder.server_id))
+            if found is not None:
+                self._put(found.key, found.value)
+                address = self.address(holder)
+        return address
+
+    async def _follow(self, revision: int) -> None:
+        watch = self._store.watch(keys.SERVERS, Revision(revision + 1))
+        async with aclosing(watch) as batches:
+            async for batch in batches:
+                for event in batch.events:
+                    if event.kind is EventKind.DELETE:
+                        self._servers.pop(event.key.removeprefix(keys.SERVERS), None)
+                    else:
+                        self._put(event.key, event.value)
+
+    def _put(self, key: str, value: bytes) -> None:
+        try:
+            record = json.loads(value)
+            found = str(record.get("incarnation", "")), str(record["address"])
+        except (ValueError, KeyError, AttributeError):
+            log.error("server_record_unreadable", key=key)
+            return
+        self._servers[key.removeprefix(keys.SERVERS)] = found
