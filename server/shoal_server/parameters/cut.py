@@ -1,0 +1,207 @@
+"""The gate of one job at one server: it lets pushes in so that a cut through all servers is clean.
+
+A *step* is one push of one session over all the shards that it touches, at any number of servers.
+A cut holds a step whole or not at all:
+
+1. `close`: every server lets in only parts of steps that have begun there, and tells which have.
+2. The coordinator puts together what has begun anywhere.
+3. `drain`: every server lets in what has begun anywhere, and nothing else, until all of it is
+   applied there. Then its shards are as of the cut, and it opens.
+
+A server that has opened may let in the next step while another one still drains: that one holds
+its part back until it has taken its own side of the cut. So what no server has taken is on no side.
+
+Nothing here does I/O or reads a clock. Not every step ends: its member may have died half-way. Who
+waits decides how long, and what is left over then is told by `torn`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from shoal_proto.errors import SnapshotFailed
+
+MAX_STEPS = 8
+"""Of one session that are remembered: a client keeps at most so many pushes in flight."""
+MAX_SESSIONS = 4096
+
+
+class Phase(Enum):
+    OPEN = "open"
+    CLOSED = "closed"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    session: str
+    """Who counts it: a member's incarnation, in one count of its pushes."""
+    sequence: int
+
+
+Shards = frozenset[int] | None
+"""What a step touches; None: every dense shard of the job."""
+Begun = Mapping[Step, Shards]
+IsApplied = Callable[[Step, Shards], bool]
+"""Whether all of these shards that are led here have applied the step."""
+
+
+@dataclass(slots=True)
+class _Known:
+    shards: Shards
+    num_inside: int = 0
+    applied: bool = False
+    given_up: bool = False
+
+
+class Gate:
+    """Every method leaves it untouched when it raises."""
+
+    def __init__(self) -> None:
+        self.phase = Phase.OPEN
+        self.cut_id = ""
+        self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
+        self._begun: Begun = {}
+
+    def may_enter(self, step: Step) -> bool:
+        """Whether a part of the step is let in now. If not: ask again when the phase changes."""
+        if self.phase is Phase.OPEN or step in self._begun:
+            return True
+        known = self._sessions.get(step.session, {})
+        # Older than anything remembered: a retry of what was applied long ago.
+        return step.sequence in known or (len(known) == MAX_STEPS and step.sequence < min(known))
+
+    def enter(self, step: Step, shards: Shards) -> None:
+        """A part of a step comes in. `may_enter` is true for it."""
+        self._note(step, shards).num_inside += 1
+
+    def leave(self, step: Step, *, applied: bool) -> None:
+        """A part that had entered is over. `applied`: all shards here have theirs of the step."""
+        known = self._sessions.get(step.session, {}).get(step.sequence)
+        if known is not None:
+            known.num_inside -= 1
+            known.applied = known.applied or applied
+
+    def learn(self, steps: Iterable[Step], shards: Shards) -> None:
+        """A shard came from another server, or from before a restart, with these steps in it. What
+        all the shards here had applied this one may lack."""
+        for step in steps:
+            self._note(step, shards)
+        for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
+            known.applied = False
+
+    def close(self, cut_id: str) -> Begun:
+        """Let no new step in; the steps that have begun here.
+
+        Raises SnapshotFailed while another cut is under way.
+        """
+        if self.phase is not Phase.OPEN:
+            raise SnapshotFailed(
+                "another snapshot is being taken",
+                seen=f"cut {self.cut_id} is {self.phase.value}",
+                expected="no other",
+                fix="Wait for it to end.",
+            )
+        self.phase, self.cut_id = Phase.CLOSED, cut_id
+        return {
+            Step(session, sequence): known.shards
+            for session, steps in self._sessions.items()
+            for sequence, known in steps.items()
+        }
+
+    def drain(self, cut_id: str, begun: Begun) -> None:
+        """Let in what has begun anywhere. Raises SnapshotFailed if the gate opened meanwhile."""
+        self.check(cut_id, Phase.CLOSED)
+        self.phase, self._begun = Phase.DRAINING, dict(begun)
+        for step, shards in sorted(begun.items()):
+            self._note(step, shards)
+
+    def check(self, cut_id: str, phase: Phase) -> None:
+        """Raise SnapshotFailed unless the gate is in that phase of that cut."""
+        if self.phase is not phase or self.cut_id != cut_id:
+            raise SnapshotFailed(
+                f"cut {cut_id} is over",
+                seen=f"a gate that is {self.phase.value} {self.cut_id}".rstrip(),
+                expected=f"one that is {phase.value}",
+                fix="Take another snapshot.",
+            )
+
+    def waits_for(self, is_applied: IsApplied, is_live: Callable[[str], bool]) -> list[Step]:
+        """The steps of the cut that are not whole here and may become so."""
+        return [
+            step
+            for step, known in self._of_cut()
+            if not self._whole(step, known, is_applied)
+            and (known.num_inside or not known.given_up)
+            and is_live(step.session)
+        ]
+
+    def torn(self, is_applied: IsApplied) -> list[Step]:
+        """The steps of the cut that lack a part here. No later cut waits for them."""
+        torn = []
+        for step, known in self._of_cut():
+            if not self._whole(step, known, is_applied):
+                known.given_up = True
+                torn.append(step)
+        return torn
+
+    def open(self, cut_id: str) -> bool:
+        """Let everything in again, if that cut is under way; whether it was."""
+        if self.phase is Phase.OPEN or self.cut_id != cut_id:
+            return False
+        self.phase, self.cut_id, self._begun = Phase.OPEN, "", {}
+        return True
+
+    def forget(self, is_live: Callable[[str], bool]) -> None:
+        """Remember nothing of sessions that ended."""
+        for session in [name for name in self._sessions if not is_live(name)]:
+            del self._sessions[session]
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._sessions)
+
+    def _whole(self, step: Step, known: _Known, is_applied: IsApplied) -> bool:
+        known.applied = known.applied or is_applied(step, known.shards)
+        return known.applied
+
+    def _of_cut(self) -> list[tuple[Step, _Known]]:
+        # A step may be too old to be remembered; then it was applied, or is not to be had.
+        found = []
+        for step in self._begun:
+            known = self._sessions.get(step.session, {}).get(step.sequence)
+            if known is not None:
+                found.append((step, known))
+        return found
+
+    def _note(self, step: Step, shards: Shards) -> _Known:
+        steps = self._sessions.setdefault(step.session, {})
+        known = steps.get(step.sequence)
+        if known is None:
+            known = steps[step.sequence] = _Known(shards)
+            if len(steps) > MAX_STEPS:
+                idle = [
+                    n for n, each in steps.items() if not each.num_inside and n != step.sequence
+                ]
+                if idle:
+                    del steps[min(idle)]
+        elif known.shards is not None and shards is not None:
+            known.shards |= shards
+        self._sessions.move_to_end(step.session)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
+        return known
+
+
+def merged(reports: Iterable[Begun]) -> dict[Step, Shards]:
+    """What has begun anywhere, of what each server tells."""
+    begun: dict[Step, Shards] = {}
+    for report in reports:
+        for step, shards in report.items():
+            before = begun.get(step, shards)
+            begun[step] = None if shards is None or before is None else before | shards
+    return begun
+
+
+__all__ = ["MAX_STEPS", "Begun", "Gate", "IsApplied", "Phase", "Shards", "Step", "merged"]
