@@ -135,22 +135,27 @@ def _splitter(mesh: DeviceMesh, plan: TensorPlan) -> Callable[[nn.Module], None]
     """Splits what a stage has of the model as the plan for the whole model says."""
 
     def split(stage: nn.Module) -> None:
-        own = dict(stage.named_modules())
-        # Another stage may hold the parameters of a module that is called here without them.
-        kept = [
-            entry
-            for entry in plan.entries
-            if entry.module in own
-            and (entry.style == MASK or next(own[entry.module].parameters(), None) is not None)
-        ]
-        parallelise(stage, mesh, replace(plan, entries=tuple(kept)))
+        parallelise(stage, mesh, plan_of_stage(stage, plan))
 
     return split
 
 
+def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
+    """The part of the whole model's plan that is about what this stage has of the model."""
+    own = dict(stage.named_modules())
+    # Another stage may hold the parameters of a module that is called here without them.
+    kept = [
+        entry
+        for entry in plan.entries
+        if entry.module in own
+        and (entry.style == MASK or next(own[entry.module].parameters(), None) is not None)
+    ]
+    return replace(plan, entries=tuple(kept))
+
+
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Make each gradient its mean over the group; None only where no rank has one."""
-    for bucket in _buckets([p for p in parameters if p.requires_grad]):
+    for bucket in buckets([p for p in parameters if p.requires_grad]):
         locals_ = [_local_gradient(parameter) for parameter in bucket]
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])
         flags = has_one.to(locals_[0])
@@ -173,11 +178,11 @@ def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     enough for copies to drift apart over many steps.
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
-    for bucket in _buckets(whole):
+    for bucket in buckets(whole):
         broadcast_packed([_local_gradient(parameter) for parameter in bucket], group)
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Parameters of one dtype in their order, as many as go into one message."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -222,4 +227,12 @@ def _set_gradient(parameter: nn.Parameter, local: Tensor) -> None:
         )
 
 
-__all__ = ["BUCKET_BYTES", "HybridLayout", "HybridPlan", "align", "average"]
+__all__ = [
+    "BUCKET_BYTES",
+    "HybridLayout",
+    "HybridPlan",
+    "align",
+    "average",
+    "buckets",
+    "plan_of_stage",
+]

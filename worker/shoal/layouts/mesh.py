@@ -25,6 +25,14 @@ class MeshShape:
     def sizes(self) -> tuple[int, int, int]:
         return self.pipeline, self.data, self.tensor
 
+    def place(self, rank: int) -> tuple[int, int, int]:
+        """(stage, copy, split): where in the mesh a rank is."""
+        along, tensor = divmod(rank, self.tensor)
+        return *divmod(along, self.data), tensor
+
+    def __str__(self) -> str:
+        return f"{self.pipeline} x {self.data} x {self.tensor} (pipeline x data x tensor)"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:

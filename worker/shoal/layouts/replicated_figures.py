@@ -35,15 +35,15 @@ class ReplicatedFigures:
         found = _buckets([self._trained[name] for name in names], bucket_mb)
         self._buckets = [[names[index] for index in bucket] for bucket in found]
 
-    def ddp(self) -> Plan:
+    def ddp(self, notes: tuple[str, ...] = ()) -> Plan:
         state = self._subject.state_bytes(
             {name: tuple(p.shape) for name, p in self._subject.parameters.items()}
         )
         held = sum(parameter.nbytes for parameter in self._subject.parameters.values())
         rank = self._rank(held, state, self._reduced())
-        return self._plan("ddp", (rank,) * self._n)
+        return self._plan("ddp", (rank,) * self._n, notes)
 
-    def zero1(self) -> Plan:
+    def zero1(self, notes: tuple[str, ...] = ()) -> Plan:
         owners = partition([p.nbytes for p in self._trained.values()], self._n)
         owned = [
             {
@@ -69,7 +69,7 @@ class ReplicatedFigures:
             )
             for own in owned
         ]
-        return self._plan("zero1", ranks)
+        return self._plan("zero1", ranks, notes)
 
     def _rank(
         self, parameters: int, optimizer: int, collectives: tuple[Collective, ...]
@@ -102,7 +102,7 @@ class ReplicatedFigures:
         )
         return (sent, reduced) if buffers else (reduced,)
 
-    def _plan(self, strategy: str, ranks: Sequence[RankFigures]) -> Plan:
+    def _plan(self, strategy: str, ranks: Sequence[RankFigures], notes: tuple[str, ...]) -> Plan:
         return Plan(
             strategy=strategy,
             groups=tuple(
@@ -114,7 +114,7 @@ class ReplicatedFigures:
                 for names in self._buckets
             ),
             ranks=tuple(ranks),
-            notes=(NOTE,),
+            notes=(NOTE, *notes),
         )
 
 

@@ -61,12 +61,7 @@ class _Split(ParallelStyle):
         self._known = known
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        group = device_mesh.get_group()
-        # A dropout may have been keyed, which its class tells.
-        made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
-        kind = made, self._entry.style
-        _APPLY[kind](module, group, self._entry)
-        for key, dim in CUT_DIMS[kind].items():
+        for key, dim in take_part(module, self._entry, device_mesh.get_group()).items():
             self._cut(module, key, dim, device_mesh)
         return module
 
@@ -81,6 +76,18 @@ class _Split(ParallelStyle):
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             self._known[id(whole)] = nn.Parameter(cut, requires_grad=whole.requires_grad)
         owner._parameters[key] = self._known[id(whole)]
+
+
+def take_part(module: nn.Module, entry: Entry, group: dist.ProcessGroup) -> Mapping[str, int]:
+    """Let the module compute this rank's part; its parameters are still whole.
+
+    Returns along which dimension each of them is to be cut, by name.
+    """
+    # A dropout may have been keyed, which its class tells.
+    made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
+    kind = made, entry.style
+    _APPLY[kind](module, group, entry)
+    return CUT_DIMS[kind]
 
 
 def _column(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
@@ -181,4 +188,4 @@ class TensorLayout(Layout):
         yield from by_dtype.values()
 
 
-__all__ = ["TensorLayout", "parallelise"]
+__all__ = ["TensorLayout", "parallelise", "take_part"]

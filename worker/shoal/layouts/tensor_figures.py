@@ -1,14 +1,33 @@
-"""What `TensorLayout` holds, from its plan; what it moves depends on the batch and is left out."""
+"""What the ranks of a tensor-parallel group hold and move, from shapes alone."""
 
-from shoal.layouts.tensor_plan import TensorPlan
-from shoal.planning.figures import GroupFigures, Plan, RankFigures, Subject
+from collections.abc import Mapping
 
-NOTE = "activations and their gradients, which the ranks exchange in each pair, are not counted"
+import torch
+from torch import nn
+
+from shoal.layouts.meta import on_meta, to_meta
+from shoal.layouts.tensor import take_part
+from shoal.layouts.tensor_plan import WHOLE, TensorPlan, part_sizes
+from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, RankFigures, Subject
+from shoal.planning.rehearsal import Rehearsed, SilentGroup
+
+NOTE = "without inputs, activations and their gradients, which the ranks exchange, are not counted"
 
 
 def tensor_figures(subject: Subject, tensor_plan: TensorPlan) -> Plan:
-    """Memory of each rank. Gradients of replicated parameters are whole on every rank."""
-    groups = tuple(
+    """Gradients of replicated parameters are whole on every rank."""
+    ranks = tuple(_rank(subject, tensor_plan, rank) for rank in range(subject.world_size))
+    return Plan(
+        strategy="tensor",
+        groups=tensor_groups(tensor_plan),
+        ranks=ranks,
+        notes=() if subject.inputs is not None else (NOTE,),
+    )
+
+
+def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
+    """Each module, with what becomes of it."""
+    return tuple(
         GroupFigures(
             title=f"{entry.module or '(the model)'} ({entry.style})",
             num_parameters=len(entry.parts),
@@ -17,27 +36,82 @@ def tensor_figures(subject: Subject, tensor_plan: TensorPlan) -> Plan:
         for entry in tensor_plan.entries
         if entry.parts
     )
-    ranks = tuple(_rank(subject, tensor_plan, rank) for rank in range(subject.world_size))
-    return Plan(strategy="tensor", groups=groups, ranks=ranks, notes=(NOTE,))
+
+
+def split_alone(module: nn.Module, plan: TensorPlan, group: SilentGroup) -> frozenset[int]:
+    """Make the module, which is on the meta device, the part that the group's rank has of it.
+
+    As `shoal.layouts.tensor.parallelise`, but for a group without peers, and parameters are the
+    rank's own parts as plain tensors. Returns the ids of those that were cut.
+    """
+    # By id of the whole one, which is kept for as long as its id is in use.
+    cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for entry in plan.entries:
+        if entry.style == WHOLE:
+            continue
+        owner = module.get_submodule(entry.module)
+        for path, dim in take_part(owner, entry, group).items():
+            where, _, key = path.rpartition(".")
+            held = owner.get_submodule(where)._parameters
+            whole = held[key]
+            if whole is not None:
+                cut.setdefault(id(whole), (whole, _part(whole, dim, group)))
+                held[key] = cut[id(whole)][1]
+    return frozenset(id(part) for _, part in cut.values())
+
+
+def _part(whole: nn.Parameter, dim: int, group: SilentGroup) -> nn.Parameter:
+    shape = list(whole.shape)
+    shape[dim] = part_sizes(shape[dim], group.size())[group.rank()]
+    empty = torch.empty(shape, dtype=whole.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=whole.requires_grad)
 
 
 def _rank(subject: Subject, tensor_plan: TensorPlan, rank: int) -> RankFigures:
     shapes, held, gradients = {}, 0, 0
+    aligned: dict[torch.dtype, int] = {}
     for entry in tensor_plan.entries:
         for part_name, part in entry.parts.items():
             name = f"{entry.module}.{part_name}" if entry.module else part_name
             shapes[name] = part.shape_on(rank, subject.world_size)
             num_bytes = part.bytes_on(rank, subject.world_size)
             held += num_bytes
-            gradients += num_bytes * subject.parameters[name].requires_grad
+            if subject.parameters[name].requires_grad:
+                gradients += num_bytes
+                if part.dim is None:
+                    dtype = subject.parameters[name].dtype
+                    aligned[dtype] = aligned.get(dtype, 0) + num_bytes
     return RankFigures(
         parameters=held,
         parameters_peak=held,
         gradients=gradients,
         gradients_peak=gradients,
         optimizer=subject.state_bytes(shapes),
-        collectives=(),
+        collectives=_collectives(subject, tensor_plan, rank, aligned),
     )
 
 
-__all__ = ["tensor_figures"]
+def _collectives(
+    subject: Subject, tensor_plan: TensorPlan, rank: int, aligned: Mapping[torch.dtype, int]
+) -> tuple[Collective, ...]:
+    if subject.world_size == 1:
+        return ()
+    moved: tuple[Collective, ...] = ()
+    if subject.inputs is not None:
+        group = SilentGroup(rank, subject.world_size)
+        model = on_meta(subject.model)
+        split_alone(model, tensor_plan, group)
+        inputs = to_meta(subject.inputs)
+        moved = Rehearsed(group, lambda: model(inputs)).collectives()
+    if not aligned:
+        return moved
+    # Gradients of whole parameters are taken from the first rank, those of a dtype together.
+    return (
+        *moved,
+        Collective(
+            kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
+        ),
+    )
+
+
+__all__ = ["split_alone", "tensor_figures", "tensor_groups"]

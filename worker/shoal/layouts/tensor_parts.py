@@ -30,8 +30,7 @@ class Cut:
 
     @classmethod
     def of(cls, size: int, group: dist.ProcessGroup) -> "Cut":
-        ranks = dist.get_world_size(group)
-        return cls(group=group, rank=dist.get_rank(group), sizes=part_sizes(size, ranks))
+        return cls(group=group, rank=group.rank(), sizes=part_sizes(size, group.size()))
 
     @property
     def start(self) -> int:

@@ -31,6 +31,8 @@ class Collective:
     """Of all calls together; of the whole tensor that an operation is about: what an all-gather
     puts together, what a reduce-scatter, an all-reduce or a broadcast is given, what is sent or
     received. Padding counts."""
+    every_steps: int = 1
+    """One of so many steps has it, the others have none of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,18 +47,37 @@ class RankFigures:
     parameters_peak: int
     """In a step: with those that are whole for as long as layers compute with them."""
     gradients: int
-    """When the optimizer steps."""
+    """When the optimizer steps. A bucket of DDP counts whole: it is there for as long as DDP is,
+    though `zero1` steps few of the gradients in it."""
     gradients_peak: int
     """In backward: with those that are whole until they are reduced, as they are handed over."""
     optimizer: int
     """State of the optimizer, once it has stepped every parameter."""
+    kept: int = 0
+    """What else is kept from step to step: under local SGD the state that all members had last,
+    and the outer step's velocity."""
     collectives: tuple[Collective, ...]
     """Of a step with one forward and one backward pass in which everything takes part."""
 
     @property
+    def held(self) -> int:
+        """All that is there when the optimizer steps, but for parameters gathered before."""
+        return self.parameters + self.gradients + self.optimizer + self.kept
+
+    @property
     def peak(self) -> int:
-        """The largest that parameters, gradients and optimizer state can come to together."""
-        return self.parameters_peak + self.gradients_peak + self.optimizer
+        """The largest that all of it can come to together."""
+        return self.parameters_peak + self.gradients_peak + self.optimizer + self.kept
+
+    @property
+    def bytes_per_step(self) -> float:
+        """What all collectives of a step are about, on an average over many steps."""
+        return sum(each.num_bytes / each.every_steps for each in self.collectives)
+
+    @property
+    def calls_per_step(self) -> float:
+        """How many collectives a step has, on an average over many steps."""
+        return sum(each.calls / each.every_steps for each in self.collectives)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +98,8 @@ class Plan:
     groups: tuple[GroupFigures, ...]
     """In the order in which a forward pass comes to them, as far as is known."""
     ranks: tuple[RankFigures, ...]
+    arrangement: str = ""
+    """How the ranks are arranged, if not in a row."""
     notes: tuple[str, ...] = ()
     """What the figures leave out or take for granted."""
 
@@ -85,7 +108,7 @@ class Plan:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Calls and bytes of all operations of a kind in one rank's step."""
+        """Calls and bytes of all operations of a kind in one rank's step, one that has them all."""
         found = [each for each in self.ranks[rank].collectives if each.kind == kind]
         return sum(each.calls for each in found), sum(each.num_bytes for each in found)
 
@@ -133,6 +156,13 @@ class Subject:
         return _state_after_step(self.optimizer, stand_ins)
 
 
+def uncompressed(compression: object) -> tuple[str, ...]:
+    """The note for a strategy whose collectives are counted as without its compression."""
+    if compression is None:
+        return ()
+    return (f"bytes are counted as without compression; {compression} sends fewer",)
+
+
 class Planned(Protocol):
     """A strategy that answers for itself."""
 
@@ -174,4 +204,5 @@ __all__ = [
     "Planned",
     "RankFigures",
     "Subject",
+    "uncompressed",
 ]

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-from shoal.planning.figures import Plan, RankFigures
+from shoal.planning.figures import Collective, Plan, RankFigures
 
 MAX_GROUPS = 60
-_HELD = ("rank", "parameters", "in a step", "gradients", "in backward", "optimizer", "peak")
 _MOVED = ("rank", "collective", "when", "calls", "bytes")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -14,9 +13,10 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 def render(plan: Plan) -> str:
     """Groups, bytes per rank, and what each rank moves in a step."""
     ranks = "rank" if plan.world_size == 1 else "ranks"
-    lines = [f"{plan.strategy} on {plan.world_size} {ranks}", ""]
+    arranged = f": {plan.arrangement}" if plan.arrangement else ""
+    lines = [f"{plan.strategy} on {plan.world_size} {ranks}{arranged}", ""]
     lines += _table(("group", "parameters", "bytes"), _group_rows(plan), left=1)
-    lines += ["", *_table(_HELD, _rank_rows(plan), left=1)]
+    lines += ["", *_table(*_held(plan), left=1)]
     moved = _moved_rows(plan)
     lines += ["", *(_table(_MOVED, moved, left=3) if moved else ["no collectives counted"])]
     return "\n".join([*lines, *("" for _ in plan.notes[:1]), *plan.notes])
@@ -41,7 +41,9 @@ def _group_rows(plan: Plan) -> list[Sequence[str]]:
     return [*rows, (f"all {len(plan.groups)}", str(parameters), _size(whole))]
 
 
-def _rank_rows(plan: Plan) -> list[Sequence[str]]:
+def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Header and rows; what no rank has is left out."""
+
     def held(rank: RankFigures) -> tuple[int, ...]:
         return (
             rank.parameters,
@@ -49,19 +51,35 @@ def _rank_rows(plan: Plan) -> list[Sequence[str]]:
             rank.gradients,
             rank.gradients_peak,
             rank.optimizer,
+            *((rank.kept,) if keeps else ()),
             rank.peak,
         )
 
-    return [(name, *map(_size, held(rank))) for name, rank in _alike(plan, held)]
+    keeps = any(rank.kept for rank in plan.ranks)
+    header = ("rank", "parameters", "in a step", "gradients", "in backward", "optimizer")
+    rows: list[Sequence[str]] = [
+        (name, *map(_size, held(rank))) for name, rank in _alike(plan, held)
+    ]
+    return (*header, *(("kept",) if keeps else ()), "peak"), rows
 
 
 def _moved_rows(plan: Plan) -> list[Sequence[str]]:
-    return [
-        (name, each.kind, each.when, str(each.calls), _size(each.num_bytes))
-        for name, rank in _alike(plan, lambda rank: rank.collectives)
-        for each in rank.collectives
-        if each.calls
-    ]
+    """What each rank moves, and all of it together where that is more than one row."""
+    rows: list[Sequence[str]] = []
+    for name, rank in _alike(plan, lambda rank: rank.collectives):
+        own = [each for each in rank.collectives if each.calls]
+        rows += [
+            (name, each.kind, _when(each), str(each.calls), _size(each.num_bytes)) for each in own
+        ]
+        if own[1:] or any(each.every_steps > 1 for each in own):
+            total = f"{round(rank.calls_per_step, 2):g}", _size(round(rank.bytes_per_step))
+            rows.append((name, "all", "a step", *total))
+    return rows
+
+
+def _when(collective: Collective) -> str:
+    every = collective.every_steps
+    return collective.when if every == 1 else f"{collective.when}, every {every} steps"
 
 
 def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:

@@ -10,7 +10,9 @@ from torch import nn
 from shoal.layouts.base import Layout, World
 from shoal.layouts.hybrid import HybridLayout, HybridPlan
 from shoal.layouts.mesh import Fixed, MeshShape, ModelFacts, divisors_of, mesh_for
+from shoal.layouts.mesh_figures import MeshFigures
 from shoal.layouts.tensor_derive import MIN_SPLIT_BYTES, derive
+from shoal.planning.figures import Plan, Subject
 from shoal.strategies.laid_out import LaidOut
 from shoal.strategies.pipeline import Cutting, course_of
 from shoal_proto.errors import InvalidSpec
@@ -101,6 +103,21 @@ class Hybrid(LaidOut):
         )
         log.info("mesh_chosen", pipeline=mesh.pipeline, data=mesh.data, tensor=mesh.tensor)
         return HybridLayout(model, world, plan)
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        mesh = self.mesh(subject.model, subject.world_size)
+        several = mesh.pipeline > 1
+        plan = HybridPlan(
+            mesh=mesh,
+            cut=self._cutting.by_bytes(subject.model, mesh.pipeline) if several else None,
+            tensor=derive(
+                subject.model, mesh.tensor, self._overrides, min_split_bytes=self._min_split_bytes
+            ),
+            course=self._course,
+        )
+        notes = self._cutting.notes if several else ()
+        return MeshFigures(subject, plan).plan(self.name, notes)
 
     def options(self) -> Mapping[str, str]:
         chosen = {

@@ -21,6 +21,7 @@ from shoal.checkpoint.reading import everything, read
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
+from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.strategies.base import (
     Generation,
     optimizer_digest,
@@ -29,6 +30,7 @@ from shoal.strategies.base import (
 from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
 from shoal.strategies.outer import OuterStep
 from shoal.strategies.rounds import Rounds
+from shoal.strategies.rounds_figures import RoundsFigures
 from shoal.strategies.transfer import receive, send
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 from shoal_proto.v1 import membership_pb2 as pb
@@ -85,6 +87,11 @@ class LocalSGD(GroupedStrategy):
         }
         self._model, self._optimizer = model, optimizer
         return model, optimizer
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`; changes are counted as without compression."""
+        found = RoundsFigures(subject, self._every_steps, keeps_velocity=bool(self._outer.momentum))
+        return found.plan(self.name, uncompressed(self._compression))
 
     def fields(self) -> Mapping[str, str]:
         return self._fields

@@ -8,10 +8,13 @@ from torch import nn
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.cutting import Cutter
+from shoal.layouts.hybrid import HybridPlan
+from shoal.layouts.mesh import MeshShape
+from shoal.layouts.mesh_figures import MeshFigures
 from shoal.layouts.outline import Outline
 from shoal.layouts.pipeline import Course, PipelineLayout
-from shoal.layouts.pipeline_figures import PipelineFigures
 from shoal.layouts.schedules import SCHEDULES
+from shoal.layouts.tensor_derive import derive
 from shoal.layouts.timing import Clockwork
 from shoal.planning.figures import Plan, Subject
 from shoal.strategies.laid_out import LaidOut
@@ -44,6 +47,11 @@ class Cutting:
         outline = self.cutter.outline(model, num_stages)
         costs = None if self._clockwork is None else self._clockwork.costs(model, outline, world)
         return outline, self.cutter.stage_of(outline, num_stages, costs)
+
+    def by_bytes(self, model: nn.Module, num_stages: int) -> tuple[Outline, Sequence[int]]:
+        """The same for a plan, before anything can be measured: see `notes`."""
+        outline = self.cutter.outline(model, num_stages)
+        return outline, self.cutter.stage_of(outline, num_stages)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -110,10 +118,13 @@ class Pipeline(LaidOut):
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
-        cutter = self._cutting.cutter
-        outline = cutter.outline(subject.model, subject.world_size)
-        cut = outline, cutter.stage_of(outline, subject.world_size)
-        return PipelineFigures(subject, cut, self._course).plan(self.name, self._cutting.notes)
+        plan = HybridPlan(
+            mesh=MeshShape(pipeline=subject.world_size, data=1, tensor=1),
+            cut=self._cutting.by_bytes(subject.model, subject.world_size),
+            tensor=derive(subject.model, 1),
+            course=self._course,
+        )
+        return MeshFigures(subject, plan).plan(self.name, self._cutting.notes)
 
     def options(self) -> Mapping[str, str]:
         chosen = {

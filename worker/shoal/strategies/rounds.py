@@ -161,18 +161,18 @@ class Rounds(Gates):
     def _buffers(self) -> dict[str, Tensor]:
         """Running statistics: each member's are of its own samples, so the mean is of all."""
         found = self._model.named_buffers()
-        return {f"buffer/{name}": b.detach() for name, b in found if _has_mean(b)}
+        return {f"buffer/{name}": b.detach() for name, b in found if has_mean(b)}
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
         """Whole numbers have no mean: they are those of the first rank, which had most samples."""
         for buffer in self._model.buffers():
-            if not _has_mean(buffer):
+            if not has_mean(buffer):
                 self.wait(dist.broadcast(buffer.detach(), group=group, group_src=0, async_op=True))
 
     def _changes(self, tensors: Mapping[str, Tensor], step: int, weight: float) -> Iterator[Packed]:
         """What this member has changed, times its weight, a bucket at a time."""
         before = self.agreed.tensors
-        for names in _buckets(tensors):
+        for names in buckets(tensors):
             changes = [_change(tensors[name], before[name]) * weight for name in names]
             for name, change in zip(names, changes, strict=True):
                 if not is_finite(change):
@@ -219,7 +219,8 @@ def _kept_as(path: str) -> str:
     return f"{OPTIM}{path.removeprefix('parameter/')}{_VELOCITY}"
 
 
-def _has_mean(tensor: Tensor) -> bool:
+def has_mean(tensor: Tensor) -> bool:
+    """Whether the mean of several members' is of the same kind: whole numbers have none."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -227,14 +228,14 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def summing_dtype(tensor: Tensor) -> torch.dtype:
     """What changes are summed in: half precision would lose small ones."""
     doubles = (torch.float64, torch.complex128)
     return torch.float64 if tensor.dtype in doubles else torch.float32
 
 
 def _change(now: Tensor, before: Tensor) -> Tensor:
-    wide = _wide(now)
+    wide = summing_dtype(now)
     change = _real(now).to(wide) - _real(before).to(wide)
     # A mask's infinities have not changed.
     return change.masked_fill_(_real(now) == _real(before), 0.0)
@@ -245,12 +246,12 @@ def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:
     own.copy_(_real(before).to(change.dtype) + change.view_as(own))
 
 
-def _buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
     """Names, in order, in runs of one device and dtype and of a bounded size."""
     run: list[str] = []
     size, kind = 0, None
     for name, tensor in tensors.items():
-        wide = _wide(tensor)
+        wide = summing_dtype(tensor)
         num_bytes = _real(tensor).numel() * wide.itemsize
         if run and ((tensor.device, wide) != kind or size + num_bytes > BUCKET_BYTES):
             yield run
@@ -273,4 +274,4 @@ def _not_finite(name: str, step: int, what: str) -> NonFiniteGradient:
     )
 
 
-__all__ = ["Rounds"]
+__all__ = ["Rounds", "buckets", "has_mean", "summing_dtype"]

@@ -9,7 +9,7 @@ from shoal.compression.base import Compression
 from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
 from shoal.layouts.replicated_figures import ReplicatedFigures
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.strategies.laid_out import LaidOut
 
 
@@ -55,10 +55,10 @@ class Zero1(LaidOut):
         )
 
     def figures(self, subject: Subject) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
         return ReplicatedFigures(
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
-        ).zero1()
+        ).zero1(uncompressed(self._compression))
 
 
 __all__ = ["Zero1"]

@@ -1,0 +1,26 @@
+"""Models and inputs without any memory, to compute shapes with."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """A copy of the model on the meta device; not even its making takes the model's memory."""
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(
+            torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+        )
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo).to("meta")
+
+
+def to_meta(tree: Any) -> Any:
+    """Tensors in tuples, lists and dicts, on the meta device."""
+    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
+
+
+__all__ = ["on_meta", "to_meta"]

@@ -1,0 +1,103 @@
+"""One rank's part of a step gone through without any other: on the meta device, all ranks silent.
+
+What a rank moves while layers compute depends on shapes that only the model knows. So the model's
+own code is run with a group that has no peers, and what it asks of the group is counted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.collectives import CollectiveGroup, Count
+from shoal.backends.pending import Done
+from shoal.planning.figures import BACKWARD, FORWARD, Collective
+from shoal_proto.errors import InvalidSpec
+
+
+class SilentGroup(CollectiveGroup):
+    """A group of which one rank is there. Every operation ends at once and changes nothing."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size, f"rehearsal of rank {rank} of {size}", 0.0)
+
+    def all_reduce_each(self, tensors: list[Tensor], op: Any) -> dist.Work:
+        return Done(tensors, 0.0)
+
+    def reduce_each(self, tensors: list[Tensor], op: Any, root: int) -> dist.Work:
+        return Done(tensors, 0.0)
+
+    def broadcast_each(self, tensors: list[Tensor], root: int) -> dist.Work:
+        return Done(tensors, 0.0)
+
+    def all_gather_each(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work:
+        return Done(inputs, 0.0)
+
+    def gather_one(self, outputs: list[Tensor], tensor: Tensor, root: int) -> dist.Work:
+        return Done([tensor], 0.0)
+
+    def scatter_one(self, output: Tensor, inputs: list[Tensor], root: int) -> dist.Work:
+        return Done([output], 0.0)
+
+    def reduce_scatter_each(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
+    ) -> dist.Work:
+        return Done(outputs, 0.0)
+
+    def exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
+        return Done(outputs, 0.0)
+
+    def meet(self) -> dist.Work:
+        return Done([], 0.0)
+
+    def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
+        return Done([tensor], 0.0)
+
+    def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
+        return Done([tensor], 0.0)
+
+    def taken(self) -> dict[str, Count]:
+        """What was counted since the last call."""
+        taken, self.counts = self.counts, {}
+        return taken
+
+
+class Rehearsed:
+    """A forward pass of meta tensors and the backward pass behind it, as the group counted them.
+
+    Raises InvalidSpec if the model cannot be run on the meta device, or not on these inputs.
+    """
+
+    def __init__(self, group: SilentGroup, run: Callable[[], Any]) -> None:
+        group.taken()
+        try:
+            # What the model makes by itself, masks say, is to be there too.
+            with torch.enable_grad(), torch.device("meta"):
+                self.outputs = run()
+            self._forward = group.taken()
+            leaves = torch.utils._pytree.tree_leaves(self.outputs)
+            ends = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise InvalidSpec(
+                "what the model exchanges in a step cannot be told beforehand",
+                seen=f"{type(error).__name__}: {error}",
+                expected="a model that runs on the meta device, on inputs= of its own shape",
+                fix="Plan without inputs; what depends on them is then left out.",
+            ) from error
+        self._backward = group.taken()
+
+    def collectives(self, times: int = 1) -> tuple[Collective, ...]:
+        """Of so many passes like this one."""
+        return tuple(
+            Collective(
+                kind=kind, when=when, calls=times * count.calls, num_bytes=times * count.bytes
+            )
+            for when, counts in ((FORWARD, self._forward), (BACKWARD, self._backward))
+            for kind, count in counts.items()
+        )
+
+
+__all__ = ["Rehearsed", "SilentGroup"]
