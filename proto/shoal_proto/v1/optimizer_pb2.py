@@ -24,15 +24,33 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshoal_proto/v1/optimizer.proto\x12\x08shoal.v1\"H\n\rOptimizerSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12)\n\x06groups\x18\x02 \x03(\x0b\x32\x19.shoal.v1.HyperParameters\"\xb8\x01\n\x0fHyperParameters\x12\n\n\x02lr\x18\x01 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x02 \x01(\x01\x12\x10\n\x08momentum\x18\x03 \x01(\x01\x12\x11\n\tdampening\x18\x04 \x01(\x01\x12\x10\n\x08nesterov\x18\x05 \x01(\x08\x12\r\n\x05\x62\x65ta1\x18\x06 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x07 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x08 \x01(\x01\x12\x0f\n\x07\x61msgrad\x18\t \x01(\x08\x12\x10\n\x08maximize\x18\n \x01(\x08\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshoal_proto/v1/optimizer.proto\x12\x08shoal.v1\"\x9c\x01\n\rOptimizerSpec\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12)\n\x06groups\x18\x02 \x03(\x0b\x32\x19.shoal.v1.HyperParameters\x12$\n\x08schedule\x18\x03 \x01(\x0b\x32\x12.shoal.v1.Schedule\x12,\n\tstaleness\x18\x04 \x01(\x0b\x32\x19.shoal.v1.StalenessPolicy\"\xed\x01\n\x0fHyperParameters\x12\n\n\x02lr\x18\x01 \x01(\x01\x12\x14\n\x0cweight_decay\x18\x02 \x01(\x01\x12\x10\n\x08momentum\x18\x03 \x01(\x01\x12\x11\n\tdampening\x18\x04 \x01(\x01\x12\x10\n\x08nesterov\x18\x05 \x01(\x08\x12\r\n\x05\x62\x65ta1\x18\x06 \x01(\x01\x12\r\n\x05\x62\x65ta2\x18\x07 \x01(\x01\x12\x0b\n\x03\x65ps\x18\x08 \x01(\x01\x12\x0f\n\x07\x61msgrad\x18\t \x01(\x08\x12\x10\n\x08maximize\x18\n \x01(\x08\x12\x10\n\x08lr_decay\x18\x0b \x01(\x01\x12!\n\x19initial_accumulator_value\x18\x0c \x01(\x01\"+\n\x08Schedule\x12\x1f\n\x06phases\x18\x01 \x03(\x0b\x32\x0f.shoal.v1.Phase\"\xab\x02\n\x05Phase\x12\x13\n\x0bnum_updates\x18\x01 \x01(\x04\x12+\n\x08\x63onstant\x18\x02 \x01(\x0b\x32\x17.shoal.v1.ConstantPhaseH\x00\x12\'\n\x06linear\x18\x03 \x01(\x0b\x32\x15.shoal.v1.LinearPhaseH\x00\x12#\n\x04step\x18\x04 \x01(\x0b\x32\x13.shoal.v1.StepPhaseH\x00\x12.\n\nmulti_step\x18\x05 \x01(\x0b\x32\x18.shoal.v1.MultiStepPhaseH\x00\x12\x31\n\x0b\x65xponential\x18\x06 \x01(\x0b\x32\x1a.shoal.v1.ExponentialPhaseH\x00\x12\'\n\x06\x63osine\x18\x07 \x01(\x0b\x32\x15.shoal.v1.CosinePhaseH\x00\x42\x06\n\x04kind\"4\n\rConstantPhase\x12\x0e\n\x06\x66\x61\x63tor\x18\x01 \x01(\x01\x12\x13\n\x0btotal_iters\x18\x02 \x01(\x04\"L\n\x0bLinearPhase\x12\x14\n\x0cstart_factor\x18\x01 \x01(\x01\x12\x12\n\nend_factor\x18\x02 \x01(\x01\x12\x13\n\x0btotal_iters\x18\x03 \x01(\x04\"-\n\tStepPhase\x12\x11\n\tstep_size\x18\x01 \x01(\x04\x12\r\n\x05gamma\x18\x02 \x01(\x01\"3\n\x0eMultiStepPhase\x12\x12\n\nmilestones\x18\x01 \x03(\x04\x12\r\n\x05gamma\x18\x02 \x01(\x01\"!\n\x10\x45xponentialPhase\x12\r\n\x05gamma\x18\x01 \x01(\x01\"-\n\x0b\x43osinePhase\x12\r\n\x05t_max\x18\x01 \x01(\x04\x12\x0f\n\x07\x65ta_min\x18\x02 \x01(\x01\"p\n\x0fStalenessPolicy\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x12\n\x05\x62ound\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x10\n\x08strength\x18\x03 \x01(\x01\x12\x10\n\x08\x61\x64\x61ptive\x18\x04 \x01(\x08\x12\r\n\x05\x64\x65\x63\x61y\x18\x05 \x01(\x01\x42\x08\n\x06_boundb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.optimizer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OPTIMIZERSPEC']._serialized_start=44
-  _globals['_OPTIMIZERSPEC']._serialized_end=116
-  _globals['_HYPERPARAMETERS']._serialized_start=119
-  _globals['_HYPERPARAMETERS']._serialized_end=303
+  _globals['_OPTIMIZERSPEC']._serialized_start=45
+  _globals['_OPTIMIZERSPEC']._serialized_end=201
+  _globals['_HYPERPARAMETERS']._serialized_start=204
+  _globals['_HYPERPARAMETERS']._serialized_end=441
+  _globals['_SCHEDULE']._serialized_start=443
+  _globals['_SCHEDULE']._serialized_end=486
+  _globals['_PHASE']._serialized_start=489
+  _globals['_PHASE']._serialized_end=788
+  _globals['_CONSTANTPHASE']._serialized_start=790
+  _globals['_CONSTANTPHASE']._serialized_end=842
+  _globals['_LINEARPHASE']._serialized_start=844
+  _globals['_LINEARPHASE']._serialized_end=920
+  _globals['_STEPPHASE']._serialized_start=922
+  _globals['_STEPPHASE']._serialized_end=967
+  _globals['_MULTISTEPPHASE']._serialized_start=969
+  _globals['_MULTISTEPPHASE']._serialized_end=1020
+  _globals['_EXPONENTIALPHASE']._serialized_start=1022
+  _globals['_EXPONENTIALPHASE']._serialized_end=1055
+  _globals['_COSINEPHASE']._serialized_start=1057
+  _globals['_COSINEPHASE']._serialized_end=1102
+  _globals['_STALENESSPOLICY']._serialized_start=1104
+  _globals['_STALENESSPOLICY']._serialized_end=1216
 # @@protoc_insertion_point(module_scope)

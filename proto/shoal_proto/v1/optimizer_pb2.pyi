@@ -28,21 +28,33 @@ class OptimizerSpec(_message.Message):
 
     KIND_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    SCHEDULE_FIELD_NUMBER: _builtins.int
+    STALENESS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"sgd", "adam" or "adamw" """
+    """"sgd", "adagrad", "adam", "adamw"; or "outer", whose gradients are what a member's own steps
+    have taken away from the values since it received them.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___HyperParameters]:
         """One entry a parameter group."""
 
+    @_builtins.property
+    def schedule(self) -> Global___Schedule:
+        """Of the learning rates of all groups, for pushes that bring none."""
+
+    @_builtins.property
+    def staleness(self) -> Global___StalenessPolicy: ...
     def __init__(
         self,
         *,
         kind: _builtins.str = ...,
         groups: _abc.Iterable[Global___HyperParameters] | None = ...,
+        schedule: Global___Schedule | None = ...,
+        staleness: Global___StalenessPolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["schedule", b"schedule", "staleness", b"staleness"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "kind", b"kind"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "kind", b"kind", "schedule", b"schedule", "staleness", b"staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -64,6 +76,8 @@ class HyperParameters(_message.Message):
     EPS_FIELD_NUMBER: _builtins.int
     AMSGRAD_FIELD_NUMBER: _builtins.int
     MAXIMIZE_FIELD_NUMBER: _builtins.int
+    LR_DECAY_FIELD_NUMBER: _builtins.int
+    INITIAL_ACCUMULATOR_VALUE_FIELD_NUMBER: _builtins.int
     lr: _builtins.float
     weight_decay: _builtins.float
     momentum: _builtins.float
@@ -74,6 +88,8 @@ class HyperParameters(_message.Message):
     eps: _builtins.float
     amsgrad: _builtins.bool
     maximize: _builtins.bool
+    lr_decay: _builtins.float
+    initial_accumulator_value: _builtins.float
     def __init__(
         self,
         *,
@@ -87,11 +103,264 @@ class HyperParameters(_message.Message):
         eps: _builtins.float = ...,
         amsgrad: _builtins.bool = ...,
         maximize: _builtins.bool = ...,
+        lr_decay: _builtins.float = ...,
+        initial_accumulator_value: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["amsgrad", b"amsgrad", "beta1", b"beta1", "beta2", b"beta2", "dampening", b"dampening", "eps", b"eps", "lr", b"lr", "maximize", b"maximize", "momentum", b"momentum", "nesterov", b"nesterov", "weight_decay", b"weight_decay"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["amsgrad", b"amsgrad", "beta1", b"beta1", "beta2", b"beta2", "dampening", b"dampening", "eps", b"eps", "initial_accumulator_value", b"initial_accumulator_value", "lr", b"lr", "lr_decay", b"lr_decay", "maximize", b"maximize", "momentum", b"momentum", "nesterov", b"nesterov", "weight_decay", b"weight_decay"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HyperParameters: _TypeAlias = HyperParameters  # noqa: Y015
+
+@_typing.final
+class Schedule(_message.Message):
+    """Learning rates by the number of updates that a shard has had, equal to those of
+    torch.optim.lr_scheduler stepped once an update. No phase: they stay as they are.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+        """One after the other, as by SequentialLR."""
+
+    def __init__(
+        self,
+        *,
+        phases: _abc.Iterable[Global___Phase] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["phases", b"phases"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Schedule: _TypeAlias = Schedule  # noqa: Y015
+
+@_typing.final
+class Phase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_UPDATES_FIELD_NUMBER: _builtins.int
+    CONSTANT_FIELD_NUMBER: _builtins.int
+    LINEAR_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    MULTI_STEP_FIELD_NUMBER: _builtins.int
+    EXPONENTIAL_FIELD_NUMBER: _builtins.int
+    COSINE_FIELD_NUMBER: _builtins.int
+    num_updates: _builtins.int
+    """So many updates it lasts; that of the last phase is not looked at."""
+    @_builtins.property
+    def constant(self) -> Global___ConstantPhase: ...
+    @_builtins.property
+    def linear(self) -> Global___LinearPhase: ...
+    @_builtins.property
+    def step(self) -> Global___StepPhase: ...
+    @_builtins.property
+    def multi_step(self) -> Global___MultiStepPhase: ...
+    @_builtins.property
+    def exponential(self) -> Global___ExponentialPhase: ...
+    @_builtins.property
+    def cosine(self) -> Global___CosinePhase: ...
+    def __init__(
+        self,
+        *,
+        num_updates: _builtins.int = ...,
+        constant: Global___ConstantPhase | None = ...,
+        linear: Global___LinearPhase | None = ...,
+        step: Global___StepPhase | None = ...,
+        multi_step: Global___MultiStepPhase | None = ...,
+        exponential: Global___ExponentialPhase | None = ...,
+        cosine: Global___CosinePhase | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["constant", b"constant", "cosine", b"cosine", "exponential", b"exponential", "kind", b"kind", "linear", b"linear", "multi_step", b"multi_step", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["constant", b"constant", "cosine", b"cosine", "exponential", b"exponential", "kind", b"kind", "linear", b"linear", "multi_step", b"multi_step", "num_updates", b"num_updates", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["constant", "linear", "step", "multi_step", "exponential", "cosine"]  # noqa: Y015
+    _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
+
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
+
+@_typing.final
+class ConstantPhase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FACTOR_FIELD_NUMBER: _builtins.int
+    TOTAL_ITERS_FIELD_NUMBER: _builtins.int
+    factor: _builtins.float
+    total_iters: _builtins.int
+    def __init__(
+        self,
+        *,
+        factor: _builtins.float = ...,
+        total_iters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["factor", b"factor", "total_iters", b"total_iters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConstantPhase: _TypeAlias = ConstantPhase  # noqa: Y015
+
+@_typing.final
+class LinearPhase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FACTOR_FIELD_NUMBER: _builtins.int
+    END_FACTOR_FIELD_NUMBER: _builtins.int
+    TOTAL_ITERS_FIELD_NUMBER: _builtins.int
+    start_factor: _builtins.float
+    end_factor: _builtins.float
+    total_iters: _builtins.int
+    def __init__(
+        self,
+        *,
+        start_factor: _builtins.float = ...,
+        end_factor: _builtins.float = ...,
+        total_iters: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_factor", b"end_factor", "start_factor", b"start_factor", "total_iters", b"total_iters"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinearPhase: _TypeAlias = LinearPhase  # noqa: Y015
+
+@_typing.final
+class StepPhase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STEP_SIZE_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    step_size: _builtins.int
+    gamma: _builtins.float
+    def __init__(
+        self,
+        *,
+        step_size: _builtins.int = ...,
+        gamma: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gamma", b"gamma", "step_size", b"step_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepPhase: _TypeAlias = StepPhase  # noqa: Y015
+
+@_typing.final
+class MultiStepPhase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MILESTONES_FIELD_NUMBER: _builtins.int
+    GAMMA_FIELD_NUMBER: _builtins.int
+    gamma: _builtins.float
+    @_builtins.property
+    def milestones(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """In order; one that comes twice counts twice."""
+
+    def __init__(
+        self,
+        *,
+        milestones: _abc.Iterable[_builtins.int] | None = ...,
+        gamma: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gamma", b"gamma", "milestones", b"milestones"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MultiStepPhase: _TypeAlias = MultiStepPhase  # noqa: Y015
+
+@_typing.final
+class ExponentialPhase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GAMMA_FIELD_NUMBER: _builtins.int
+    gamma: _builtins.float
+    def __init__(
+        self,
+        *,
+        gamma: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gamma", b"gamma"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExponentialPhase: _TypeAlias = ExponentialPhase  # noqa: Y015
+
+@_typing.final
+class CosinePhase(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    T_MAX_FIELD_NUMBER: _builtins.int
+    ETA_MIN_FIELD_NUMBER: _builtins.int
+    t_max: _builtins.int
+    eta_min: _builtins.float
+    def __init__(
+        self,
+        *,
+        t_max: _builtins.int = ...,
+        eta_min: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["eta_min", b"eta_min", "t_max", b"t_max"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CosinePhase: _TypeAlias = CosinePhase  # noqa: Y015
+
+@_typing.final
+class StalenessPolicy(_message.Message):
+    """What is done about gradients of values that others have changed since."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    BOUND_FIELD_NUMBER: _builtins.int
+    STRENGTH_FIELD_NUMBER: _builtins.int
+    ADAPTIVE_FIELD_NUMBER: _builtins.int
+    DECAY_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """"" and "none": nothing; "scale": the learning rate is divided by the staleness, if that is above
+    1; "compensate": the gradient is corrected by how far the values have gone since. Then the values
+    that the gradient was computed on follow each shard's gradient, at offsets from the shard's
+    number of bytes on.
+    """
+    bound: _builtins.int
+    """A push of a greater staleness is refused with StalePush."""
+    strength: _builtins.float
+    """Lambda of compensation, lambda_0 where it is adaptive."""
+    adaptive: _builtins.bool
+    """Whether lambda is divided by the root of the mean square of each element's gradients."""
+    decay: _builtins.float
+    """How much of the mean square stays from one update to the next."""
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        bound: _builtins.int | None = ...,
+        strength: _builtins.float = ...,
+        adaptive: _builtins.bool = ...,
+        decay: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "bound", b"bound"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_bound", b"_bound", "adaptive", b"adaptive", "bound", b"bound", "decay", b"decay", "kind", b"kind", "strength", b"strength"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__bound: _TypeAlias = _typing.Literal["bound"]  # noqa: Y015
+    _WhichOneofArgType__bound: _TypeAlias = _typing.Literal["_bound", b"_bound"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__bound) -> _WhichOneofReturnType__bound | None: ...
+
+Global___StalenessPolicy: _TypeAlias = StalenessPolicy  # noqa: Y015

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from shoal_proto.errors import NonFiniteGradient, ShapeMismatch
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.tensors import wide
 
 DTYPES = {
     "float32": torch.float32,
@@ -45,18 +46,16 @@ class Cutter:
             return ()
         return torch.split(torch.frombuffer(data, dtype=self._dtype), sizes)
 
-    def cut_finite(self, blocks: Sequence[int], data: bytes) -> Sequence[Tensor]:
-        """As `cut`. Raises NonFiniteGradient, too, with the parameter's name."""
+    def check_finite(self, blocks: Sequence[int], data: bytes) -> None:
+        """Raise NonFiniteGradient, with the parameter's name, or ShapeMismatch."""
         gradients = self.cut(blocks, data)
         if not gradients:
-            return ()
+            return
         # A sum is finite only if all are, and far cheaper than asking each one; a sum that is not
         # may also be an overflow of finite numbers.
         flat = torch.frombuffer(data, dtype=self._dtype)
-        total = flat.sum(dtype=max(self._dtype, torch.float32, key=lambda d: d.itemsize))
-        if not math.isfinite(total.item()):
+        if not math.isfinite(flat.sum(dtype=wide(self._dtype)).item()):
             self._refuse_non_finite(blocks, gradients)
-        return gradients
 
     def _refuse_non_finite(self, blocks: Sequence[int], gradients: Sequence[Tensor]) -> None:
         for b, gradient in zip(blocks, gradients, strict=True):

@@ -21,7 +21,7 @@ from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.gradients import DTYPES, Cutter
 from shoal_server.parameters.image import Image, Keeper, Record
-from shoal_server.parameters.optimizers import new_optimizer
+from shoal_server.parameters.rule import UpdateRule
 from shoal_server.parameters.sessions import Outcome, SessionTable
 
 SEND_PIECE_BYTES = 1024 * 1024
@@ -29,13 +29,15 @@ STALENESS_BUCKETS = 64
 
 KIND = "dense"
 VALUES = "values"
-OPTIMIZER_STATE = "optimizer/"
-"""In an image, before the names of the optimizer's tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """One gradient for one shard. `gradient` holds the present blocks, one after the other."""
+    """One gradient for one shard.
+
+    `gradient` holds the present blocks, one after the other; where the shard `needs_base`, the
+    values that it was computed on follow in the same order.
+    """
 
     session: str
     sequence: int
@@ -72,10 +74,9 @@ class LiveShard:
         self.optimizer_spec = optimizer
         self.num_bytes = len(values)
         self._bytes = memoryview(values)
-        self._cutter = Cutter(spec)
         self._values = torch.frombuffer(values, dtype=DTYPES[spec.dtype])
         blocks = torch.split(self._values, [block.num_elements for block in spec.blocks])
-        self._optimizer = new_optimizer(optimizer, spec.group, blocks)
+        self._rule = UpdateRule(optimizer, spec.group, blocks, Cutter(spec))
         self._sessions = SessionTable()
         self._version = 1
         self._pushes = self._duplicates = self._refused = 0
@@ -90,6 +91,11 @@ class LiveShard:
     @property
     def version(self) -> int:
         return self._version
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the values that a gradient was computed on have to follow it in a push."""
+        return self._rule.needs_base
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
         """The error for a sender whose view of this shard is not the current one."""
@@ -106,8 +112,8 @@ class LiveShard:
         """Apply a gradient once; gives the outcome, whether it is a repeat, and the values.
 
         A repeated (session, sequence) gets its first outcome and changes nothing; the values then
-        are those of now. Raises WrongEpoch, ForgottenPush, NonFiniteGradient, ShapeMismatch,
-        MalformedMessage or Overloaded, and then nothing has changed either.
+        are those of now. Raises WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient,
+        ShapeMismatch, MalformedMessage or Overloaded, and then nothing has changed either.
         """
         with self._lock:
             try:
@@ -125,19 +131,18 @@ class LiveShard:
             self._duplicates += 1
             return first, True
         staleness = self._staleness(push)
-        gradients = self._cutter.cut_finite(push.blocks, push.gradient)
-        lr = self.optimizer_spec.groups[self.spec.group].lr if push.lr is None else push.lr
+        self._rule.check(push.blocks, push.gradient, staleness, self.spec.shard_id)
         record = PushRecord(
             session=push.session,
             sequence=push.sequence,
             version=self._version + 1,
             staleness=staleness,
             blocks=push.blocks,
-            lr=lr,
+            lr=self._rule.lr(push.lr, staleness),
             at_unix_s=time.time(),
             forgotten_sessions=self._sessions.make_room(push.session, is_live),
         )
-        return self._apply(record, gradients, push.gradient), False
+        return self._apply(Record(record, push.gradient)), False
 
     def _staleness(self, push: Push) -> int:
         """How many updates the gradient does not know of."""
@@ -153,19 +158,19 @@ class LiveShard:
             fix="Pull the shard again; it may have been made anew.",
         )
 
-    def _apply(self, record: PushRecord, gradients: Sequence[Tensor], data: bytes) -> Outcome:
+    def _apply(self, record: Record) -> Outcome:
         """All that a push changes, on the primary and on every copy alike: nothing in here may
         depend on anything but the shard and the record."""
-        self._sessions.forget(record.forgotten_sessions)
-        if gradients:
-            self._optimizer.step(record.blocks, gradients, record.lr)
-        outcome = Outcome(record.version, record.staleness)
+        push = record.push
+        self._rule.apply(push, record.data)
+        self._sessions.forget(push.forgotten_sessions)
+        outcome = Outcome(push.version, push.staleness)
         self._version = outcome.version
-        self._sessions.remember(record.session, record.sequence, outcome)
+        self._sessions.remember(push.session, push.sequence, outcome)
         self._pushes += 1
         self._staleness_counts[min(outcome.staleness, STALENESS_BUCKETS - 1)] += 1
         if self._keeper is not None:
-            self._keeper(Record(record, data))
+            self._keeper(record)
         return outcome
 
     def replay(self, record: Record) -> None:
@@ -174,15 +179,14 @@ class LiveShard:
         Raises InternalError if it is not the next version, or ShapeMismatch if its data have
         another length; then nothing has changed.
         """
-        push = record.push
         with self._lock:
-            if push.version != self._version + 1:
+            if record.push.version != self._version + 1:
                 raise InternalError(
                     f"shard {self.spec.shard_id} was told of an update out of order",
-                    seen=f"version {push.version}",
+                    seen=f"version {record.push.version}",
                     expected=f"version {self._version + 1}",
                 )
-            self._apply(push, self._cutter.cut(push.blocks, record.data), record.data)
+            self._apply(record)
 
     def read(self, known_version: int = 0) -> Values:
         """The values now; without pieces if the version is still `known_version`."""
@@ -240,20 +244,13 @@ class LiveShard:
                 expected=f"{KIND!r}, {num_elements} values",
             )
         shard = cls(spec.shard, spec.optimizer, bytearray(values.view(torch.uint8).numpy().data))
-        shard._optimizer.load_state(
-            {
-                name.removeprefix(OPTIMIZER_STATE): tensor
-                for name, tensor in image.tensors.items()
-                if name.startswith(OPTIMIZER_STATE)
-            }
-        )
+        shard._rule.load_state({n: t for n, t in image.tensors.items() if n != VALUES})
         shard._sessions.restore(image.sessions)
         shard._version = image.version
         return shard
 
     def _tensors(self) -> Mapping[str, Tensor]:
-        state = self._optimizer.state()
-        return {VALUES: self._values} | {OPTIMIZER_STATE + n: t for n, t in state.items()}
+        return {VALUES: self._values, **self._rule.state()}
 
     def describe(self, job: str) -> ShardState:
         """Counters and sizes, for people; without the lock, so that nobody waits for it."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.strategies.outer import OuterStep
 from shoal_proto.errors import InvalidSpec, ShoalError, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.core.placement import Parameter, cut_into_shards
@@ -16,6 +17,13 @@ NUM_STEPS = 4
 
 SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 ADAM = {"lr": 0.01, "betas": (0.8, 0.99), "eps": 1e-7, "weight_decay": 0.0, "amsgrad": False}
+ADAGRAD = {
+    "lr": 0.1,
+    "lr_decay": 0.0,
+    "weight_decay": 0.0,
+    "initial_accumulator_value": 0.0,
+    "eps": 1e-10,
+}
 CASES = [
     ("sgd", SGD),
     ("sgd", SGD | {"momentum": 0.9}),
@@ -26,11 +34,15 @@ CASES = [
     ("adam", ADAM | {"maximize": True}),
     ("adamw", ADAM | {"weight_decay": 0.1}),
     ("adamw", ADAM | {"weight_decay": 0.1, "amsgrad": True}),
+    ("adagrad", ADAGRAD),
+    ("adagrad", ADAGRAD | {"lr_decay": 0.1, "weight_decay": 0.01, "maximize": True}),
+    ("adagrad", ADAGRAD | {"initial_accumulator_value": 0.5, "eps": 1e-3}),
 ]
 TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
+    "adagrad": torch.optim.Adagrad,
 }
 
 
@@ -125,6 +137,51 @@ def train_torch_alone(settings: dict[str, object], dtype: torch.dtype) -> list[T
     return trained
 
 
+def test_each_group_has_its_own_settings() -> None:
+    """A shard is of one parameter group, and its optimizer has the settings of that one."""
+    groups = [ADAM, ADAM | {"lr": 0.1, "betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}]
+    hypers = [to_spec("adam", group).groups[0] for group in groups]
+    spec = OptimizerSpec(kind="adam", groups=hypers)
+    parameters = [torch.nn.Parameter(gradient(99, i, (65,), torch.float32)) for i in range(2)]
+    values = [p.detach().clone() for p in parameters]
+    reference = torch.optim.Adam(
+        [{"params": [p]} | group for p, group in zip(parameters, groups, strict=True)],
+        fused=True,  # type: ignore[arg-type]
+    )
+    ours = [new_optimizer(spec, i, [value]) for i, value in enumerate(values)]
+    for step in range(NUM_STEPS):
+        for i, p in enumerate(parameters):
+            p.grad = gradient(step, i, (65,), torch.float32)
+            ours[i].step([0], [p.grad.clone()], hypers[i].lr)
+        reference.step()
+    for seen, wanted in zip(values, parameters, strict=True):
+        assert torch.equal(seen, wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "outer",
+    [OuterStep(), OuterStep(lr=0.5, momentum=0.9), OuterStep(lr=0.7, momentum=0.9, nesterov=True)],
+    ids=str,
+)
+def test_the_outer_step_is_that_of_the_members(outer: OuterStep, dtype: torch.dtype) -> None:
+    """One member that pushes how far it has come gets what it would have come to by itself."""
+    settings = {"lr": outer.lr, "momentum": outer.momentum, "nesterov": outer.nesterov}
+    blocks = [gradient(99, i, shape, dtype).flatten() for i, shape in enumerate(SHAPES)]
+    expected = [block.clone() for block in blocks]
+    velocities: list[Tensor | None] = [None] * len(blocks)
+    ours = new_optimizer(to_spec("outer", settings), 0, blocks)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    for step in range(NUM_STEPS):
+        moved = [gradient(step, i, shape, dtype).flatten() for i, shape in enumerate(SHAPES)]
+        ours.step(range(len(blocks)), moved, outer.lr)
+        for i, value in enumerate(expected):
+            change, velocities[i] = outer.change(-moved[i].to(wide), velocities[i])
+            value.copy_(value.to(wide) + change)
+    for seen, wanted in zip(blocks, expected, strict=True):
+        assert torch.equal(seen, wanted)
+
+
 TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 0.04, torch.float16: 0.004}
 
 
@@ -158,6 +215,10 @@ def test_within_rounding_of_torch_default(
         (to_spec("sgd", SGD | {"nesterov": True}), InvalidSpec, "nesterov"),
         (to_spec("adam", ADAM | {"betas": (1.0, 0.9)}), InvalidSpec, "beta1"),
         (to_spec("adamw", ADAM | {"weight_decay": float("inf")}), InvalidSpec, "weight_decay"),
+        (to_spec("adagrad", ADAGRAD | {"lr_decay": -0.1}), InvalidSpec, "lr_decay"),
+        (to_spec("adagrad", ADAGRAD | {"eps": -1.0}), InvalidSpec, "eps"),
+        (to_spec("outer", {"lr": 0.7, "momentum": 1.0}), InvalidSpec, "momentum"),
+        (to_spec("outer", {"lr": 0.7, "nesterov": True}), InvalidSpec, "nesterov"),
     ],
 )
 def test_bad_settings_are_refused(

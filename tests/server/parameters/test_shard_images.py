@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_proto.errors import InternalError, ShapeMismatch, WrongEpoch
-from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import (
+    CosinePhase,
+    HyperParameters,
+    LinearPhase,
+    OptimizerSpec,
+    Phase,
+    Schedule,
+    StalenessPolicy,
+)
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.image import Image, Record
 from shoal_server.parameters.sessions import MAX_SESSIONS
@@ -19,33 +27,40 @@ SIZES = (7, 33, 64, 130)
 EPOCH = 3
 
 SGD = HyperParameters(lr=0.1, weight_decay=0.01)
+MOMENTUM = HyperParameters(lr=0.1, weight_decay=0.01, momentum=0.9, dampening=0.1)
+NESTEROV = HyperParameters(lr=0.1, momentum=0.9, nesterov=True)
 ADAM = HyperParameters(lr=0.01, beta1=0.8, beta2=0.99, eps=1e-7, weight_decay=0.1)
-
-
-def changed(hyper: HyperParameters, **changes: object) -> HyperParameters:
-    copy = HyperParameters()
-    copy.CopyFrom(hyper)
-    for name, value in changes.items():
-        setattr(copy, name, value)
-    return copy
-
+AMSGRAD = HyperParameters(lr=0.01, beta1=0.8, beta2=0.99, eps=1e-7, amsgrad=True)
+ADAGRAD = HyperParameters(lr=0.1, lr_decay=0.1, eps=1e-10, initial_accumulator_value=0.1)
+WARM_UP = Schedule(
+    phases=[
+        Phase(num_updates=4, linear=LinearPhase(start_factor=0.1, end_factor=1, total_iters=4)),
+        Phase(cosine=CosinePhase(t_max=5)),
+    ]
+)
+COMPENSATE = StalenessPolicy(kind="compensate", strength=0.04)
+ADAPTIVE = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
 
 SPECS = {
-    "sgd": ("sgd", SGD),
-    "momentum": ("sgd", changed(SGD, momentum=0.9, dampening=0.1)),
-    "nesterov": ("sgd", changed(SGD, momentum=0.9, nesterov=True)),
-    "adam": ("adam", ADAM),
-    "amsgrad": ("adam", changed(ADAM, amsgrad=True)),
-    "adamw": ("adamw", ADAM),
+    "sgd": OptimizerSpec(kind="sgd", groups=[SGD]),
+    "momentum": OptimizerSpec(kind="sgd", groups=[MOMENTUM]),
+    "nesterov": OptimizerSpec(kind="sgd", groups=[NESTEROV]),
+    "adam": OptimizerSpec(kind="adam", groups=[ADAM]),
+    "amsgrad": OptimizerSpec(kind="adam", groups=[AMSGRAD]),
+    "adamw": OptimizerSpec(kind="adamw", groups=[ADAM]),
+    "adagrad": OptimizerSpec(kind="adagrad", groups=[ADAGRAD]),
+    "outer": OptimizerSpec(kind="outer", groups=[NESTEROV]),
+    "scheduled": OptimizerSpec(kind="sgd", groups=[SGD], schedule=WARM_UP),
+    "scaled": OptimizerSpec(kind="sgd", groups=[SGD], staleness=StalenessPolicy(kind="scale")),
+    "compensated": OptimizerSpec(kind="sgd", groups=[NESTEROV], staleness=COMPENSATE),
+    "adaptive": OptimizerSpec(kind="adam", groups=[ADAM], staleness=ADAPTIVE),
 }
 
 
 def new_shard(case: str, dtype: str, seed: int = 0) -> LiveShard:
-    kind, hyper = SPECS[case]
     blocks = [Block(parameter=str(i), num_elements=size) for i, size in enumerate(SIZES)]
     spec = Shard(shard_id=7, epoch=EPOCH, dtype=dtype, blocks=blocks)
-    values = numbers(seed, sum(SIZES), dtype)
-    return LiveShard(spec, OptimizerSpec(kind=kind, groups=[hyper]), bytearray(values))
+    return LiveShard(spec, SPECS[case], bytearray(numbers(seed, sum(SIZES), dtype)))
 
 
 def numbers(seed: int, count: int, dtype: str) -> bytes:
@@ -87,15 +102,16 @@ def bits(image: Image) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
     return image.version, image.spec, tensors, list(image.sessions)
 
 
-def to_push(move: Move, number: int, version: int, dtype: str) -> Push:
+def to_push(move: Move, number: int, shard: LiveShard, dtype: str) -> Push:
+    size = sum(SIZES[b] for b in move.blocks)
     return Push(
         session=f"s{move.session}",
         sequence=number,
         epoch=EPOCH,
-        base_version=max(1, version - move.behind),
+        base_version=max(1, shard.version - move.behind),
         lr=move.lr,
         blocks=move.blocks,
-        gradient=numbers(number, sum(SIZES[b] for b in move.blocks), dtype),
+        gradient=numbers(number, 2 * size if shard.needs_base else size, dtype),
     )
 
 
@@ -113,11 +129,11 @@ def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move])
     for number, move in enumerate(moves, start=1):
         if move.copies:
             copies.append((LiveShard.from_image(shard.image()), len(told)))
-        pushes.append(to_push(move, number, shard.version, dtype))
+        pushes.append(to_push(move, number, shard, dtype))
         for push in (pushes[-1],) * (2 if move.repeats else 1):
             shard.push(push, is_live, return_values=False)
     assert [record.push.version for record in told] == list(range(2, len(moves) + 2))
-    after = to_push(Move(0, (0, 2, 3), None, 1, False, False), 99, shard.version, dtype)
+    after = to_push(Move(0, (0, 2, 3), None, 1, False, False), 99, shard, dtype)
     wanted = bits(shard.image())
     answers = [shard.push(p, is_live, return_values=False) for p in (*pushes[-1:], after)]
     for copy, begun in copies:

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+from shoal_server.parameters.optimizers.adagrad import Adagrad
 from shoal_server.parameters.optimizers.adam import Adam
 from shoal_server.parameters.optimizers.base import ShardOptimizer
 from shoal_server.parameters.optimizers.checks import check_spec
+from shoal_server.parameters.optimizers.outer import Outer
+from shoal_server.parameters.optimizers.schedules import RunningSchedule
 from shoal_server.parameters.optimizers.sgd import Sgd
 
 
@@ -16,7 +19,11 @@ def new_optimizer(spec: OptimizerSpec, group: int, blocks: Sequence[Tensor]) -> 
     hyper = spec.groups[group]
     if spec.kind == "sgd":
         return Sgd(hyper, blocks)
+    if spec.kind == "adagrad":
+        return Adagrad(hyper, blocks)
+    if spec.kind == "outer":
+        return Outer(hyper, blocks)
     return Adam(hyper, blocks, decoupled_weight_decay=spec.kind == "adamw")
 
 
-__all__ = ["ShardOptimizer", "check_spec", "new_optimizer"]
+__all__ = ["RunningSchedule", "ShardOptimizer", "check_spec", "new_optimizer"]

@@ -5,16 +5,23 @@ from collections.abc import Sequence
 
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_server.parameters.optimizers.schedules import check_schedule
+from shoal_server.parameters.staleness import check_policy
+
+KINDS = ("sgd", "adagrad", "adam", "adamw", "outer")
 
 
 def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
-    """Raise UnsupportedOptimizer or InvalidSpec for what no kernel can run."""
-    if spec.kind not in ("sgd", "adam", "adamw"):
+    """Raise UnsupportedOptimizer or InvalidSpec for what no kernel can run, or for a schedule or
+    staleness policy that is out of range."""
+    if spec.kind not in KINDS:
         raise UnsupportedOptimizer(
             "no such optimizer on the parameter server",
             seen=repr(spec.kind),
-            expected="sgd, adam or adamw",
+            expected=", ".join(KINDS),
         )
+    check_schedule(spec.schedule)
+    check_policy(spec.staleness)
     if len(spec.groups) < num_groups:
         raise InvalidSpec(
             "each parameter group needs its hyper-parameters",
@@ -38,19 +45,30 @@ def check_spec(spec: OptimizerSpec, num_groups: int) -> None:
 
 
 def _ranges(kind: str, hyper: HyperParameters) -> Sequence[tuple[str, float, float, float]]:
-    shared = (
-        ("lr", hyper.lr, 0.0, math.inf),
-        ("weight_decay", hyper.weight_decay, 0.0, math.inf),
-    )
+    lr = ("lr", hyper.lr, 0.0, math.inf)
+    weight_decay = ("weight_decay", hyper.weight_decay, 0.0, math.inf)
+    eps = ("eps", hyper.eps, 0.0, math.inf)
+    if kind == "outer":
+        return (lr, ("momentum", hyper.momentum, 0.0, 1.0))
     if kind == "sgd":
         return (
-            *shared,
+            lr,
+            weight_decay,
             ("momentum", hyper.momentum, 0.0, math.inf),
             ("dampening", hyper.dampening, -math.inf, math.inf),
         )
+    if kind == "adagrad":
+        return (
+            lr,
+            weight_decay,
+            eps,
+            ("lr_decay", hyper.lr_decay, 0.0, math.inf),
+            ("initial_accumulator_value", hyper.initial_accumulator_value, 0.0, math.inf),
+        )
     return (
-        *shared,
+        lr,
+        weight_decay,
+        eps,
         ("beta1", hyper.beta1, 0.0, 1.0),
         ("beta2", hyper.beta2, 0.0, 1.0),
-        ("eps", hyper.eps, 0.0, math.inf),
     )

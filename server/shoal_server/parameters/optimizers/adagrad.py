@@ -1,0 +1,40 @@
+"""Adagrad as in `torch.optim.Adagrad`."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters
+from shoal_server.parameters.tensors import beside, copy_state
+
+
+class Adagrad:
+    def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
+        self._hyper = hyper
+        self._blocks = blocks
+        self._sum, self._sums = beside(blocks, hyper.initial_accumulator_value)
+        # torch.optim counts steps in float32 tensors, one a parameter.
+        self._step = torch.zeros(len(blocks), dtype=torch.float32)
+        self._steps = self._step.unbind()
+
+    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
+        steps = [self._steps[b] for b in blocks]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adagrad_(
+            [self._blocks[b] for b in blocks],
+            list(gradients),
+            [self._sums[b] for b in blocks],
+            steps,
+            lr=lr,
+            lr_decay=self._hyper.lr_decay,
+            weight_decay=self._hyper.weight_decay,
+            eps=self._hyper.eps,
+            maximize=self._hyper.maximize,
+        )
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {"sum": self._sum, "step": self._step}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        copy_state(self.state(), state)

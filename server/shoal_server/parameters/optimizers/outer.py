@@ -1,0 +1,44 @@
+"""The outer step of DiLoCo, for members who step by themselves and push how far they have come.
+
+Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
+arXiv:2311.08105. What is pushed stands in for a gradient: the values that a member began its round
+with, less those that its own optimizer has reached. The step on it is SGD with momentum, Nesterov's
+or not; 16-bit values are stepped in float32.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters
+from shoal_server.parameters.tensors import beside, copy_state, wide
+
+
+class Outer:
+    """One operation after the other, each rounded by itself, so that the result is that of the
+    members' own outer step (strategy "diloco") to the last bit."""
+
+    def __init__(self, hyper: HyperParameters, blocks: Sequence[Tensor]) -> None:
+        self._hyper = hyper
+        self._blocks = blocks
+        self._momentum: Tensor | None = None
+        self._buffers: Sequence[Tensor] = ()
+        if hyper.momentum != 0.0:
+            self._momentum, self._buffers = beside(blocks, dtype=wide(blocks[0].dtype))
+
+    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
+        momentum = self._hyper.momentum
+        for b, gradient in zip(blocks, gradients, strict=True):
+            ahead = gradient.to(wide(gradient.dtype))
+            if self._buffers:
+                # It starts at 0, so the first step needs no case of its own.
+                velocity = self._buffers[b].mul_(momentum).add_(ahead)
+                ahead = ahead + velocity * momentum if self._hyper.nesterov else velocity
+            value = self._blocks[b]
+            value.copy_(value.to(ahead.dtype) - ahead * lr)
+
+    def state(self) -> Mapping[str, Tensor]:
+        return {} if self._momentum is None else {"momentum_buffer": self._momentum}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        copy_state(self.state(), state)

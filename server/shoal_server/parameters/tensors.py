@@ -1,0 +1,52 @@
+"""Tensors that lie beside a shard's values, and how a copy of them is taken over."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import InternalError
+
+
+class Stateful(Protocol):
+    """Keeps tensors from one update to the next."""
+
+    def state(self) -> Mapping[str, Tensor]:
+        """The tensors by name, not copied."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave, by copying it. Raises InternalError if it is of another
+        kind, or laid out in another way."""
+        ...
+
+
+def beside(
+    blocks: Sequence[Tensor], fill: float = 0.0, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """A tensor laid out like the blocks: the flat one, and one view a block."""
+    sizes = [block.numel() for block in blocks]
+    flat = torch.full((sum(sizes),), fill, dtype=dtype or blocks[0].dtype)
+    return flat, torch.split(flat, sizes)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What to compute with: in 16 bits, squares vanish and small changes are lost."""
+    return max(dtype, torch.float32, key=lambda candidate: candidate.itemsize)
+
+
+def copy_state(own: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Copy tensor by tensor. Raises InternalError, before any is copied, where they differ in
+    names, shapes or dtypes."""
+    seen, expected = _outline(given), _outline(own)
+    if seen != expected:
+        raise InternalError("the state is not of this kind of shard", seen=seen, expected=expected)
+    for name, tensor in own.items():
+        tensor.copy_(given[name])
+
+
+def _outline(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(
+        f"{name} {tuple(tensors[name].shape)} {tensors[name].dtype}" for name in sorted(tensors)
+    )

@@ -1,0 +1,129 @@
+"""The server's learning rates are those of torch.optim.lr_scheduler, to the last bit."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.optimizer_pb2 import (
+    ConstantPhase,
+    CosinePhase,
+    ExponentialPhase,
+    LinearPhase,
+    MultiStepPhase,
+    Phase,
+    Schedule,
+    StepPhase,
+)
+from shoal_server.parameters.optimizers.schedules import (
+    MAX_PHASES,
+    RunningSchedule,
+    check_schedule,
+)
+
+BASE = 0.3
+NUM_UPDATES = 60
+
+CONSTANT = Phase(constant=ConstantPhase(factor=0.3, total_iters=4))
+AT_ONCE = Phase(constant=ConstantPhase(factor=0.3, total_iters=0))
+LINEAR = Phase(linear=LinearPhase(start_factor=0.1, end_factor=0.9, total_iters=7))
+STEP = Phase(step=StepPhase(step_size=3, gamma=0.7))
+MULTI_STEP = Phase(multi_step=MultiStepPhase(milestones=[0, 2, 5, 5, 30], gamma=0.7))
+EXPONENTIAL = Phase(exponential=ExponentialPhase(gamma=0.93))
+COSINE = Phase(cosine=CosinePhase(t_max=11, eta_min=0.01))
+
+Maker = Callable[[torch.optim.Optimizer], LRScheduler]
+TORCH: dict[str, tuple[Phase, Maker]] = {
+    "constant": (CONSTANT, lambda o: lr_scheduler.ConstantLR(o, 0.3, 4)),
+    "at_once": (AT_ONCE, lambda o: lr_scheduler.ConstantLR(o, 0.3, 0)),
+    "linear": (LINEAR, lambda o: lr_scheduler.LinearLR(o, 0.1, 0.9, 7)),
+    "step": (STEP, lambda o: lr_scheduler.StepLR(o, 3, 0.7)),
+    "multi_step": (MULTI_STEP, lambda o: lr_scheduler.MultiStepLR(o, [0, 2, 5, 5, 30], 0.7)),
+    "exponential": (EXPONENTIAL, lambda o: lr_scheduler.ExponentialLR(o, 0.93)),
+    "cosine": (COSINE, lambda o: lr_scheduler.CosineAnnealingLR(o, 11, 0.01)),
+}
+
+
+def rates_of_torch(make: Maker) -> list[float]:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=BASE)
+    scheduler = make(optimizer)
+    rates = []
+    for _ in range(NUM_UPDATES):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def rates_of(schedule: Schedule) -> list[float]:
+    check_schedule(schedule)
+    running = RunningSchedule(schedule, BASE)
+    rates = []
+    for number in range(1, NUM_UPDATES + 1):
+        rates.append(running.lr)
+        running.advance(number)
+    return rates
+
+
+@pytest.mark.parametrize("kind", TORCH)
+def test_one_phase(kind: str) -> None:
+    """Beyond its end, and over several periods of what is periodic."""
+    phase, make = TORCH[kind]
+    assert rates_of(Schedule(phases=[phase])) == rates_of_torch(make)
+
+
+@pytest.mark.parametrize("second", TORCH)
+@pytest.mark.parametrize("first", TORCH)
+def test_two_phases(first: str, second: str) -> None:
+    """Whatever takes over from whatever, as by SequentialLR; then a third."""
+    phases = [TORCH[first], TORCH[second], TORCH["linear"]]
+    schedule = Schedule(phases=[phase for phase, _ in phases])
+    schedule.phases[0].num_updates, schedule.phases[1].num_updates = 9, 30
+
+    def make(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        made = [make(optimizer) for _, make in phases]
+        return lr_scheduler.SequentialLR(optimizer, made, [9, 39])
+
+    assert rates_of(schedule) == rates_of_torch(make)
+
+
+def test_without_a_schedule_the_rate_stays() -> None:
+    """And nothing of it is part of the shard's state."""
+    assert rates_of(Schedule()) == [BASE] * NUM_UPDATES
+    assert RunningSchedule(Schedule(), BASE).state() == {}
+
+
+def test_it_goes_on_from_its_state() -> None:
+    """A copy in the middle of a phase has the rates of the whole."""
+    schedule = Schedule(phases=[EXPONENTIAL])
+    running = RunningSchedule(schedule, BASE)
+    for number in range(1, 21):
+        running.advance(number)
+    copy = RunningSchedule(schedule, BASE)
+    copy.load_state({name: tensor.clone() for name, tensor in running.state().items()})
+    copy.advance(21)
+    assert copy.lr == rates_of(schedule)[21]
+
+
+@pytest.mark.parametrize(
+    ("phases", "fragment"),
+    [
+        ([Phase()], "a kind of phase"),
+        ([Phase(constant=ConstantPhase(factor=0.0))], "0 < factor"),
+        ([Phase(linear=LinearPhase(start_factor=2.0, total_iters=3))], "start_factor"),
+        ([Phase(linear=LinearPhase(start_factor=0.5))], "total_iters"),
+        ([Phase(step=StepPhase(gamma=0.5))], "step_size"),
+        ([Phase(multi_step=MultiStepPhase(gamma=float("nan")))], "gamma"),
+        ([Phase(exponential=ExponentialPhase(gamma=-1.0))], "gamma"),
+        ([Phase(cosine=CosinePhase(t_max=0))], "t_max"),
+        ([EXPONENTIAL, EXPONENTIAL], "a number of updates"),
+        ([EXPONENTIAL] * (MAX_PHASES + 1), "at most 64"),
+    ],
+)
+def test_what_gives_no_rates_is_refused(phases: list[Phase], fragment: str) -> None:
+    """With the phase and what was expected of it."""
+    with pytest.raises(InvalidSpec, match=fragment):
+        check_schedule(Schedule(phases=phases))
