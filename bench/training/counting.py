@@ -1,0 +1,155 @@
+"""What one of four ranks moves and holds in a real step, beside what `shoal.plan` says before.
+
+The ranks are threads of this process, over the backend that counts. Local SGD needs a session; a
+round of it is counted, and its bytes are shared out over the round's steps.
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rows import Row
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.functional import mse_loss
+from training.strategy_models import GLOBAL_BATCH, NUM_SAMPLES, new_model, new_optimizer, samples
+
+import shoal
+from shoal.backends.collectives import counts, reset_counts
+from shoal.data import share
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+NUM_RANKS = 4
+ROUNDS = {"local-sgd": shoal.LocalSGD, "diloco": shoal.DiLoCo}
+EVERY_STEPS = 16
+Sizes = dict[StorageWeakRef, int]
+
+
+def counted(strategy: str, place: Path) -> list[Row]:
+    """`bytes_per_step` and `bytes_per_rank`: of rank 0, and what the plan says of it."""
+    if strategy in ROUNDS:
+        moved, held = count_round(strategy, place)
+    else:
+        moved, held = shoal.run_in_memory(count_step, NUM_RANKS, strategy, models())[0]
+    model = new_model()
+    told = shoal.plan(
+        model,
+        strategy_of(strategy),
+        world_size=NUM_RANKS,
+        optimizer=new_optimizer(model),
+        inputs=samples()[0][:GLOBAL_BATCH],
+    ).ranks[0]
+    pairs = [
+        ("bytes_per_step", moved, told.bytes_per_step),
+        ("bytes_per_rank", held, told.held),
+    ]
+    return [
+        Row(
+            metric=f"{name}_{strategy}",
+            value=value,
+            unit="bytes",
+            runs=1,
+            peer="shoal.plan",
+            peer_value=expected,
+        )
+        for name, value, expected in pairs
+    ]
+
+
+def strategy_of(name: str) -> Any:
+    if name in ROUNDS:
+        return ROUNDS[name](every_steps=EVERY_STEPS)
+    return shoal.TensorParallel(min_split_bytes=0) if name == "tensor" else name
+
+
+def models() -> Iterator[nn.Module]:
+    """The same for each rank; made before them, as the ranks share a random generator."""
+    return iter([new_model() for _ in range(NUM_RANKS)])
+
+
+def count_step(strategy: str, made: Iterator[nn.Module]) -> tuple[float, int]:
+    """Bytes that a rank hands to collectives in a step, and what it holds when that is applied."""
+    model = next(made)
+    optimizer: torch.optim.Optimizer = new_optimizer(model)
+    model, optimizer = shoal.distribute(model, optimizer, strategy_of(strategy))
+    dist.barrier()
+    # DDP finds its buckets in the first steps, and tells the others once.
+    for _ in range(3):
+        step(model, optimizer)
+        optimizer.zero_grad()
+    reset_counts()
+    gradients = step(model, optimizer)
+    return float(sum(count.bytes for count in counts().values())), held(model, optimizer, gradients)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Sizes:
+    """Returns what gradients lie in before those of others are dropped."""
+    inputs, targets = samples()
+    own = slice(*share(0, GLOBAL_BATCH, *shoal.data_share(model)))
+    shoal.forward_backward(model, inputs[own], targets[own], mse_loss)
+    gradients = storages(p.grad for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    return gradients
+
+
+def count_round(strategy: str, place: Path) -> tuple[float, int]:
+    """The same of a member's second round, for each of its steps."""
+    config = LocalClusterConfig(directory=place / strategy, num_parameter_servers=0)
+    with LocalCluster(config) as cluster, ThreadPoolExecutor(NUM_RANKS) as threads:
+        found = [
+            threads.submit(count_member, cluster.coordinator, strategy, model) for model in models()
+        ]
+        first, *_ = [each.result() for each in found]
+        return first
+
+
+def count_member(coordinator: str, strategy: str, model: nn.Module) -> tuple[float, int]:
+    optimizer: torch.optim.Optimizer = new_optimizer(model)
+    moved = 0
+    with shoal.join(
+        f"counted-{strategy}",
+        coordinator=coordinator,
+        backend="in-memory",
+        desired_members=NUM_RANKS,
+    ) as session:
+        model, optimizer = session.distribute(model, optimizer, strategy_of(strategy))
+        epochs = 2 * EVERY_STEPS * GLOBAL_BATCH // NUM_SAMPLES
+        for batch in session.batches(samples(), global_batch_size=GLOBAL_BATCH, epochs=epochs):
+            if batch.step == EVERY_STEPS:
+                reset_counts()
+            with session.step():
+                session.forward_backward(batch, mse_loss)
+            moved = sum(count.bytes for count in counts().values())
+        rounds: Any = session.strategy
+        agreed = [*rounds._rounds.agreed.tensors.values(), *rounds._rounds._velocity.values()]
+        gradients = storages(p.grad for p in model.parameters() if p.grad is not None)
+        return moved / EVERY_STEPS, held(model, optimizer, gradients, agreed)
+
+
+def held(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradients: Sizes,
+    more: Iterable[Tensor] = (),
+) -> int:
+    """Bytes of parameters, gradients and optimizer state on this rank, each memory once.
+
+    A gradient's memory counts for as long as it is there, whoever points to it: DDP's buckets.
+    """
+    state = [t for own in optimizer.state.values() for t in own.values() if torch.is_tensor(t)]
+    found = storages([*model.parameters(), *state, *more])
+    found |= {place: size for place, size in gradients.items() if not place.expired()}
+    return sum(found.values())
+
+
+def storages(tensors: Iterable[Any]) -> Sizes:
+    """The memory that tensors lie in, which is not held by this."""
+    local = (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
+    places = (tensor.untyped_storage() for tensor in local)
+    return {StorageWeakRef(place): place.nbytes() for place in places}
+
+
+__all__ = ["ROUNDS", "counted"]
