@@ -6,7 +6,7 @@ of which, and what happens when a server is away for a while, is dealt with here
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
@@ -19,6 +19,7 @@ from shoal_proto.errors import (
     MalformedMessage,
     RetryError,
     ShoalError,
+    StalePush,
 )
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
@@ -55,7 +56,7 @@ MAP_TIMEOUT_S = 2.0
 
 @dataclass(kw_only=True)
 class PushResult:
-    """What became of one push. Every shard's part was applied exactly once."""
+    """What became of one push. Every shard's part was applied exactly once, but for `stale`."""
 
     sequence: int
     versions: dict[int, int] = field(default_factory=dict)
@@ -66,6 +67,9 @@ class PushResult:
     """Attempts beyond the first."""
     duplicates: int = 0
     """Shards that answered a retry of what they had applied before."""
+    stale: dict[int, StalePush] = field(default_factory=dict)
+    """Per shard that refused its part as too stale, why: pull, compute the gradient anew, and push
+    it to these only. The others have applied theirs."""
 
     @property
     def staleness_max(self) -> int:
@@ -98,6 +102,7 @@ class ParameterClient:
         self._map: ShardMap | None = None
         self._blocks: dict[int, ShardBlocks] = {}
         self._versions: dict[int, int] = {}
+        self._epochs: dict[int, int] = {}
         self._sequence = 0
 
     def place(self, parameters: Sequence[ParameterSpec]) -> ShardMap:
@@ -175,29 +180,43 @@ class ParameterClient:
             receiver = _Receiver(self._blocks, into, self._versions, todo)
             for reply in stub.Pull(request, timeout=timeout_s):
                 receiver.take(reply)
+            self._epochs.update((s.shard_id, s.epoch) for s in shards)
 
         self._until_done(attempt, ready_by_s)
 
     def push(
-        self, gradients: Buffers, *, lr: Sequence[float] = (), into: Buffers | None = None
+        self,
+        gradients: Buffers,
+        *,
+        lr: Sequence[float] = (),
+        into: Buffers | None = None,
+        bases: Buffers | None = None,
+        only: Collection[int] | None = None,
     ) -> PushResult:
         """Apply gradients, each exactly once, and write the values of right after into `into`.
 
         A parameter without a gradient is left alone by the optimizer. `lr` has one learning rate
-        a parameter group; empty: as created. Raises NonFiniteGradient with the parameter's name;
-        then the parts that lie in other shards may have been applied.
+        a parameter group; empty: as created. `bases` are the values that the gradients were
+        computed on, for servers that compensate for delay: not the memory of `into`. With `only`,
+        nothing goes to, or comes from, any other shard. Raises NonFiniteGradient with the
+        parameter's name; then the parts that lie in other shards may have been applied.
         """
         shard_map = self._known_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
         if into is not None:
             check_buffers(shard_map, into, complete=True, writable=True)
+        if bases is not None:
+            check_buffers(shard_map, bases, complete=True, writable=False)
+            bases = {name: bases[name] for name in gradients}
         self._sequence += 1
         push = _Push(
             result=PushResult(sequence=self._sequence),
             gradients=gradients,
+            bases=bases or {},
             lr=lr,
             into=into,
             base_versions=dict(self._versions),
+            base_epochs=dict(self._epochs),
         )
 
         def attempt(
@@ -205,7 +224,7 @@ class ParameterClient:
         ) -> None:
             self._push_once(stub, shards, timeout_s, todo, push)
 
-        push.result.retries = self._until_done(attempt)
+        push.result.retries = self._until_done(attempt, shard_ids=only)
         return push.result
 
     def _push_once(
@@ -218,19 +237,27 @@ class ParameterClient:
     ) -> None:
         receiver = _Receiver(self._blocks, push.into or {}, self._versions, todo)
         errors: list[ShoalError] = []
+        epochs = {shard.shard_id: shard.epoch for shard in shards}
         for reply in stub.Push(self._push_requests(push, shards), timeout=timeout_s):
             if not reply.HasField("outcome"):
                 receiver.take(reply)
                 continue
             outcome = reply.outcome
             if outcome.HasField("error"):
-                errors.append(from_detail(outcome.error))
+                error = from_detail(outcome.error)
+                if isinstance(error, StalePush):
+                    push.result.stale[outcome.shard_id] = error
+                    todo.discard(outcome.shard_id)
+                else:
+                    errors.append(error)
                 continue
             push.result.versions[outcome.shard_id] = outcome.version
             push.result.staleness[outcome.shard_id] = outcome.staleness
             push.result.duplicates += outcome.duplicate
             if push.into is None:
                 todo.discard(outcome.shard_id)
+            else:
+                self._epochs[outcome.shard_id] = epochs[outcome.shard_id]
         if errors:
             raise worst_of(errors)
 
@@ -240,6 +267,7 @@ class ParameterClient:
                 shard_id=shard.shard_id,
                 epoch=shard.epoch,
                 base_version=push.base_versions.get(shard.shard_id, 0),
+                base_epoch=push.base_epochs.get(shard.shard_id, 0),
                 absent_blocks=self._blocks[shard.shard_id].absent(push.gradients),
             )
             for shard in shards
@@ -254,15 +282,23 @@ class ParameterClient:
             )
         )
         for shard in shards:
-            for offset_bytes, data in self._blocks[shard.shard_id].gather(push.gradients):
-                request = PushRequest()
-                fill(request.piece, shard.shard_id, offset_bytes, data)
-                yield request
+            blocks = self._blocks[shard.shard_id]
+            # What a gradient was computed on follows it, as if the shard went on there.
+            for begins, buffers in ((0, push.gradients), (blocks.num_bytes, push.bases)):
+                for offset_bytes, data in blocks.gather(buffers):
+                    request = PushRequest()
+                    fill(request.piece, shard.shard_id, begins + offset_bytes, data)
+                    yield request
 
-    def _until_done(self, attempt: Attempt, ready_by_s: float = math.inf) -> int:
+    def _until_done(
+        self,
+        attempt: Attempt,
+        ready_by_s: float = math.inf,
+        shard_ids: Collection[int] | None = None,
+    ) -> int:
         """Run attempts at every server until each shard is done; how many rounds it took beyond
         the first."""
-        return self._servers.run(self._known_map, self._refetch_map, attempt, ready_by_s)
+        return self._servers.run(self._known_map, self._refetch_map, attempt, ready_by_s, shard_ids)
 
     def _refetch_map(self) -> None:
         try:
@@ -301,9 +337,11 @@ class _Push:
 
     result: PushResult
     gradients: Buffers
+    bases: Buffers
     lr: Sequence[float]
     into: Buffers | None
     base_versions: Mapping[int, int]
+    base_epochs: Mapping[int, int]
 
 
 class _Receiver:

@@ -2,18 +2,13 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import structlog
 
-from shoal_client.channel import (
-    CHANNEL_OPTIONS,
-    FIRST_BACK_OFF_S,
-    MAX_BACK_OFF_S,
-    close_channels,
-)
+from shoal_client.channel import CHANNEL_OPTIONS, BackOff, close_channels
 from shoal_proto.errors import (
     RetryError,
     ShardNotReady,
@@ -51,16 +46,20 @@ class ShardServers:
         refetch: Callable[[], None],
         attempt: Attempt,
         ready_by_s: float,
+        shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Attempt until all shards of the map are done; how many rounds it took beyond the first.
+        """Attempt until all shards of the map, or those of the ids, are done; how many rounds it
+        took beyond the first.
 
         What may succeed later is attempted again until `timeout_s` has passed, by a newer map
         where the old one may be at fault. Shards without values are waited for until `ready_by_s`
         of the monotonic clock. Raises the error that ended it.
         """
         give_up_s = time.monotonic() + self._timeout_s
-        back_off_s = FIRST_BACK_OFF_S
+        back_off = BackOff()
         todo = {shard.shard_id for shard in shard_map().shards}
+        if shard_ids is not None:
+            todo.intersection_update(shard_ids)
         retries = 0
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
@@ -69,7 +68,8 @@ class ShardServers:
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = worst_of(errors) if errors else _incomplete(todo)
-            next_s = time.monotonic() + back_off_s
+            pause_s = back_off.pause_s()
+            next_s = time.monotonic() + pause_s
             out_of_time = next_s >= give_up_s or (
                 isinstance(worst, ShardNotReady) and next_s >= ready_by_s
             )
@@ -77,8 +77,7 @@ class ShardServers:
                 raise worst
             retries += 1
             log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
-            self._closed.wait(back_off_s)
-            back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+            self._closed.wait(pause_s)
             if any(isinstance(error, WrongEpoch | Unavailable) for error in errors):
                 refetch()
 
@@ -102,7 +101,13 @@ class ShardServers:
             return None
 
         # The caller's own thread takes one server: with a single one there is no hop.
-        futures = [self._pool.submit(run, address, held) for address, held in others]
+        try:
+            futures = [self._pool.submit(run, address, held) for address, held in others]
+        except RuntimeError:
+            # What the pool raises once `close` has shut it down.
+            if not self._closed.is_set():
+                raise
+            return [_over()]
         results = [run(*last), *(future.result() for future in futures)]
         return [error for error in results if error is not None]
 

@@ -59,7 +59,7 @@ class Custody:
         self._catalog = catalog
         self._run = run
         self._patience = patience
-        self._roster = Roster(store)
+        self._roster = Roster(store, self._look_whether_empty)
         self._records: dict[str, records.Entry] = {}
         self._holdings: dict[str, dict[int, Holding]] = {}
         self._links: dict[Holder, Link] = {}
@@ -67,6 +67,7 @@ class Custody:
         self._streams: dict[Holder, int] = defaultdict(int)
         self._stream_opened = asyncio.Condition()
         self._tasks: dict[object, asyncio.Task[None]] = {}
+        self._empty = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
 
@@ -138,8 +139,7 @@ class Custody:
         self._records.pop(job, None)
         self._holdings.pop(job, None)
         self._level.pop(job, None)
-        for held in self._catalog.of_job(job):
-            self._drop(held)
+        self.drop_job(job)
 
     # What follows from it.
 
@@ -153,6 +153,18 @@ class Custody:
             else:
                 self._back(held, holding)
         self._expect_primaries(job)
+        self._look_whether_empty()
+
+    def _look_whether_empty(self) -> None:
+        if next(self._catalog.shards(), None) is None or not self._roster.has_others(self.me):
+            self._empty.set()
+        else:
+            self._empty.clear()
+
+    async def wait_empty(self) -> None:
+        """Return once nothing is held here any more, or nobody else is there to hold it."""
+        self._look_whether_empty()
+        await self._empty.wait()
 
     def created(self, held: Held) -> None:
         """A shard has got its first values here. It may be pushed to once its backup has them."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.parameters_pb2_grpc import add_ParametersServicer_to_server
 from shoal_proto.v1.replication_pb2_grpc import add_ReplicationServicer_to_server
@@ -28,6 +28,7 @@ from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
+from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.follower import Follower
 from shoal_server.parameters.inflow import Budget
@@ -57,6 +58,8 @@ class ParameterServerConfig:
     lease_ttl_s: float = 5.0
     """A server that etcd has not heard of for so long is taken for gone: no shards are placed on
     it."""
+    drain_s: float = 20.0
+    """A server that is told to stop hands its shards over first, for so long at most."""
     max_unfinished_bytes: int = 2 * 1024**3
     """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
     refused as Overloaded, and clients retry."""
@@ -111,6 +114,17 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         if config.ready_file is not None:
             _write_ready(config.ready_file, server.address)
         await _until(stop, server)
+        await _hand_everything_over(server, config.drain_s)
+
+
+async def _hand_everything_over(server: Running, drain_s: float) -> None:
+    """Leave nothing behind that only this server has; what takes too long is left all the same."""
+    try:
+        async with asyncio.timeout(drain_s):
+            await server.registration.announce_leaving()
+            await server.custody.wait_empty()
+    except (TimeoutError, RetryError) as error:
+        log.warning("left_with_shards", server_id=server.server_id, reason=repr(error))
 
 
 @asynccontextmanager
@@ -131,10 +145,12 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         custody.settle = follower.settle
         await stack.enter_async_context(custody)
         fence = await stack.enter_async_context(Fence(store, on_finished=custody.drop_job))
+        cuts = Cuts(catalog, fence)
         servicer = Servicer(
             catalog=catalog,
             custody=custody,
             fence=fence,
+            cuts=cuts,
             run=run,
             budget=Budget(config.max_unfinished_bytes),
         )

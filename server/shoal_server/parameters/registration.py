@@ -35,12 +35,13 @@ class Identity:
     def server_id(self) -> str:
         return self.holder.server_id
 
-    def record(self) -> bytes:
+    def record(self, *, leaving: bool = False) -> bytes:
         return json.dumps(
             {
                 "address": self.address,
                 "incarnation": self.holder.incarnation,
                 "started_unix_s": self.started_unix_s,
+                "leaving": leaving,
             }
         ).encode()
 
@@ -58,6 +59,7 @@ class Registration:
         self._identity = identity
         self._lease_ttl_s = lease_ttl_s
         self._lease: LeaseId = NO_LEASE
+        self._leaving = False
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -76,6 +78,12 @@ class Registration:
         except RetryError as error:
             # etcd is away: the lease runs out by itself.
             log.warning("lease_not_revoked", server_id=self._identity.server_id, reason=str(error))
+
+    async def announce_leaving(self) -> None:
+        """Have the coordinator give what this server holds to others. Raises RetryError."""
+        self._leaving = True
+        key = keys.server(self._identity.server_id)
+        await self._store.put(key, self._identity.record(leaving=True), self._lease)
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the registration."""
@@ -105,7 +113,7 @@ class Registration:
     async def _claim(self, key: str) -> bool:
         if self._lease == NO_LEASE or await self._store.keep_alive(self._lease) <= 0.0:
             self._lease = await self._store.grant(self._lease_ttl_s)
-        put = Put(key, self._identity.record(), self._lease)
+        put = Put(key, self._identity.record(leaving=self._leaving), self._lease)
         result = await self._store.transact([is_absent(key)], [put], [Get(key)])
         # Ours already, if the answer to an earlier attempt was lost.
         return result.succeeded or any(item.lease == self._lease for item in result.reads[0])

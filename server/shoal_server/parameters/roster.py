@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import aclosing
 
 import structlog
@@ -16,9 +17,11 @@ log = structlog.get_logger(__name__)
 class Roster:
     """As of the newest event seen; while etcd is away, as of before."""
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: KeyValueStore, on_change: Callable[[], None]) -> None:
         self._store = store
         self._servers: dict[str, tuple[str, str]] = {}
+        self._leaving: set[str] = set()
+        self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Roster":
@@ -32,6 +35,10 @@ class Roster:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
+
+    def has_others(self, me: Holder) -> bool:
+        """Whether a server is there beside this one that does not leave too."""
+        return any(name != me.server_id for name in self._servers.keys() - self._leaving)
 
     def address(self, holder: Holder) -> str | None:
         """Where that process is reached; None if it is not registered, or another one is."""
@@ -57,12 +64,16 @@ class Roster:
                         self._servers.pop(event.key.removeprefix(keys.SERVERS), None)
                     else:
                         self._put(event.key, event.value)
+                    self._on_change()
 
     def _put(self, key: str, value: bytes) -> None:
         try:
             record = json.loads(value)
             found = str(record.get("incarnation", "")), str(record["address"])
+            is_leaving = bool(record.get("leaving", False))
         except (ValueError, KeyError, AttributeError):
             log.error("server_record_unreadable", key=key)
             return
-        self._servers[key.removeprefix(keys.SERVERS)] = found
+        name = key.removeprefix(keys.SERVERS)
+        self._servers[name] = found
+        (self._leaving.add if is_leaving else self._leaving.discard)(name)

@@ -1,0 +1,174 @@
+"""Servers that die, stop and come: what was acknowledged stays, and is applied once."""
+
+from array import array
+from collections.abc import Callable, Iterator
+
+import pytest
+from parameter_servers import ParameterServers
+
+from shoal_client.parameters import ParameterClient
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.holdings import Holdings
+from shoal_server.etcd import holdings as records
+from shoal_server.etcd import keys
+
+NUM_ELEMENTS = 1_500_000
+SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)])
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+def filled(value: float) -> dict[str, memoryview]:
+    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
+
+
+def trained(servers: ParameterServers) -> ParameterClient:
+    """A client whose parameters exist, all zero."""
+    token = servers.admit("w0")
+    client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
+    client.place(SCHEMA)
+    client.create(MOMENTUM, filled(0.0))
+    client.pull(filled(9.0))
+    return client
+
+
+def expected(num_pushes: int) -> float:
+    """Gradients of -1, lr 1, momentum 0.5."""
+    value = velocity = 0.0
+    for _ in range(num_pushes):
+        velocity = 0.5 * velocity + 1.0
+        value += velocity
+    return value
+
+
+def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
+    values = filled(9.0)
+    client.pull(values)
+    assert set(values["w"].cast("f")) == {expected(num_pushes)}
+
+
+def wait_until(servers: ParameterServers, is_so: Callable[[Holdings], bool]) -> Holdings:
+    """Follow the record of holders until it is as wanted."""
+
+    async def follow() -> Holdings:
+        snapshot = await servers.store.range(keys.HOLDINGS)
+        for item in snapshot.items:
+            found = records.parse(item).holdings
+            if is_so(found):
+                return found
+        async for batch in servers.store.watch(keys.HOLDINGS, snapshot.revision):
+            for _ in batch.events:
+                entry = await records.read(servers.store, "job")
+                assert entry is not None
+                if is_so(entry.holdings):
+                    return entry.holdings
+        raise AssertionError("the watch ended")
+
+    return servers.run(follow())
+
+
+def is_whole(holdings: Holdings) -> bool:
+    """Every shard has its backup, and nothing moves."""
+    return all(
+        len(h.backups) == holdings.copies - 1 and h.joining is None and h.successor is None
+        for h in holdings.shards
+    )
+
+
+def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> None:
+    """Whoever may push may rely on two copies."""
+    client = trained(servers)
+    entry = servers.run(records.read(servers.store, "job"))
+    assert entry is not None
+    assert is_whole(entry.holdings)
+    assert {h.primary.server_id for h in entry.holdings.shards} == {"ps-0", "ps-1"}
+    client.close()
+
+
+@pytest.mark.parametrize("gone", ["ps-0", "ps-1"])
+def test_a_backup_goes_on_with_everything(servers: ParameterServers, gone: str) -> None:
+    """A server ends without a word: values, momentum and the memory of pushes are at the other."""
+    client = trained(servers)
+    for _ in range(3):
+        client.push(filled(-1.0))
+    servers.stop(gone)
+    client.push(filled(-1.0))
+    assert_pushed(client, 4)
+    shard_map = client.fetch_map()
+    assert all(shard.server_id != gone for shard in shard_map.shards)
+    assert {shard.epoch for shard in shard_map.shards} == {1, 2}
+    client.close()
+
+
+def test_one_after_the_other_is_replaced(servers: ParameterServers) -> None:
+    """Each server dies once and comes back with nothing: nothing is lost."""
+    client = trained(servers)
+    for number, name in enumerate(("ps-0", "ps-1", "ps-0")):
+        client.push(filled(-1.0))
+        wait_until(servers, is_whole)
+        servers.stop(name)
+        client.push(filled(-1.0))
+        assert_pushed(client, 2 * number + 2)
+        servers.add(name)
+    wait_until(servers, is_whole)
+    client.close()
+
+
+def test_a_push_that_is_repeated_at_the_new_primary_is_not_applied_again(
+    servers: ParameterServers,
+) -> None:
+    """The table of what was pushed is replicated with the values."""
+    client = trained(servers)
+    client.push(filled(-1.0))
+    servers.stop("ps-0")
+    client.push(filled(-1.0))
+    again = ParameterClient([servers.coordinator], lambda: servers.admit("w0"), timeout_s=30.0)
+    again.fetch_map()
+    # The same incarnation counts from 1 again: both of its pushes are known.
+    results = [again.push(filled(-1.0)) for _ in range(2)]
+    num_shards = len(again.fetch_map().shards)
+    assert [result.duplicates for result in results] == [num_shards, num_shards]
+    assert_pushed(client, 2)
+    client.close()
+    again.close()
+
+
+def test_servers_that_come_share_the_work(servers: ParameterServers) -> None:
+    """Shards move to a new server while pushes go on."""
+    client = trained(servers)
+    servers.add("ps-2")
+    pushed = 0
+
+    def is_spread(holdings: Holdings) -> bool:
+        leaders = {h.primary.server_id for h in holdings.shards}
+        return is_whole(holdings) and "ps-2" in leaders
+
+    for _ in range(10):
+        client.push(filled(-1.0))
+        pushed += 1
+    wait_until(servers, is_spread)
+    client.push(filled(-1.0))
+    assert_pushed(client, pushed + 1)
+    client.close()
+
+
+def test_a_server_that_leaves_hands_everything_over(servers: ParameterServers) -> None:
+    """It is empty before it goes, and no push finds nobody."""
+    client = trained(servers)
+    servers.add("ps-2")
+    leaver = servers.servers["ps-0"]
+    client.push(filled(-1.0))
+    servers.run(leaver.registration.announce_leaving())
+    servers.run(leaver.custody.wait_empty())
+    client.push(filled(-1.0))
+    servers.stop("ps-0")
+    result = client.push(filled(-1.0))
+    assert result.retries == 0
+    assert_pushed(client, 3)
+    client.close()
