@@ -16,11 +16,12 @@ waits decides how long, and what is left over then is told by `torn`.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 
 from shoal_proto.errors import SnapshotFailed
+from shoal_server.core.steps import Begun, Shards, Step
 
 MAX_STEPS = 8
 """Of one session that are remembered: a client keeps at most so many pushes in flight."""
@@ -33,16 +34,6 @@ class Phase(Enum):
     DRAINING = "draining"
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Step:
-    session: str
-    """Who counts it: a member's incarnation, in one count of its pushes."""
-    sequence: int
-
-
-Shards = frozenset[int] | None
-"""What a step touches; None: every dense shard of the job."""
-Begun = Mapping[Step, Shards]
 IsApplied = Callable[[Step, Shards], bool]
 """Whether all of these shards that are led here have applied the step."""
 
@@ -194,14 +185,4 @@ class Gate:
         return known
 
 
-def merged(reports: Iterable[Begun]) -> dict[Step, Shards]:
-    """What has begun anywhere, of what each server tells."""
-    begun: dict[Step, Shards] = {}
-    for report in reports:
-        for step, shards in report.items():
-            before = begun.get(step, shards)
-            begun[step] = None if shards is None or before is None else before | shards
-    return begun
-
-
-__all__ = ["MAX_STEPS", "Begun", "Gate", "IsApplied", "Phase", "Shards", "Step", "merged"]
+__all__ = ["MAX_STEPS", "Gate", "IsApplied", "Phase"]

@@ -2,7 +2,7 @@
 
 import asyncio
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import count
 
@@ -91,6 +91,8 @@ class Held:
         """Created, and its first backup has not got it yet: nobody may push so far."""
         self.is_handing_over = False
         self.unreplicated_bytes = 0
+        self.copy_first: Callable[[], object] | None = None
+        """To be called before the next push is applied: a snapshot wants the shard as it is."""
 
     @property
     def shard_id(self) -> int:
@@ -105,6 +107,12 @@ class Held:
                 expected=f"at most {MAX_UNREPLICATED_BYTES}",
                 fix="Retry a little later.",
             )
+
+    def before_push(self) -> None:
+        """To be called before each push is applied. Any thread."""
+        copy_first = self.copy_first
+        if copy_first is not None:
+            copy_first()
 
     def end(self, why: ShoalError | None = None) -> None:
         """This server is not the shard's primary any more, or holds it no longer."""

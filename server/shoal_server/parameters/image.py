@@ -12,6 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from shoal_proto.v1.replication_pb2 import PushRecord, SessionImage
+from shoal_server.parameters.sessions import SessionTable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,11 @@ class ShardState(Protocol):
     @property
     def memory_bytes(self) -> int:
         """Bytes of values and optimizer state."""
+        ...
+
+    @property
+    def sessions(self) -> SessionTable:
+        """What it remembers of pushes. Without the shard's lock, ask only what needs none."""
         ...
 
     def image(self, keeper: Keeper | None = None) -> Image:

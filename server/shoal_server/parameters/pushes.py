@@ -92,7 +92,7 @@ class IncomingPush:
                 seen=f"{len(self._header.lr)} learning rates",
                 expected=f"one for group {group} too",
             )
-        inflow = Inflow(shard.spec, item.absent_blocks)
+        inflow = Inflow(shard.spec, item.absent_blocks, with_base=shard.needs_base)
         return _Part(item=item, held=held, shard=shard, inflow=inflow)
 
     def take(self, piece: Piece, reservation: Reservation) -> None:
@@ -177,6 +177,7 @@ class IncomingPush:
             blocks=part.inflow.blocks,
             gradient=part.inflow.join(),
         )
+        part.held.before_push()
         try:
             outcome, duplicate, values = part.shard.push(
                 push, self._is_live, return_values=self._header.return_values

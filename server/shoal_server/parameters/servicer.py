@@ -5,7 +5,8 @@ loop stays free for other calls.
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
+from contextlib import aclosing
 from functools import partial
 
 from shoal_proto.errors import MalformedMessage, ShoalError
@@ -27,6 +28,7 @@ from shoal_proto.v1.parameters_pb2_grpc import ParametersServicer
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
+from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
@@ -43,11 +45,19 @@ FORMING_S = 10.0
 
 class Servicer(ParametersServicer):
     def __init__(
-        self, *, catalog: Catalog, custody: Custody, fence: Fence, run: Runner, budget: Budget
+        self,
+        *,
+        catalog: Catalog,
+        custody: Custody,
+        fence: Fence,
+        cuts: Cuts,
+        run: Runner,
+        budget: Budget,
     ) -> None:
         self._catalog = catalog
         self._custody = custody
         self._fence = fence
+        self._cuts = cuts
         self._run = run
         self._budget = budget
 
@@ -145,6 +155,14 @@ class Servicer(ParametersServicer):
             raise _no_header("PushHeader")
         session = await self._fence.check(first.header.token)
         push = IncomingPush(first.header, session, self._fence.is_live, self._run)
+        passing = self._cuts.passing(first.header.token.job, session, first.header.sequence)
+        async with passing, aclosing(self._pushed(push, requests)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def _pushed(
+        self, push: IncomingPush, requests: AsyncIterator[PushRequest]
+    ) -> AsyncGenerator[PushReply, None]:
         with Reservation(self._budget) as reservation:
             await push.open(self._catalog)
             async for request in requests:

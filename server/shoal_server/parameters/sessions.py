@@ -92,6 +92,19 @@ class SessionTable:
             del known.outcomes[oldest]
             known.floor = max(known.floor, oldest)
 
+    def has_applied(self, session: str, sequence: int) -> bool:
+        """Whether a push was applied, or is so old that this is forgotten. Needs no lock."""
+        known = self._sessions.get(session)
+        return known is not None and (sequence <= known.floor or sequence in known.outcomes)
+
+    def remembered(self) -> list[tuple[str, int]]:
+        """Session and sequence of every push whose outcome is known. Needs no lock."""
+        return [
+            (name, sequence)
+            for name, known in list(self._sessions.items())
+            for sequence in list(known.outcomes)
+        ]
+
     def export(self) -> list[SessionImage]:
         """All that is remembered, in the order in which sessions and pushes came."""
         return [

@@ -93,6 +93,10 @@ class LiveShard:
         return self._version
 
     @property
+    def sessions(self) -> SessionTable:
+        return self._sessions
+
+    @property
     def needs_base(self) -> bool:
         """Whether the values that a gradient was computed on have to follow it in a push."""
         return self._rule.needs_base

@@ -88,6 +88,10 @@ class TableShard:
         return self._version
 
     @property
+    def sessions(self) -> SessionTable:
+        return self._sessions
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of memory; a shard of a table takes as much as its rows do."""
         return self._content.num_bytes
