@@ -47,6 +47,13 @@ def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
         help="a leader that hangs or is cut off is succeeded after so long, a killed one at once"
         " (default %(default)s, at least 2)",
     )
+    option(
+        "--copies",
+        type=int,
+        default=2,
+        help="servers that hold each shard of parameters (default %(default)s, as far as there"
+        " are so many)",
+    )
     parser.set_defaults(handler=coordinator)
 
 
@@ -58,7 +65,22 @@ def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> 
         allow_abbrev=False,
     )
     _add_serving(parser, listen="0.0.0.0:7710")
-    parser.add_argument("--id", help="name of this server (default: host and port)")
+    option = parser.add_argument
+    option("--id", help="name of this server (default: host and port)")
+    option(
+        "--silence-s",
+        type=float,
+        default=2.0,
+        help="servers that hear nothing of each other for so long go on without each other"
+        " (default %(default)s); one that is killed is noticed at once",
+    )
+    option(
+        "--drain-s",
+        type=float,
+        default=20.0,
+        help="on SIGTERM, hand the shards over to other servers first, for so long at most"
+        " (default %(default)s)",
+    )
     parser.set_defaults(handler=parameter_server)
 
 
@@ -156,6 +178,7 @@ def coordinator(options: argparse.Namespace) -> int:
             advertise=options.advertise,
             limits=Limits(heartbeat_s=options.heartbeat_s, join_s=options.join_s),
             leader_lease_s=options.leader_lease_s,
+            copies=options.copies,
             ready_file=options.ready_file,
         )
     except ValueError as error:
@@ -185,6 +208,7 @@ def parameter_server(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    from shoal_server.parameters.link import Patience  # noqa: PLC0415
     from shoal_server.parameters.process import (  # noqa: PLC0415
         ParameterServerConfig,
         serve,
@@ -197,6 +221,8 @@ def parameter_server(options: argparse.Namespace) -> int:
             advertise=options.advertise,
             server_id=options.id or "",
             ready_file=options.ready_file,
+            patience=Patience(silence_s=options.silence_s),
+            drain_s=options.drain_s,
         )
     except ValueError as error:
         return _bad_arguments("ps", error)

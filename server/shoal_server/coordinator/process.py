@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import InvalidSpec, ShoalError
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.health import HealthService
 from shoal_server.coordinator.succession import end_when_gone
@@ -45,11 +45,17 @@ class CoordinatorConfig:
     most of it steps down. A killed one is succeeded at once, however long this is. Less than an
     election within etcd takes (1 to 2 s) costs a leader its term for nothing. etcd grants at least
     2 s with its default timings."""
+    copies: int = 2
+    """Servers that hold each shard of parameters, as far as there are so many."""
     ready_file: Path | None = None
 
     def __post_init__(self) -> None:
         split_address(self.listen)
         split_address(self.http)
+        if self.copies < 1:
+            raise InvalidSpec(
+                "the number of copies is out of range", seen=str(self.copies), expected="1 or more"
+            )
 
 
 async def serve(config: CoordinatorConfig) -> None:
@@ -60,7 +66,7 @@ async def serve(config: CoordinatorConfig) -> None:
         address = advertised(config.advertise, config.listen, bind(server, config.listen))
         store = await stack.enter_async_context(EtcdClient(config.etcd))
         await store.get(keys.LEADER)  # an etcd that is not there is reported at once
-        coordinator = Coordinator(store, config.limits)
+        coordinator = Coordinator(store, config.limits, copies=config.copies)
         await stack.enter_async_context(coordinator.running())
         app = build_app(coordinator.view, coordinator.board)
         status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))

@@ -24,7 +24,7 @@ from shoal_server.etcd.api import KeyValueStore, Revision
 log = structlog.get_logger(__name__)
 
 RETRY_PAUSE_S = 0.5
-DEAD_AFTER_S = 60.0
+DEAD_AFTER_S = 300.0
 """A server that is gone from etcd for so long does not come back with what it held."""
 
 

@@ -68,9 +68,6 @@ class Holdings:
     def find(self, shard_id: int) -> Holding | None:
         return next((h for h in self.shards if h.shard_id == shard_id), None)
 
-    def held_by(self, primary: Holder) -> tuple[Holding, ...]:
-        return tuple(h for h in self.shards if h.primary == primary)
-
 
 def promoted(holding: Holding, lost: Holder, backup: Holder) -> Holding:
     """`backup` takes over from the lost primary. The other backups stay: each has all that was

@@ -7,7 +7,7 @@ primary is gone, a shard is handed over.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -345,12 +345,13 @@ class Custody:
     async def _lost(self, link: Link) -> None:
         jobs = {held.job for held in link.shards}
         for job in jobs:
-            mine = [h.shard_id for h in self._records[job].holdings.held_by(self.me)]
+            mine = [i for i, h in self._holdings.get(job, {}).items() if h.primary == self.me]
             await self._go_on_without(link.to, job, mine)
         await link.close()
 
-    async def _go_on_without(self, lost: Holder, job: str, shard_ids: Iterable[int]) -> None:
-        self._level[job] = {entry for entry in self._level[job] if entry[1] != lost}
+    async def _go_on_without(self, lost: Holder, job: str, shard_ids: Collection[int]) -> None:
+        gone = {(shard_id, lost) for shard_id in shard_ids}
+        self._level[job] -= gone
         change = partial(without_backup, primary=self.me, lost=lost)
         await self._change(job, lambda holdings: holdings.changed(shard_ids, change))
 

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import structlog
 
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import InvalidSpec, ShoalError
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
@@ -43,6 +43,14 @@ class Patience:
     """A peer that says nothing for so long is taken for dead."""
     reconnect_s: float = 0.5
     """A stream that broke is opened again for so long before the peer is taken for dead."""
+
+    def __post_init__(self) -> None:
+        if not 0 < 3 * self.beat_s <= self.silence_s:
+            raise InvalidSpec(
+                "servers would take each other for dead between two beats",
+                seen=f"silence after {self.silence_s:g} s, a beat each {self.beat_s:g} s",
+                expected=f"at least {3 * self.beat_s:g} s of silence",
+            )
 
 
 class Peers(Protocol):
@@ -143,8 +151,10 @@ class Link:
     def tell(self, held: Held, record: Record) -> None:
         """A push was applied. To be called for each, in order."""
         copy = self._copies.get((held.job, held.shard_id))
-        # What is applied before the image is taken is in the image.
+        # What is applied before the image is taken is in the image, also if news of it comes later.
         if copy is None or copy.held is not held or copy.phase is _Phase.WAITING:
+            return
+        if copy.phase is _Phase.FOLLOWING and record.push.version <= copy.image_version:
             return
         held.unreplicated_bytes += num_bytes_of(record)
         if copy.phase is _Phase.COPYING:
