@@ -170,7 +170,7 @@ class Custody:
         """A shard has got its first values here. It may be pushed to once its backup has them."""
         holding = self.holding(held.job, held.shard_id)
         if holding is not None and holding.primary == self.me:
-            held.is_forming = holding.joining is not None
+            held.is_forming = len(holding.holders) > 1
             self._lead(held, holding)
 
     def _lead(self, held: Held, holding: Holding) -> None:
@@ -179,7 +179,8 @@ class Custody:
             return
         held.state.keep(partial(self._tell, held))
         self._set_followers(held, holding)
-        if held.is_forming and (holding.backups or holding.joining is None):
+        safe = held.receipts.safe_version
+        if held.is_forming and holding.joining is None and (safe is None or safe > 0):
             held.is_forming = False
             self._start(("notify", held), self._catalog.notify())
         if holding.successor is not None and not held.is_handing_over:
@@ -309,7 +310,10 @@ class Custody:
 
     def caught_up(self, link: Link, held: Held) -> None:
         holding = self.holding(held.job, held.shard_id)
-        if holding is None or holding.joining != link.to or holding.primary != self.me:
+        if holding is None or holding.primary != self.me:
+            return
+        if holding.joining != link.to:
+            self._lead(held, holding)
             return
         self._level[held.job].add((held.shard_id, link.to))
         held.receipts.require([*holding.backups, link.to])
