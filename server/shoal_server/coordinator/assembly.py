@@ -2,17 +2,19 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import grpc.aio
 
 from shoal_proto.errors import NotLeader
 from shoal_proto.v1 import (
+    clocks_pb2_grpc,
     membership_pb2_grpc,
     rendezvous_pb2_grpc,
     samples_pb2_grpc,
     shards_pb2_grpc,
 )
+from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.durable import DurableJobs
 from shoal_server.coordinator.job_actor import Surroundings
 from shoal_server.coordinator.leases import HostLeases
@@ -20,6 +22,7 @@ from shoal_server.coordinator.membership import Membership
 from shoal_server.coordinator.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.rendezvous import Rendezvous
 from shoal_server.coordinator.samples import SamplesService
+from shoal_server.coordinator.shard_keeper import ShardKeeper
 from shoal_server.coordinator.shards import ShardsService
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits
@@ -33,7 +36,7 @@ HOST_LEASE_S = 30.0
 class Coordinator:
     """Serves while it leads: between `lead(conditions)` and `step_down()`."""
 
-    def __init__(self, store: KeyValueStore, limits: Limits) -> None:
+    def __init__(self, store: KeyValueStore, limits: Limits, *, copies: int = 2) -> None:
         self.http_url = ""
         self.deposed = asyncio.Event()
         """Set when a write or a job showed that this coordinator must not lead any longer."""
@@ -43,15 +46,24 @@ class Coordinator:
         self.shard_reader = ShardReader(store)
         self.registry = Registry(self._surroundings(store), limits)
         self.samples = SamplesService(store, self.registry.authorize)
-        self.shards = ShardsService(store, self.registry.authorize)
+        self.shards = ShardsService(store, self.registry.authorize, copies)
+        self._shard_keeper = ShardKeeper(store)
+        self._while_leading = AsyncExitStack()
         self.rendezvous = Rendezvous(self.registry)
-        self.view = CoordinatorView(self.registry, self.samples, self.shard_reader)
+        self.clocks = ClocksService(
+            self.registry.authorize,
+            self.registry.declare_lost,
+            self.registry.clock,
+            stuck_after_s=limits.collective_s,
+        )
+        self.view = CoordinatorView(self.registry, self.samples, self.clocks, self.shard_reader)
         self._conditions: Sequence[Compare] | None = None
 
     def _surroundings(self, store: KeyValueStore) -> Surroundings:
         # The services are made after the registry that they ask, so these are looked up late.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.samples.member_lost(job, member_id, incarnation)
+            self.clocks.member_lost(job, member_id, incarnation)
 
         def changed(job: str) -> None:
             self.rendezvous.drop_dead(job)
@@ -70,6 +82,7 @@ class Coordinator:
         membership = Membership(self.registry, lambda: self.http_url)
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)
+        clocks_pb2_grpc.add_ClocksServicer_to_server(self.clocks, server)
         samples_pb2_grpc.add_SamplesServicer_to_server(self.samples, server)
         shards_pb2_grpc.add_ShardsServicer_to_server(self.shards, server)
 
@@ -92,12 +105,16 @@ class Coordinator:
         self.deposed.clear()
         await self.registry.lead()
         for actor in self.registry.actors():
+            self.clocks.inherit(actor.job.spec.job, actor.trainers())
             await self.samples.open_existing(actor.job.spec.job)
+        await self._while_leading.enter_async_context(self._shard_keeper.working())
 
     async def step_down(self) -> None:
         """Let go of every job: another coordinator leads, or this one ends."""
         self._conditions = None
+        await self._while_leading.aclose()
         self.rendezvous.forget_all()
+        self.clocks.forget_all()
         await self.registry.step_down()
         await self.samples.hand_over()
 

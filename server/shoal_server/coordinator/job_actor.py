@@ -19,6 +19,7 @@ from shoal_server.coordinator.leases import HostLeases
 from shoal_server.coordinator.liveness import Liveness
 from shoal_server.coordinator.records import Records
 from shoal_server.coordinator.streams import Encoder, Stream
+from shoal_server.core.clocks import Who
 from shoal_server.core.events import (
     Admit,
     Disconnected,
@@ -137,6 +138,12 @@ class JobActor:
             name: LastSeen(at_s=pulse.at_s, step=pulse.step)
             for name, pulse in self._liveness.pulses()
         }
+
+    def trainers(self) -> list[Who]:
+        """Who may be in a step at their own pace: the members of the newest rosters."""
+        rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
+        members = [m for roster in rosters for m in self.job.members_of(roster)]
+        return [Who(m.member_id, m.incarnation) for m in members]
 
     def authorize(self, token: Token) -> None:
         """Raise Fenced unless the token's incarnation is a member now."""

@@ -10,6 +10,8 @@ from shoal_proto.errors import NotLeader, UnknownJob
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import codec
 from shoal_server.coordinator.job_actor import JobActor, Surroundings
+from shoal_server.core import events
+from shoal_server.core.clocks import Who
 from shoal_server.core.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.restore import restored
@@ -111,6 +113,15 @@ class Registry:
     async def authorize(self, token: Token) -> None:
         """Raise Fenced unless the token's incarnation is a member of its job now."""
         self.find(token.job).authorize(token)
+
+    async def declare_lost(self, job: str, who: Who, reason: str) -> None:
+        """Take the member out. Raises Fenced for who is none any more, UnknownJob, NotLeader."""
+        await self.find(job).submit(events.Lost(**who._asdict(), reason=reason))
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of all jobs: Unix seconds that never jump."""
+        return self._around.clock
 
     def _add(self, actor: JobActor) -> None:
         name = actor.job.spec.job

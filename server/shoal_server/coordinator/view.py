@@ -1,7 +1,10 @@
 """What the status endpoint is shown of this coordinator."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from shoal_server.coordinator.clocks import ClocksService
+from shoal_server.coordinator.job_actor import JobActor
 from shoal_server.coordinator.registry import Registry
 from shoal_server.coordinator.samples import SamplesService
 from shoal_server.status.from_core import job_view, samples_view
@@ -12,9 +15,16 @@ from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsVie
 class CoordinatorView:
     """A StatusSource over the coordinator's own state."""
 
-    def __init__(self, registry: Registry, samples: SamplesService, shards: ShardReader) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        samples: SamplesService,
+        clocks: ClocksService,
+        shards: ShardReader,
+    ) -> None:
         self._registry = registry
         self._samples = samples
+        self._clocks = clocks
         self._shards = shards
         self.why_not_ready = "nobody leads yet: etcd has not answered"
 
@@ -25,10 +35,22 @@ class CoordinatorView:
         return Readiness(ready=False, reason=self.why_not_ready, leader=leader)
 
     def jobs(self) -> Sequence[JobView]:
-        return [
-            job_view(actor.job, records=actor.records.values(), last_seen=actor.last_seen)
-            for actor in self._registry.actors()
-        ]
+        return [self._job(actor) for actor in self._registry.actors()]
+
+    def _job(self, actor: JobActor) -> JobView:
+        view = job_view(actor.job, records=actor.records.values(), last_seen=actor.last_seen)
+        clocks = self._clocks.clocks(view.job)
+        if not clocks:
+            return view
+        waiting = self._clocks.waiting(view.job)
+        members = []
+        for member in view.members:
+            known = replace(member, clock=clocks.get(member.member_id))
+            if member.member_id in waiting:
+                reason, since_s = waiting[member.member_id]
+                known = replace(known, waiting_for=reason, waiting_since_unix_s=since_s)
+            members.append(known)
+        return replace(view, members=tuple(members))
 
     def samples(self, job: str) -> SamplesView | None:
         counts = self._samples.summary(job)

@@ -58,6 +58,8 @@ class MemberView(View):
     shoal_version: str = ""
     step: int = 0
     """Optimizer steps, as of its last heartbeat or proposal."""
+    clock: int | None = None
+    """The round that it trains in; null where no bound is put on staleness."""
     joined_unix_s: float = 0.0
     last_seen_unix_s: float = 0.0
     """Its last sign of life."""

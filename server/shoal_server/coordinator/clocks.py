@@ -1,0 +1,185 @@
+"""The Clocks service: who may begin a step, where a job bounds how far its members may drift apart.
+
+From memory only. What a leader knew is lost with it; its successor asks nobody, but lets nobody go
+on until each member that trained under the last leader has said its clock again, which every one of
+them does with its next step.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+
+import structlog
+
+from shoal_proto.errors import Fenced, MalformedMessage, NotLeader
+from shoal_proto.v1 import clocks_pb2 as pb
+from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.core.clocks import Clocks, NoClock, Position, Said, Standing, Who
+from shoal_server.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+Authorize = Callable[[Token], Awaitable[None]]
+DeclareLost = Callable[[str, Who, str], Awaitable[None]]
+"""(job, member, reason)"""
+
+MAX_WAIT_S = 10.0
+MAX_BOUND = 1 << 20
+MAX_JOBS = 256
+
+
+class _Job:
+    """The clocks of one job, and who waits for them to move."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks = clocks
+        self.moved = asyncio.Event()
+
+    def wake(self) -> None:
+        """Let all who wait look again."""
+        self.moved.set()
+        self.moved = asyncio.Event()
+
+
+class ClocksService(ClocksServicer):
+    """`authorize` raises for a token that may not speak. Who holds the others up for longer than
+    `stuck_after_s` without a step is declared lost."""
+
+    def __init__(
+        self,
+        authorize: Authorize,
+        declare_lost: DeclareLost,
+        clock: Callable[[], float],
+        *,
+        stuck_after_s: float,
+    ) -> None:
+        self._authorize = authorize
+        self._declare_lost = declare_lost
+        self._clock = clock
+        self._stuck_after_s = stuck_after_s
+        self._jobs: OrderedDict[str, _Job] = OrderedDict()
+
+    # --- from the coordinator ---
+
+    def inherit(self, job: str, trainers: Iterable[Who]) -> None:
+        """Members that trained under another leader: they may have clocks that only they know."""
+        self._jobs[job] = _Job(Clocks(trainers, self._clock()))
+
+    def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
+        """Nobody waits for this process any longer. Lost or left."""
+        known = self._jobs.get(job)
+        if known is not None:
+            known.clocks.remove(Who(member_id, incarnation))
+            known.wake()
+
+    def forget_all(self) -> None:
+        """Let go of every job: another coordinator leads."""
+        jobs, self._jobs = list(self._jobs.values()), OrderedDict()
+        for known in jobs:
+            known.wake()
+
+    # --- for the status page ---
+
+    def clocks(self, job: str) -> Mapping[str, int]:
+        """The round of each member of the job that has a clock."""
+        known = self._jobs.get(job)
+        return known.clocks.clocks if known else {}
+
+    def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
+        """What each member waits for that was refused its next step, and since when."""
+        known = self._jobs.get(job)
+        waits = known.clocks.waiting() if known else ()
+        return {name: (reason, since_s) for name, reason, since_s in waits}
+
+    # --- from members ---
+
+    async def Advance(self, request: pb.AdvanceRequest, context: Context) -> pb.AdvanceReply:
+        _check(request)
+        await self._authorize(request.token)
+        job = self._job(request.token.job)
+        who = Who(request.token.member_id, request.token.incarnation)
+        said = Said(
+            position=Position(request.clock, request.pulled),
+            bound=request.bound,
+            enters=request.enters,
+            begins=request.begins,
+        )
+        before = job.clocks.horizon
+        standing = job.clocks.advance(who, said, self._clock())
+        if job.clocks.horizon != before:
+            job.wake()
+        if not standing.allowed and request.wait_s > 0:
+            standing = await self._wait(job, request, who)
+        return pb.AdvanceReply(
+            clock=standing.clock,
+            allowed=standing.allowed,
+            slowest=standing.slowest,
+            reason=standing.reason,
+        )
+
+    async def Rest(self, request: pb.RestRequest, context: Context) -> pb.RestReply:
+        await self._authorize(request.token)
+        job = self._job(request.token.job)
+        job.clocks.rest(Who(request.token.member_id, request.token.incarnation), request.clock)
+        job.wake()
+        return pb.RestReply()
+
+    async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: Who) -> Standing:
+        """The member's standing once it may go on, or when the time is over."""
+        try:
+            async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
+                while True:
+                    moved = job.moved
+                    standing = self._standing(job, request.token, who)
+                    if standing.allowed:
+                        return standing
+                    await moved.wait()
+        except TimeoutError:
+            await self._drop_stuck(request.token.job, job)
+            return self._standing(job, request.token, who)
+
+    def _standing(self, job: _Job, token: Token, who: Who) -> Standing:
+        if self._jobs.get(token.job) is not job:
+            raise NotLeader("this coordinator does not lead any more", details={"leader": ""})
+        before = job.clocks.horizon
+        try:
+            standing = job.clocks.standing(who, self._clock())
+        except NoClock:
+            raise Fenced(
+                f"{who.member_id} is not a member of job {token.job} any more",
+                seen=f"incarnation {who.incarnation}",
+                fix="It may have been declared lost: join again.",
+            ) from None
+        if job.clocks.horizon != before:
+            job.wake()  # it was moved on into a newer round, where others may have waited for it
+        return standing
+
+    async def _drop_stuck(self, name: str, job: _Job) -> None:
+        for who, reason in job.clocks.overdue(self._stuck_after_s, self._clock()):
+            log.warning("member_stuck", job=name, member=who.member_id, reason=reason)
+            try:
+                await self._declare_lost(name, who, reason)
+            except Fenced as error:
+                log.debug("stuck_member_gone_already", member=who.member_id, reason=str(error))
+
+    def _job(self, name: str) -> _Job:
+        job = self._jobs.setdefault(name, _Job(Clocks()))
+        self._jobs.move_to_end(name)
+        if len(self._jobs) > MAX_JOBS:
+            idle = [n for n, known in self._jobs.items() if not known.clocks.clocks and n != name]
+            if idle:
+                del self._jobs[idle[0]]
+        return job
+
+
+def _check(request: pb.AdvanceRequest) -> None:
+    if request.bound > MAX_BOUND or not request.token.member_id:
+        raise MalformedMessage(
+            "a clock without a member, or with a bound out of range",
+            seen=f"member_id {request.token.member_id!r}, bound {request.bound}",
+            expected=f"the member's token, and a bound of at most {MAX_BOUND}",
+        )
+
+
+__all__ = ["ClocksService"]

@@ -1,0 +1,171 @@
+"""The Clocks service over real gRPC, with the client that workers use."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+from coordinator_world import FIELDS, Served, entered, served
+
+from shoal_client.channel import Coordinators
+from shoal_client.clocks import Clock
+from shoal_client.membership import Membership
+from shoal_proto.errors import DeadlineExceeded, Fenced, MalformedMessage, NotLeader
+from shoal_proto.v1 import clocks_pb2 as pb
+from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+
+DEADLINE_S = 20.0
+IMPATIENT = Limits(heartbeat_s=0.1, join_s=8.0)
+"""Two seconds of holding up others make a member lost."""
+
+
+@dataclass
+class Stepping:
+    """A member and its clock; its calls run in a thread, as in a training process."""
+
+    member: Membership
+    coordinators: Coordinators
+    clock: Clock
+
+    async def step(self) -> bool:
+        """Begin and finish a step; whether it had to pull."""
+        pulls = await asyncio.to_thread(self.clock.begin)
+        self.clock.finished()
+        return pulls
+
+
+async def stepping(world: Served, name: str, *, bound: int, wait_s: float = 20.0) -> Stepping:
+    """A member that attends, with a clock."""
+    member = world.client(name)
+    await asyncio.to_thread(member.attend)
+    coordinators = Coordinators([world.address])
+    clock = Clock(coordinators, lambda: member.token, bound=bound, wait_s=wait_s)
+    return Stepping(member, coordinators, clock)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Return once it holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not holds():  # noqa: ASYNC110 - the state of a coordinator, which sends no event
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def two(
+    bound: int, limits: Limits | None = None
+) -> AsyncIterator[tuple[Served, list[Stepping]]]:
+    """A coordinator with two members, each of which has begun its first step."""
+    async with served(MemoryStore(), limits) as world:
+        members = [await stepping(world, name, bound=bound) for name in "ab"]
+        for each in members:
+            assert await asyncio.to_thread(each.clock.begin), "a newcomer pulls"
+        yield world, members
+
+
+async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> None:
+    """`waiting_for` names who is slow, in which round; when that one goes on, so does the other."""
+    async with two(bound=1) as (world, (fast, slow)):
+        fast.clock.finished()
+        assert not await fast.step(), "one round ahead is within the bound"
+        waits = asyncio.create_task(fast.step())
+        await until(lambda: bool(world.coordinator.clocks.waiting("j")))
+        (job,) = world.coordinator.view.jobs()
+        shown = {member.member_id: member for member in job.members}
+        assert shown["a"].waiting_for == "b in round 0: its own next is 2, the bound 1"
+        assert (shown["a"].clock, shown["b"].clock) == (2, 0)
+        assert not waits.done()
+        slow.clock.finished()
+        assert await slow.step(), "it was left behind: it pulls, and goes on where the others are"
+        assert slow.clock.round == 3
+        assert await waits
+        assert world.coordinator.clocks.waiting("j") == {}
+
+
+async def test_nobody_waits_for_a_member_that_left() -> None:
+    """The coordinator takes it out at once."""
+    async with two(bound=0) as (_, (stays, leaves)):
+        stays.clock.finished()
+        waits = asyncio.create_task(stays.step())
+        await asyncio.to_thread(leaves.member.leave, completed=False, reason="test")
+        assert await asyncio.wait_for(waits, DEADLINE_S)
+        with pytest.raises(Fenced):
+            await asyncio.to_thread(leaves.clock.begin)
+
+
+async def test_nobody_waits_for_a_member_without_samples() -> None:
+    """It rests, and comes back in the round that the others are in by then."""
+    async with two(bound=0) as (_, (works, rests)):
+        rests.clock.finished()
+        await asyncio.to_thread(rests.clock.rest)
+        works.clock.finished()
+        for _ in range(5):
+            await works.step()
+        assert await asyncio.wait_for(rests.step(), DEADLINE_S)
+        assert rests.clock.round == works.clock.round == 6
+        await asyncio.to_thread(rests.clock.rest)
+        assert await asyncio.wait_for(works.step(), DEADLINE_S)
+
+
+async def test_a_member_that_is_stuck_is_declared_lost() -> None:
+    """It beats on, but takes no step: the others go on without it, and it is told so."""
+    async with two(bound=0, limits=IMPATIENT) as (_, (waits, stuck)):
+        waits.clock.finished()
+        assert await asyncio.wait_for(waits.step(), DEADLINE_S)
+        with pytest.raises(Fenced):
+            await asyncio.to_thread(stuck.clock.begin)
+
+
+async def test_a_wait_ends_with_an_error_that_names_who_is_slow() -> None:
+    """Where the caller's own limit is the shorter one."""
+    async with served(MemoryStore()) as world:
+        fast = await stepping(world, "a", bound=0, wait_s=0.2)
+        slow = await stepping(world, "b", bound=0)
+        for each in (fast, slow):
+            await asyncio.to_thread(each.clock.begin)
+        fast.clock.finished()
+        with pytest.raises(DeadlineExceeded, match="b in round 0: its own next is 1"):
+            await asyncio.to_thread(fast.clock.begin)
+
+
+async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> None:
+    """Nobody goes on before all who trained have spoken, and then the bound holds as before."""
+    store = MemoryStore()
+    async with served(store) as first:
+        members = [await stepping(first, name, bound=1) for name in "ab"]
+        for each in members:
+            await asyncio.to_thread(
+                each.member.propose, FIELDS, synchronous=False, step=0, has_state=False
+            )
+        await asyncio.gather(*(entered(each.member, 0) for each in members))
+        fast, slow = members
+        for each in members:
+            await asyncio.to_thread(each.clock.begin)
+        fast.clock.finished()
+        async with served(store) as second:
+            successor = NotLeader("", details={"leader": second.address})
+            for each in members:
+                each.coordinators.move_on(first.address, successor)
+            assert not await fast.step(), "by what it knows already it may begin, and tells so"
+            waits = asyncio.create_task(fast.step())
+            await until(lambda: bool(second.coordinator.clocks.waiting("j")))
+            (reason, _) = second.coordinator.clocks.waiting("j")["a"]
+            assert reason == "b to say how far they are: another coordinator leads since"
+            assert not waits.done()
+            slow.clock.finished()
+            await asyncio.wait_for(asyncio.gather(slow.step(), waits), DEADLINE_S)
+
+
+async def test_a_clock_that_makes_no_sense_is_refused() -> None:
+    """A bound beyond all reason, from any client."""
+    async with two(bound=0) as (world, (one, _)):
+        request = pb.AdvanceRequest(token=one.member.token, bound=1 << 40)
+        with pytest.raises(MalformedMessage, match="bound 1099511627776"):
+            await asyncio.to_thread(
+                Coordinators([world.address]).call,
+                lambda channel: ClocksStub(channel).Advance,
+                request,
+                timeout_s=5.0,
+            )

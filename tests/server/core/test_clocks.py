@@ -1,0 +1,282 @@
+"""The clocks of a job: by example, and under members that come, go, die and repeat themselves."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from shoal_server.core.clocks import Clocks, NoClock, Position, Said, Standing, Who
+
+A, B, C = (Who(name, "1") for name in "abc")
+
+
+def say(clocks: Clocks, who: Who, clock: int, bound: int, *, now_s: float = 0.0) -> Standing:
+    """A member asks for a step of round `clock`; 0: it enters."""
+    said = Said(position=Position(clock), bound=bound, enters=clock == 0)
+    return clocks.advance(who, said, now_s)
+
+
+def test_a_member_may_be_as_far_ahead_as_the_bound_and_no_further() -> None:
+    """The refusal says for whom it waits; the slow member's step ends the wait."""
+    clocks = Clocks()
+    assert say(clocks, A, 0, 2).allowed
+    assert say(clocks, B, 0, 2).allowed
+    assert say(clocks, A, 1, 2).allowed
+    assert say(clocks, A, 2, 2).allowed
+    refused = say(clocks, A, 3, 2, now_s=5.0)
+    assert (refused.allowed, refused.slowest) == (False, 0)
+    assert refused.reason == "b in round 0: its own next is 3, the bound 2"
+    assert list(clocks.waiting()) == [("a", refused.reason, 5.0)]
+    assert say(clocks, C, 0, 2) == Standing(clock=2, allowed=True, slowest=0), "it need not wait"
+    say(clocks, B, 1, 2)
+    say(clocks, C, 3, 2)
+    assert clocks.standing(A, 6.0).allowed
+    assert list(clocks.waiting()) == []
+
+
+def test_who_is_slow_goes_on_in_the_newest_round() -> None:
+    """It owes no steps: after one of its own it stands where the others are."""
+    clocks = Clocks()
+    for who in (A, B):
+        say(clocks, who, 0, 3)
+    for clock in (1, 2, 3, 4):
+        say(clocks, A, clock, 3)
+    assert say(clocks, B, 1, 3) == Standing(clock=4, allowed=True, slowest=4)
+
+
+@pytest.mark.parametrize("end", ["lost", "rests"])
+def test_nobody_waits_for_who_is_gone(end: str) -> None:
+    """A lost or resting member holds up none, and a joiner begins where it need not wait."""
+    clocks = Clocks()
+    for who in (A, B):
+        say(clocks, who, 0, 0)
+    assert not say(clocks, A, 1, 0).allowed
+    if end == "lost":
+        clocks.remove(B)
+        with pytest.raises(NoClock):
+            clocks.standing(B, 0.0)
+    else:
+        clocks.rest(B, 0)
+    assert clocks.standing(A, 0.0).allowed
+    assert say(clocks, C, 0, 0) == Standing(clock=1, allowed=True, slowest=1)
+    clocks.remove(A)
+    clocks.remove(C)
+    assert say(clocks, B, 0, 0).clock == 1, "clocks do not begin anew"
+
+
+def test_the_loss_of_an_earlier_process_does_not_concern_its_successor() -> None:
+    """A restarted member has a clock of its own before the old one is declared lost."""
+    clocks = Clocks()
+    say(clocks, A, 0, 1)
+    say(clocks, Who("a", "2"), 0, 1)
+    clocks.remove(A)
+    assert clocks.clocks == {"a": 0}
+
+
+def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
+    """Nor does it tell a joiner where to begin; whoever is lost or rests need not speak."""
+    clocks = Clocks([A, B, C])
+    assert not say(clocks, A, 57, 2).allowed
+    joiner = Who("d", "1")
+    refused = say(clocks, joiner, 0, 2)
+    assert refused.reason == "b, c to say how far they are: another coordinator leads since"
+    clocks.rest(B, 55)
+    say(clocks, C, 56, 2)
+    assert clocks.standing(A, 0.0) == Standing(clock=57, allowed=True, slowest=57)
+    assert clocks.standing(joiner, 0.0).clock == 57
+
+
+def test_in_bulk_nobody_pushes_before_all_have_their_values() -> None:
+    """And a joiner takes part from the first round on of which nobody has pushed."""
+    clocks = Clocks()
+    for who in (A, B):
+        say(clocks, who, 0, 0)
+    pushes = Said(position=Position(0, pulled=True), bound=0)
+    refused = clocks.advance(A, pushes, 0.0)
+    assert refused.reason == "b in round 0: it pushes in round 0 once all have their values"
+    assert say(clocks, C, 0, 0).clock == 1
+    assert clocks.advance(B, pushes, 0.0).allowed
+    assert clocks.standing(A, 0.0).allowed
+    assert not say(clocks, A, 1, 0).allowed
+    assert say(clocks, B, 1, 0).allowed
+    assert clocks.standing(C, 0.0).allowed
+
+
+def test_who_holds_the_others_up_for_too_long_is_named() -> None:
+    """Not who waits itself, nor who has begun a step only just now."""
+    clocks = Clocks()
+    for who in (A, B, C):
+        say(clocks, who, 0, 0)
+    say(clocks, A, 1, 0, now_s=1.0)
+    say(clocks, B, 1, 0, now_s=8.0)
+    assert clocks.overdue(10.0, 10.5) == []
+    ((who, reason),) = clocks.overdue(10.0, 11.5)
+    assert who == C
+    assert "for more than 10 s" in reason
+    inherited = Clocks([A, B], now_s=0.0)
+    say(inherited, A, 5, 0, now_s=1.0)
+    assert [who for who, _ in inherited.overdue(10.0, 11.5)] == [B]
+
+
+@dataclass
+class Member:
+    """What a client keeps, and what it is doing."""
+
+    who: Who
+    round: int = 0
+    slowest: int = 0
+    enters: bool = True
+    begun: bool = False
+    """It is in a step of its round."""
+    pulled: bool = False
+    """In bulk: it may push."""
+    steps: int = 0
+
+
+class Drift(RuleBasedStateMachine):
+    """Members with one bound, whose answers may get lost, and leaders that forget."""
+
+    bulk = False
+
+    @initialize(bound=st.integers(0, 3))
+    def start(self, bound: int) -> None:
+        self.bound = 0 if self.bulk else bound
+        self.clocks = Clocks()
+        self.members: list[Member] = []
+        self.born = 0
+        self.slowest = 0
+
+    def _advance(self, member: Member, *, pulled: bool = False, begins: bool = False) -> Standing:
+        said = Said(
+            position=Position(member.round, pulled),
+            bound=self.bound,
+            enters=member.enters,
+            begins=begins,
+        )
+        return self.clocks.advance(member.who, said, 0.0)
+
+    def _pick(self, data: st.DataObject, *, begun: bool) -> Member | None:
+        them = [m for m in self.members if m.begun == begun]
+        return data.draw(st.sampled_from(them)) if them else None
+
+    def _begins(self, member: Member) -> None:
+        """No live member is in a step that it must not be so far ahead of."""
+        member.begun, member.pulled = True, False
+        for other in self.members:
+            if other.begun:
+                assert abs(member.round - other.round) <= self.bound
+                assert not (self.bulk and other.pulled), "it pulls while others push"
+
+    @precondition(lambda self: len(self.members) < 5)
+    @rule()
+    def join(self) -> None:
+        self.born += 1
+        self.members.append(Member(Who(f"m{self.born}", "1")))
+
+    @rule(data=st.data(), lost=st.booleans())
+    def ask(self, data: st.DataObject, lost: bool) -> None:
+        """For leave to begin a step; the answer may get lost."""
+        member = self._pick(data, begun=False)
+        if member is None or not self._needs_leave(member):
+            return
+        standing = self._advance(member)
+        if not lost and standing.allowed:
+            member.slowest = max(standing.slowest, 0 if member.enters else member.slowest)
+            member.enters, member.round = False, standing.clock
+            self._begins(member)
+
+    @rule(data=st.data(), arrive=st.integers(0, 2), answered=st.integers(0, 2))
+    def begin(self, data: st.DataObject, arrive: int, answered: int) -> None:
+        """Begin by what is known already, and tell: as many calls arrive, and are answered."""
+        member = self._pick(data, begun=False)
+        if member is None or self._needs_leave(member):
+            return
+        if arrive > 0:
+            standing = self._advance(member, begins=True)
+            if answered > 0:
+                member.slowest = max(member.slowest, standing.slowest)
+                if standing.clock > member.round:
+                    member.round = standing.clock
+                    if arrive > 1:
+                        self._advance(member, begins=True)
+        self._begins(member)
+
+    def _needs_leave(self, member: Member) -> bool:
+        return member.enters or member.slowest < member.round - self.bound
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        member = self._pick(data, begun=True)
+        if member is None:
+            return
+        if self.bulk and not member.pulled:
+            standing = self._advance(member, pulled=True)
+            member.slowest = max(member.slowest, standing.slowest)
+            if not standing.allowed:
+                return
+            member.pulled = True
+            for other in self.members:
+                assert other.round >= member.round or not other.begun
+            return
+        member.begun = member.pulled = False
+        member.round += 1
+        member.steps += 1
+
+    @rule(data=st.data())
+    def rest(self, data: st.DataObject) -> None:
+        member = self._pick(data, begun=False)
+        if member is not None:
+            self.clocks.rest(member.who, member.round)
+            member.enters = True
+
+    @rule(data=st.data(), begun=st.booleans())
+    def die(self, data: st.DataObject, begun: bool) -> None:
+        member = self._pick(data, begun=begun)
+        if member is not None:
+            self.members.remove(member)
+            self.clocks.remove(member.who)
+
+    @rule()
+    def fail_over(self) -> None:
+        """Whoever trained is known by the roster; the clocks are not."""
+        self.clocks = Clocks([m.who for m in self.members])
+        for member in self.members:
+            if member.enters:
+                self.clocks.rest(member.who, member.round)
+        self.slowest = 0
+
+    @invariant()
+    def the_lowest_clock_never_falls(self) -> None:
+        if hasattr(self, "clocks") and not self.clocks.horizon[1]:
+            assert self.clocks.slowest >= self.slowest
+            self.slowest = self.clocks.slowest
+
+    @invariant()
+    def somebody_may_always_go_on(self) -> None:
+        """Unless all are in a step: nobody waits for the dead, and there is no deadlock."""
+        if not hasattr(self, "members") or not self.members:
+            return
+        if any(m.begun and not (self.bulk and not m.pulled) for m in self.members):
+            return
+        if any(not m.begun and not self._needs_leave(m) for m in self.members):
+            return
+        before = deepcopy(self.clocks)
+        for member in self.members:
+            self._advance(member, pulled=member.begun)
+        for _ in range(2):  # each is asked again when another was moved on
+            standings = [self.clocks.standing(m.who, 0.0) for m in self.members]
+        assert any(standing.allowed for standing in standings)
+        self.clocks = before
+
+
+class BulkDrift(Drift):
+    bulk = True
+
+
+TestDrift = Drift.TestCase
+TestDrift.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestBulkDrift = BulkDrift.TestCase
+TestBulkDrift.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
