@@ -108,11 +108,14 @@ class LeasedFeed(Feed):
             for span in self._leases:
                 crew.stand(self._fields)
                 if span is None:
+                    crew.strategy.rest()
                     continue
-                self._leased = span
-                yield from self._offer(
-                    self._loader.leased(span.epoch, span.start, span.stop, crew.strategy.step)
-                )
+                step = crew.strategy.step
+                batch = self._loader.leased(span.epoch, span.start, span.stop, step)
+                # A step that was refused comes again, with the same samples.
+                while crew.strategy.step == step:
+                    self._leased = span
+                    yield from self._offer(batch)
             crew.strategy.flush()
             # What the others did last comes too: from here on the model is the job's result.
             crew.strategy.finish()

@@ -1,0 +1,98 @@
+"""How far apart members at their own pace may be: `async`, `ssp` or `bsp`.
+
+- `async`: no bound. Nobody ever waits.
+- `ssp`, stale synchronous parallel: a step is computed on values that have all pushes of every live
+  member up to `bound` + 1 rounds before it, and none is applied more than `bound` rounds late.
+- `bsp`, bulk synchronous parallel: the same with a bound of 0, and nobody pushes in a round before
+  all have the values of that round. So every member's push of round n is applied before anyone's
+  pull of round n + 1, and all members compute each round on the same values.
+
+A member that is lost, drained or without samples is waited for by nobody.
+"""
+
+from collections.abc import Mapping
+
+from shoal.strategies.base import Context
+from shoal_client.channel import Coordinators
+from shoal_client.clocks import Clock
+from shoal_proto.errors import InvalidSpec
+
+CONSISTENCIES = ("async", "ssp", "bsp")
+DEFAULT_BOUND = 4
+MAX_BOUND = 1 << 20
+
+
+class Pace:
+    """When one member's steps may begin. All methods are the trainer's."""
+
+    def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
+        """Raises InvalidSpec. `bound`: in rounds, for `ssp` only; 4 where it is not given."""
+        if consistency not in CONSISTENCIES:
+            raise InvalidSpec(
+                "there is no such consistency",
+                seen=repr(consistency),
+                expected=f"one of {', '.join(map(repr, CONSISTENCIES))}",
+            )
+        if bound is not None and (consistency != "ssp" or not 0 <= bound <= MAX_BOUND):
+            raise InvalidSpec(
+                "staleness_bound is out of range, or belongs to another consistency",
+                seen=f"staleness_bound={bound!r} with consistency={consistency!r}",
+                expected=f"0 to {MAX_BOUND} rounds, with consistency='ssp'",
+                fix="consistency='bsp' is a bound of 0 with the same values for all.",
+            )
+        self._consistency = consistency
+        self._bound = 0 if consistency == "bsp" else DEFAULT_BOUND if bound is None else bound
+        self._clock: Clock | None = None
+        self._coordinators: Coordinators | None = None
+
+    def fields(self) -> Mapping[str, str]:
+        """What all members must have in common."""
+        bound = f"({self._bound})" if self._consistency == "ssp" else ""
+        return {"consistency": f"{self._consistency}{bound}"}
+
+    def attach(self, context: Context) -> None:
+        """Learn the surroundings."""
+        if self._consistency == "async":
+            return
+        self._coordinators = Coordinators(context.coordinators)
+        limit_s = context.limits.collective_s or 60.0
+        # Whoever holds the others up for that long is taken out; then it goes on.
+        self._clock = Clock(
+            self._coordinators, context.token, bound=self._bound, wait_s=3 * limit_s
+        )
+
+    @property
+    def wants_values(self) -> bool:
+        """Whether the values of right after a push are of use: else the next step pulls anew."""
+        return self._consistency != "bsp"
+
+    def begin(self) -> bool:
+        """Return once a step may begin; whether newer values must be pulled for it."""
+        return self._clock.begin() if self._clock is not None else False
+
+    def before_push(self) -> None:
+        """Return once a push of this step may be applied."""
+        if self._clock is not None and self._consistency == "bsp":
+            self._clock.await_pulled()
+
+    def pushed(self) -> None:
+        """The step's push is acknowledged."""
+        if self._clock is not None:
+            self._clock.finished()
+
+    def rest(self) -> None:
+        """This member has nothing to do for now: nobody is to wait for it. Free to call often."""
+        if self._clock is not None:
+            self._clock.rest()
+
+    def metrics(self) -> Mapping[str, float]:
+        """Figures for the health report."""
+        return {"round": float(self._clock.round)} if self._clock is not None else {}
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self._coordinators is not None:
+            self._coordinators.close()
+
+
+__all__ = ["CONSISTENCIES", "DEFAULT_BOUND", "Pace"]
