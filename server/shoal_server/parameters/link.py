@@ -33,6 +33,9 @@ PEER_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+REFUSAL_S = 0.2
+"""A machine that is up refuses at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
@@ -190,7 +193,7 @@ class Link:
             log.warning("link_broke", to=self.to.server_id, reason=reason)
             if give_up_s is None or self._heard_s > opened_s:
                 give_up_s = loop.time() + self._patience.reconnect_s
-            if loop.time() >= give_up_s:
+            if loop.time() >= give_up_s or await _refuses(address):
                 self._peers.lost(self, reason)
                 return
             for held in self._forget():
@@ -287,6 +290,21 @@ class Link:
             since_s = self._unanswered_since_s
             if since_s is not None and loop.time() - since_s >= self._patience.silence_s:
                 return
+
+
+async def _refuses(address: str) -> bool:
+    """Whether that machine says that nobody listens there: then the process is gone, and to wait
+    for it would hold up every push that it is to receive."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(REFUSAL_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False
 
 
 def _let_go(copy: _Copy) -> None:
