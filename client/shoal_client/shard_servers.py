@@ -60,6 +60,8 @@ class ShardServers:
         todo = {shard.shard_id for shard in shard_map().shards}
         if shard_ids is not None:
             todo.intersection_update(shard_ids)
+            if not todo:
+                return 0
         retries = 0
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]

@@ -1,8 +1,11 @@
 """The session with members that train at their own pace on leased samples."""
 
+import os
 import signal
 from collections import Counter
+from pathlib import Path
 
+import async_bodies
 import rank_bodies
 from rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 from ranks import Rank, Ranks
@@ -82,4 +85,35 @@ def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalClus
         stays.expect("finished")
         found = counts([stays, drained])
     assert len(found) == NUM_SAMPLES * epochs
+    assert set(found.values()) == {1}
+
+
+def test_a_step_that_was_too_stale_comes_again(cluster: LocalCluster, tmp_path: Path) -> None:
+    """With the same samples, by the same member; and each sample counts once all the same."""
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def run(name: str, gate: str = "") -> Run:
+        return Run(
+            coordinator=cluster.coordinator,
+            job="async-stale",
+            member_id=name,
+            desired_members=2,
+            strategy="async-sgd",
+            gate=gate,
+        )
+
+    with Ranks() as ranks:
+        late = ranks.start(async_bodies.train_fresh_only, run("late", str(gate)))
+        other = ranks.start(async_bodies.train_fresh_only, run("other"))
+        late.expect("waits")
+        other.expect("committed")
+        gate.write_bytes(b"")
+        late.expect("refused")
+        again = late.expect("tried")
+        assert late.expect("finished")["rejected"] >= 1
+        other.expect("finished")
+        found = counts([late, other])
+    assert next(data for kind, data in late.seen if kind == "tried") == again
+    assert len(found) == NUM_SAMPLES * EPOCHS
     assert set(found.values()) == {1}

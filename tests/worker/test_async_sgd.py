@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from async_members import groups, loss_of, new_model, start, train
 from parameter_servers import ParameterServers
 from torch import nn
 
-from shoal.strategies.async_sgd import AsyncSgd
-from shoal.strategies.base import Context, Generation
+from shoal.strategies.async_sgd import AsyncSGD
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
@@ -19,35 +19,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
     UnsupportedOptimizer,
 )
-from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, Roster, RosterEntry
-
-LIMITS = Limits(collective_s=20.0, bring_up_s=20.0)
-
-
-class Net(nn.Module):
-    """A small convolutional network with a part that is not always used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 4, 3)
-        self.head = nn.Linear(4 * 6 * 6, 10)
-        self.extra = nn.Linear(10, 10)
-
-    def forward(self, images: torch.Tensor, *, use_extra: bool = True) -> torch.Tensor:
-        scores: torch.Tensor = self.head(torch.relu(self.conv(images)).flatten(1))
-        return self.extra(scores) if use_extra else scores
-
-
-def new_model(seed: int = 0) -> Net:
-    torch.manual_seed(seed)
-    return Net()
-
-
-def loss_of(model: nn.Module, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randn(8, 1, 8, 8, generator=generator)
-    targets = torch.randint(10, (8,), generator=generator)
-    return nn.functional.cross_entropy(model(images, use_extra=step % 3 != 0), targets)
+from shoal_proto.v1.membership_pb2 import Limits
 
 
 @pytest.fixture
@@ -56,51 +28,12 @@ def servers() -> Iterator[ParameterServers]:
         yield servers
 
 
-def start(
-    servers: ParameterServers,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    rank: int = 0,
-    limits: Limits = LIMITS,
-) -> AsyncSgd:
-    """A strategy that has entered the first generation."""
-    token = servers.admit(f"w{rank}", incarnation=f"i{rank}")
-    strategy = AsyncSgd()
-    strategy.distribute(model, optimizer)
-    strategy.attach(
-        Context(job="job", coordinators=[servers.coordinator], token=lambda: token, limits=limits)
-    )
-    entry = RosterEntry(member_id=f"w{rank}", incarnation=f"i{rank}", rank=rank)
-    record = GenerationRecord(roster=Roster(generation=1, entries=[entry]))
-    strategy.enter(Generation(record=record, token=token))
-    return strategy
-
-
-def train(strategy: AsyncSgd, model: nn.Module, steps: range) -> int:
-    """Train, and count what was acknowledged."""
-    acknowledged: list[int] = []
-    for step in steps:
-        strategy.begin_step()
-        strategy.backward(loss_of(model, step), 1.0)
-        strategy.end_step(lambda step=step: acknowledged.append(step))  # type: ignore[misc]
-    return len(acknowledged)
-
-
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p, **o: torch.optim.SGD(p, lr=0.1, weight_decay=1e-3, **o),
     "adam": lambda p, **o: torch.optim.Adam(p, lr=0.01, amsgrad=True, **o),
     "adamw": lambda p, **o: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, **o),
+    "adagrad": lambda p, **o: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.1, **o),
 }
-
-
-def groups(model: nn.Module) -> list[dict[str, object]]:
-    """Biases in a group of their own."""
-    named = list(model.named_parameters())
-    return [
-        {"params": [p for n, p in named if "bias" not in n]},
-        {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0, "lr": 0.05},
-    ]
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -256,13 +189,13 @@ def test_what_the_servers_cannot_run_is_refused_at_once() -> None:
 
     for optimizer in (torch.optim.RMSprop(model.parameters()), Mine(model.parameters(), lr=0.1)):
         with pytest.raises(
-            UnsupportedOptimizer, match=r"expected torch\.optim\.SGD, Adam or AdamW"
+            UnsupportedOptimizer, match=r"expected torch\.optim\.SGD, Adagrad, Adam or AdamW"
         ):
-            AsyncSgd().distribute(model, optimizer)
+            AsyncSGD().distribute(model, optimizer)
     stray = nn.Parameter(torch.ones(3))
     with pytest.raises(InvalidSpec, match="not the model's"):
-        AsyncSgd().distribute(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
+        AsyncSGD().distribute(model, torch.optim.SGD([*model.parameters(), stray], lr=0.1))
     whole = nn.Module()
     whole.ids = nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)
     with pytest.raises(DtypeMismatch, match=r"torch\.int64"):
-        AsyncSgd().distribute(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+        AsyncSGD().distribute(whole, torch.optim.SGD(whole.parameters(), lr=0.1))

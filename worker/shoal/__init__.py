@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.plain import clip_grad_norm, data_share, distribute, forward_backward, state_dict
     from shoal.planning import plan
     from shoal.session import Session
+    from shoal.strategies.async_sgd import AsyncSGD
     from shoal.strategies.ddp import DDP
     from shoal.strategies.fsdp import FSDP, Zero2, Zero3
     from shoal.strategies.hybrid import Hybrid
@@ -42,6 +43,7 @@ __all__ = [
     "DDP",
     "FP16",
     "FSDP",
+    "AsyncSGD",
     "Batch",
     "Checkpoints",
     "DiLoCo",
@@ -74,6 +76,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncSGD": "shoal.strategies.async_sgd",
     "BF16": "shoal.compression.half",
     "Batch": "shoal.data",
     "Checkpoints": "shoal.checkpoint.background",

@@ -99,7 +99,10 @@ class Step:
             self._reports.step_done(crew.strategy, self.loss, seconds, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
-        """True: a peer was lost, and this member stands ready for the next generation."""
+        """True: the step did not happen, and this member stands ready for it to come again; if a
+        peer was lost, in the next generation."""
+        if self._crew.strategy.redoes(error):
+            return True
         if self._crew.is_break(error):
             # The frames below hold the wrapped model and with it the group that is to go.
             traceback.clear_frames(error.__traceback__)

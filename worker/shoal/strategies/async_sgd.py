@@ -12,16 +12,20 @@ object, whose learning rates (schedules included) travel with every push.
   half-way through, another member creates what is missing, from its own initial values.
 """
 
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar, NoReturn
 
-import torch
+from google.protobuf.message import Message
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.strategies.async_gradients import gradients_of
+from shoal.strategies.async_spec import to_spec
+from shoal.strategies.async_staleness import to_policy
+from shoal.strategies.async_values import Slot, bytes_of, trained
 from shoal.strategies.base import (
     Context,
     Generation,
@@ -29,31 +33,52 @@ from shoal.strategies.base import (
     optimizer_digest,
     schema_digest,
 )
+from shoal.strategies.pace import Pace
 from shoal_client.parameters import ParameterClient, PushResult
-from shoal_proto.errors import (
-    DtypeMismatch,
-    GenerationBroken,
-    InternalError,
-    InvalidSpec,
-    NonFiniteGradient,
-    ShardNotReady,
-    UnsupportedOptimizer,
-)
-from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.errors import GenerationBroken, InternalError, ShardNotReady, StalePush
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 CREATION_PATIENCE_SHARE = 0.25
 """After this share of the bring-up limit without values, any member creates them."""
 LOOK_S = 0.5
 """How often a member that waits for its first values looks whether its generation broke."""
+MAX_REDONE = 16
+"""So often one step is taken anew on fresh values before its member gives up."""
 
 
-class AsyncSgd(Strategy):
+class AsyncSGD(Strategy):
     name: ClassVar[str] = "async-sgd"
     synchronous: ClassVar[bool] = False
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        consistency: str = "async",
+        staleness_bound: int | None = None,
+        staleness: str = "none",
+        reject_above: int | None = None,
+        compensation: float | None = None,
+        adaptive: bool = False,
+        schedule: LRScheduler | None = None,
+    ) -> None:
+        """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `shoal.strategies.pace`.
+
+        `staleness`: "none", "scale", "compensate" or "reject", see
+        `shoal.strategies.async_staleness`; `reject_above` is a number of updates, with any of
+        these, and `compensation` is lambda, or lambda_0 where it is `adaptive`.
+
+        `schedule`: one of torch's, of the optimizer that is distributed. It travels with the job:
+        the servers set the rates by the number of updates that all members have made together, and
+        the script does not step it.
+
+        Raises InvalidSpec for options that contradict each other.
+        """
+        self._policy = to_policy(staleness, reject_above, compensation, adaptive=adaptive)
+        self._schedule = schedule
+        self._refused: frozenset[int] = frozenset()
+        self._redone = 0
+        self._rejected = 0
+        self._pace = Pace(consistency, staleness_bound)
         self._step = 0
         self._has_state = False
         self._cut_generation = 0
@@ -63,10 +88,11 @@ class AsyncSgd(Strategy):
         self._lock = threading.Lock()
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        self._spec = to_spec(optimizer)
+        self._spec = to_spec(optimizer, self._schedule)
+        self._spec.staleness.CopyFrom(self._policy)
         self._model = model
         self._optimizer = optimizer
-        self._parameters = _trained(model, optimizer)
+        self._parameters = trained(model, optimizer)
         self._schema = [
             ParameterSpec(
                 name=name,
@@ -76,10 +102,13 @@ class AsyncSgd(Strategy):
             )
             for name, (parameter, group) in self._parameters.items()
         ]
-        self._slots = {name: _Slot(p) for name, (p, _) in self._parameters.items()}
+        self._slots = {name: Slot(p) for name, (p, _) in self._parameters.items()}
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
+            "staleness": _one_line(self._policy),
+            "schedule": _one_line(self._spec.schedule) or "with each push",
+            **self._pace.fields(),
         }
         return model, optimizer
 
@@ -91,6 +120,7 @@ class AsyncSgd(Strategy):
         self._client = ParameterClient(
             context.coordinators, context.token, timeout_s=context.limits.collective_s or 60.0
         )
+        self._pace.attach(context)
 
     def enter(self, generation: Generation) -> None:
         """The first one brings the values; a later one changes nothing, training goes on."""
@@ -134,6 +164,8 @@ class AsyncSgd(Strategy):
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        if self._pace.begin():
+            self._refresh()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
@@ -143,19 +175,13 @@ class AsyncSgd(Strategy):
         return self._model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        gradients = {
-            name: parameter.grad.detach()
-            for name, (parameter, _) in self._parameters.items()
-            if parameter.grad is not None
-        }
-        self._check(gradients)
-        held = {name: _to_host(gradient) for name, gradient in gradients.items()}
-        result = self._connected().push(
-            {name: _bytes_of(gradient) for name, gradient in held.items()},
-            lr=[float(group["lr"]) for group in self._optimizer.param_groups],
-            into={name: slot.writable_bytes() for name, slot in self._slots.items()},
-        )
-        self._adopt_values()
+        gradients = gradients_of({n: p for n, (p, _) in self._parameters.items()}, self._step)
+        self._pace.before_push()
+        result = self._push(gradients)
+        if result.stale:
+            self._begin_anew(result)
+        self._refused, self._redone = frozenset(), 0
+        self._pace.pushed()
         # The servers stepped for it; else a learning-rate schedule warns that nobody did.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._step += 1
@@ -164,30 +190,56 @@ class AsyncSgd(Strategy):
             self._pushes += 1
         acknowledged()
 
+    def _push(self, gradients: Mapping[str, Tensor]) -> PushResult:
+        compensates = self._spec.staleness.kind == "compensate"
+        # Copied: a retry must send the same, and by then some of the new values may be there.
+        bases = {n: s.copied_bytes() for n, s in self._slots.items()} if compensates else None
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
+        into = {name: slot.writable_bytes() for name, slot in self._slots.items()}
+        result = self._connected().push(
+            {name: bytes_of(gradient) for name, gradient in gradients.items()},
+            lr=() if self._schedule is not None else rates,
+            into=into if self._pace.wants_values else None,
+            bases=bases,
+            only=self._refused or None,
+        )
+        if self._pace.wants_values:
+            self._adopt_values()
+        return result
+
+    def _begin_anew(self, result: PushResult) -> NoReturn:
+        """Get fresh values for the shards that refused the step; what the others have counts."""
+        self._refused = frozenset(result.stale)
+        self._redone += 1
+        with self._lock:
+            self._rejected += 1
+        self._refresh()
+        refusal = next(iter(result.stale.values()))
+        if self._redone <= MAX_REDONE:
+            raise refusal
+        raise StalePush(
+            f"step {self._step} was refused as too stale again and again",
+            seen=f"{self._redone} times, at last with {refusal.seen}",
+            expected=refusal.expected,
+            fix="Raise reject_above, or let this member have smaller batches.",
+        )
+
+    def redoes(self, error: BaseException) -> bool:
+        return isinstance(error, StalePush) and self._redone <= MAX_REDONE
+
     def finish(self) -> None:
         """Take the values as they are now: once all samples are done, the job's final ones."""
+        self._pace.rest()
+        self._refresh()
+
+    def rest(self) -> None:
+        self._pace.rest()
+
+    def _refresh(self) -> None:
+        """Take the values as they are now."""
         client = self._connected()
         client.pull({name: slot.writable_bytes() for name, slot in self._slots.items()}, wait_s=0.0)
         self._adopt_values()
-
-    def _check(self, gradients: Mapping[str, Tensor]) -> None:
-        """Raise for what a server would refuse, before any part of the step has left."""
-        for name, gradient in gradients.items():
-            parameter = self._parameters[name][0]
-            if gradient.layout != torch.strided or gradient.dtype != parameter.dtype:
-                raise DtypeMismatch(
-                    f"the gradient of parameter {name} is of another kind than the parameter",
-                    seen=f"{gradient.dtype}, {gradient.layout}",
-                    expected=f"{parameter.dtype}, {torch.strided}",
-                )
-        for name in _non_finite(gradients):
-            raise NonFiniteGradient(
-                f"the gradient of parameter {name} is not finite in step {self._step}",
-                seen="NaN or Inf",
-                expected="finite numbers",
-                fix="Look for a division by zero, or lower the learning rate.",
-                details={"parameter": name, "step": str(self._step)},
-            )
 
     def _adopt_values(self) -> None:
         for slot in self._slots.values():
@@ -213,9 +265,12 @@ class AsyncSgd(Strategy):
                 "staleness": self._last_push.staleness_mean,
                 "staleness_max": float(self._last_push.staleness_max),
                 "pushes": float(self._pushes),
+                "rejected": float(self._rejected),
+                **self._pace.metrics(),
             }
 
     def close(self) -> None:
+        self._pace.close()
         if self._client is not None:
             self._client.close()
 
@@ -225,125 +280,8 @@ class AsyncSgd(Strategy):
         return self._client
 
 
-class _Slot:
-    """Where a parameter's bytes lie for reading and writing: in place, or staged beside it."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        self._parameter = parameter
-        self._pointer = 0
-        self._staged: Tensor | None = None
-        self._view = memoryview(b"")
-
-    def writable_bytes(self) -> memoryview:
-        """Write the new values here, then call `adopt`."""
-        data = self._parameter.detach()
-        # A user may have moved the model since: the storage then is another one.
-        if data.data_ptr() != self._pointer or not self._view.nbytes:
-            in_place = data.device.type == "cpu" and data.is_contiguous()
-            self._staged = None if in_place else torch.empty(data.shape, dtype=data.dtype)
-            self._view = _bytes_of(data if self._staged is None else self._staged)
-            self._pointer = data.data_ptr()
-        return self._view
-
-    def value_bytes(self) -> memoryview:
-        """The parameter's values as they are now."""
-        view = self.writable_bytes()
-        if self._staged is not None:
-            self._staged.copy_(self._parameter.detach())
-        return view
-
-    def adopt(self) -> None:
-        """Make what was written the parameter's values."""
-        if self._staged is not None:
-            with torch.no_grad():
-                self._parameter.copy_(self._staged)
+def _one_line(message: Message) -> str:
+    return " ".join(str(message).split())
 
 
-def to_spec(optimizer: Optimizer) -> OptimizerSpec:
-    """The optimizer for the servers. Raises UnsupportedOptimizer for what they do not have."""
-    kinds: Mapping[type[Optimizer], str] = {SGD: "sgd", Adam: "adam", AdamW: "adamw"}
-    kind = kinds.get(type(optimizer))
-    if kind is None:
-        raise UnsupportedOptimizer(
-            "async-sgd runs the optimizer on the parameter servers, which do not have this one",
-            seen=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-            expected="torch.optim.SGD, Adam or AdamW (not a subclass)",
-            fix="Choose one of these, or the strategy `ddp`.",
-        )
-    groups = optimizer.param_groups
-    if kind != "sgd":
-        decoupled = {kind == "adamw" or bool(g.get("decoupled_weight_decay")) for g in groups}
-        if len(decoupled) > 1:
-            raise UnsupportedOptimizer(
-                "the parameter groups differ in how weight decay is applied",
-                seen="decoupled_weight_decay both true and false",
-                expected="the same in all groups",
-            )
-        kind = "adamw" if decoupled.pop() else "adam"
-    return OptimizerSpec(kind=kind, groups=[_hyper_parameters(group) for group in groups])
-
-
-def _hyper_parameters(group: Mapping[str, Any]) -> HyperParameters:
-    beta1, beta2 = group.get("betas", (0.0, 0.0))
-    return HyperParameters(
-        lr=float(group["lr"]),
-        weight_decay=float(group["weight_decay"]),
-        momentum=float(group.get("momentum", 0.0)),
-        dampening=float(group.get("dampening", 0.0)),
-        nesterov=bool(group.get("nesterov", False)),
-        beta1=float(beta1),
-        beta2=float(beta2),
-        eps=float(group.get("eps", 0.0)),
-        amsgrad=bool(group.get("amsgrad", False)),
-        maximize=bool(group.get("maximize", False)),
-    )
-
-
-def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
-    """The optimizer's parameters by their names in the model, each with its group."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    trained: dict[str, tuple[nn.Parameter, int]] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            name = names.get(parameter)
-            if name is None:
-                raise InvalidSpec(
-                    "the optimizer holds a parameter that is not the model's",
-                    seen=f"a parameter of shape {tuple(parameter.shape)} in group {index}",
-                    expected="parameters of the model that is distributed",
-                    fix="Make the optimizer from model.parameters().",
-                )
-            if parameter.dtype not in DTYPES:
-                raise DtypeMismatch(
-                    f"parameter {name} has a dtype that no optimizer kernel takes",
-                    seen=str(parameter.dtype),
-                    expected=", ".join(map(str, DTYPES)),
-                )
-            trained[name] = (parameter, index)
-    return trained
-
-
-def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
-    """Names of the gradients with NaN or Inf.
-
-    A sum is finite only if all of its terms are, and is much cheaper than to ask each of them;
-    where it is not, they are asked, since finite numbers may have overflowed.
-    """
-    suspects = []
-    for name, gradient in gradients.items():
-        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        if not math.isfinite(gradient.sum(dtype=wide).item()):
-            suspects.append(name)
-    return [name for name in suspects if not torch.isfinite(gradients[name]).all()]
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    return tensor.cpu().contiguous()
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    """The flat bytes of a contiguous CPU tensor, shared with it."""
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-__all__ = ["AsyncSgd", "to_spec"]
+__all__ = ["AsyncSGD"]

@@ -203,6 +203,11 @@ class Strategy(ABC):
         """
         return False
 
+    def redoes(self, error: BaseException) -> bool:
+        """Whether the step that ends with this error is to be taken again by this member alone:
+        with the same samples, and `step` as it was. Asked before anything else about an error."""
+        return False
+
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
         """Return once every member has committed the steps that this one has.
 

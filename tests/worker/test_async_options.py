@@ -1,0 +1,256 @@
+"""Staleness policies and schedules, as a member at its own pace has them by its options."""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from async_members import Net, groups, loss_of, new_model, start, train
+from parameter_servers import ParameterServers
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.strategies.async_sgd import MAX_REDONE, AsyncSGD
+from shoal_proto.errors import InvalidSpec, StalePush
+
+LR = 0.1
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+def warm_up(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    phases: list[LRScheduler] = [
+        lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3),
+        lr_scheduler.CosineAnnealingLR(optimizer, 5, 0.001),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, phases, [3])
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
+    "constant": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "step": lambda o: lr_scheduler.StepLR(o, 2, 0.5),
+    "multi-step": lambda o: lr_scheduler.MultiStepLR(o, [1, 4], 0.5),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "warm-up": warm_up,
+}
+
+
+def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
+    """Bit for bit what torch gives one worker that steps the schedule itself, in groups with rates
+    of their own; here nobody steps it."""
+    for job, make in SCHEDULES.items():
+        model = new_model()
+        alone = copy.deepcopy(model)
+        optimizer = torch.optim.Adam(groups(model), lr=0.01)  # type: ignore[arg-type]
+        strategy = AsyncSGD(schedule=make(optimizer))
+        start(servers, model, optimizer, strategy=strategy, job=job)
+        train(strategy, model, range(6))
+        reference = torch.optim.Adam(groups(alone), lr=0.01, fused=True)  # type: ignore[arg-type]
+        schedule = make(reference)
+        for step in range(6):
+            reference.zero_grad()
+            loss_of(alone, step).backward()  # type: ignore[no-untyped-call]
+            reference.step()
+            schedule.step()
+        assert_equal(model, alone)
+        strategy.close()
+
+
+def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
+    for (name, seen), value in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(seen, value), name
+
+
+def two(servers: ParameterServers, make: Callable[[], AsyncSGD]) -> list[tuple[AsyncSGD, Net]]:
+    """Two members with plain SGD, on the same values."""
+    members = []
+    for rank in range(2):
+        model = new_model(rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        strategy = start(servers, model, optimizer, rank=rank, strategy=make())
+        members.append((strategy, model))
+    return members
+
+
+def begin(strategy: AsyncSGD, model: nn.Module, step: int) -> None:
+    """All of a step but its end."""
+    strategy.begin_step()
+    strategy.backward(loss_of(model, step), 1.0)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_stale_step_is_scaled_down(servers: ParameterServers) -> None:
+    """Two updates behind, half the rate."""
+    (slow, model), (fast, other) = two(servers, lambda: AsyncSGD(staleness="scale"))
+    begin(slow, model, 1)
+    train(fast, other, range(2))
+    found = gradients(model)
+    slow.end_step(lambda: None)
+    for name, before in values(other).items():
+        torch.testing.assert_close(
+            dict(model.named_parameters())[name], before - LR / 2 * found[name]
+        )
+    slow.close()
+    fast.close()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_stale_step_is_compensated(servers: ParameterServers, adaptive: bool) -> None:
+    """By what the values have gone since they were pulled, in parts that were not stale too."""
+    make = lambda: AsyncSGD(staleness="compensate", compensation=0.5, adaptive=adaptive)  # noqa: E731
+    (slow, model), (fast, other) = two(servers, make)
+    begin(slow, model, 1)
+    base, found = values(model), gradients(model)
+    begin(fast, other, 2)
+    pushed = gradients(other)
+    fast.end_step(lambda: None)
+    slow.end_step(lambda: None)
+    for name, before in values(other).items():
+        g = found[name]
+        mean = 0.95 * (0.05 * pushed[name] ** 2) + 0.05 * g**2
+        strength = 0.5 / (mean + 1e-7).sqrt() if adaptive else 0.5
+        expected = before - LR * (g + strength * g * g * (before - base[name]))
+        torch.testing.assert_close(dict(model.named_parameters())[name].detach(), expected)
+    assert slow.metrics()["staleness"] == 1.0
+    slow.close()
+    fast.close()
+
+
+def test_alone_nothing_is_stale(servers: ParameterServers) -> None:
+    """One member with delay compensation trains as torch alone, to the last bit; a parameter that
+    is not contiguous, and one without gradient, included."""
+    model = new_model()
+    model.conv.weight.data = model.conv.weight.data.to(memory_format=torch.channels_last)
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    strategy = AsyncSGD(staleness="compensate", adaptive=True, reject_above=0)
+    start(servers, model, optimizer, strategy=strategy)
+    train(strategy, model, range(4))
+    reference = torch.optim.SGD(alone.parameters(), lr=LR, fused=True)
+    for step in range(4):
+        reference.zero_grad()
+        loss_of(alone, step).backward()  # type: ignore[no-untyped-call]
+        reference.step()
+    assert_equal(model, alone)
+    strategy.close()
+
+
+def test_what_is_too_stale_is_computed_anew(servers: ParameterServers) -> None:
+    """The step did not happen, fresh values are there, and the next attempt gets through."""
+    (slow, model), (fast, other) = two(
+        servers, lambda: AsyncSGD(staleness="reject", reject_above=1)
+    )
+    begin(slow, model, 1)
+    train(fast, other, range(2))
+    acknowledged: list[int] = []
+    with pytest.raises(StalePush) as refused:
+        slow.end_step(lambda: acknowledged.append(1))
+    assert slow.redoes(refused.value)
+    assert not slow.redoes(ValueError())
+    assert (slow.step, acknowledged) == (0, [])
+    assert_equal(model, other)
+    assert train(slow, model, range(1, 2)) == 1
+    assert slow.step == 1
+    assert slow.metrics()["rejected"] == 1.0
+    assert set(slow._connected().versions.values()) == {4}
+    slow.close()
+    fast.close()
+
+
+def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> None:
+    """Where one shard was too far ahead and another was not, each gets the step once."""
+    (slow, model), (fast, other) = two(
+        servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
+    )
+    begin(slow, model, 1)
+    ahead = min(slow._connected().versions)
+    fast._refused = frozenset({ahead})
+    train(fast, other, range(1))
+    with pytest.raises(StalePush, match=f"shard {ahead}"):
+        slow.end_step(lambda: None)
+    versions = dict.fromkeys(slow._connected().versions, 2)
+    assert slow._connected().versions == versions
+    assert train(slow, model, range(1, 2)) == 1
+    assert slow._connected().versions == versions | {ahead: 3}
+    assert train(slow, model, range(1)) == 1
+    assert slow._connected().versions == {
+        shard: v + 1 for shard, v in (versions | {ahead: 3}).items()
+    }
+    slow.close()
+    fast.close()
+
+
+def test_a_member_that_is_always_too_late_gives_up(servers: ParameterServers) -> None:
+    """After so many attempts the error says what could be changed, and the session ends with it."""
+    (slow, model), (fast, other) = two(
+        servers, lambda: AsyncSGD(staleness="reject", reject_above=0)
+    )
+    for attempt in range(MAX_REDONE + 1):
+        begin(slow, model, 1)
+        train(fast, other, range(1))
+        with pytest.raises(StalePush) as refused:
+            slow.end_step(lambda: None)
+        assert slow.redoes(refused.value) is (attempt < MAX_REDONE)
+    assert "Raise reject_above" in str(refused.value)
+    slow.close()
+    fast.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"staleness": "hope"},
+        {"staleness": "reject"},
+        {"staleness": "reject", "reject_above": -1},
+        {"staleness": "scale", "compensation": 0.1},
+        {"adaptive": True},
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options: dict[str, object]) -> None:
+    """At once, with what was seen."""
+    with pytest.raises(InvalidSpec, match="saw "):
+        AsyncSGD(**options)  # type: ignore[arg-type]
+
+
+def test_members_must_have_the_same_policy_and_schedule() -> None:
+    """Both are fields of what a member proposes, so that whoever differs is told."""
+    found = []
+    for number in (1, 2):
+        model = new_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        schedule = lr_scheduler.StepLR(optimizer, number)
+        strategy = AsyncSGD(staleness="reject", reject_above=number, schedule=schedule)
+        strategy.distribute(model, optimizer)
+        found.append(strategy.fields())
+    differing = {name for name in found[0] if found[0][name] != found[1][name]}
+    assert differing == {"staleness", "schedule"}
+
+
+def test_schedules_that_the_servers_do_not_have_are_refused() -> None:
+    """Before anything is sent: another kind, another optimizer's, or one that was stepped."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    other = torch.optim.SGD(model.parameters(), lr=LR)
+    stepped = lr_scheduler.StepLR(optimizer, 3)
+    optimizer.step()
+    stepped.step()
+    for schedule, fragment in (
+        (lr_scheduler.CyclicLR(optimizer, 0.1, 0.2), "CyclicLR"),
+        (lr_scheduler.StepLR(other, 3), "another optimizer's"),
+        (stepped, "1 steps behind it"),
+        (lr_scheduler.CosineAnnealingLR(optimizer, 2.5), "T_max"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidSpec, match=fragment):
+            AsyncSGD(schedule=schedule).distribute(model, optimizer)

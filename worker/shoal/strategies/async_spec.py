@@ -1,0 +1,165 @@
+"""A torch optimizer, and a torch schedule of learning rates, as the parameter servers know them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    CosineAnnealingLR,
+    ExponentialLR,
+    LinearLR,
+    LRScheduler,
+    MultiStepLR,
+    SequentialLR,
+    StepLR,
+)
+
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
+from shoal_proto.v1.optimizer_pb2 import (
+    ConstantPhase,
+    CosinePhase,
+    ExponentialPhase,
+    HyperParameters,
+    LinearPhase,
+    MultiStepPhase,
+    OptimizerSpec,
+    Phase,
+    Schedule,
+    StepPhase,
+)
+
+_KINDS: Mapping[type[Optimizer], str] = {
+    SGD: "sgd",
+    Adagrad: "adagrad",
+    Adam: "adam",
+    AdamW: "adamw",
+}
+
+
+def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
+    """The optimizer for the servers. Raises UnsupportedOptimizer for what they do not have."""
+    kind = _KINDS.get(type(optimizer))
+    if kind is None:
+        raise UnsupportedOptimizer(
+            "async-sgd runs the optimizer on the parameter servers, which do not have this one",
+            seen=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            expected="torch.optim.SGD, Adagrad, Adam or AdamW (not a subclass)",
+            fix="Choose one of these, or the strategy `ddp`.",
+        )
+    groups = optimizer.param_groups
+    if kind in ("adam", "adamw"):
+        decoupled = {kind == "adamw" or bool(g.get("decoupled_weight_decay")) for g in groups}
+        if len(decoupled) > 1:
+            raise UnsupportedOptimizer(
+                "the parameter groups differ in how weight decay is applied",
+                seen="decoupled_weight_decay both true and false",
+                expected="the same in all groups",
+            )
+        kind = "adamw" if decoupled.pop() else "adam"
+    # A schedule may have set the rate of the first step already.
+    rate = "lr" if schedule is None else "initial_lr"
+    return OptimizerSpec(
+        kind=kind,
+        groups=[_hyper_parameters(group, float(group[rate])) for group in groups],
+        schedule=None if schedule is None else to_schedule(schedule, optimizer),
+    )
+
+
+def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
+    beta1, beta2 = group.get("betas", (0.0, 0.0))
+    return HyperParameters(
+        lr=lr,
+        weight_decay=float(group["weight_decay"]),
+        momentum=float(group.get("momentum", 0.0)),
+        dampening=float(group.get("dampening", 0.0)),
+        nesterov=bool(group.get("nesterov", False)),
+        beta1=float(beta1),
+        beta2=float(beta2),
+        eps=float(group.get("eps", 0.0)),
+        amsgrad=bool(group.get("amsgrad", False)),
+        maximize=bool(group.get("maximize", False)),
+        lr_decay=float(group.get("lr_decay", 0.0)),
+        initial_accumulator_value=float(group.get("initial_accumulator_value", 0.0)),
+    )
+
+
+def to_schedule(schedule: LRScheduler, optimizer: Optimizer) -> Schedule:
+    """The schedule for the servers, which count every member's updates.
+
+    Raises InvalidSpec for a kind that they do not have, or one that is not at its beginning.
+    """
+    if schedule.optimizer is not optimizer or schedule.last_epoch != 0:
+        raise InvalidSpec(
+            "the schedule does not begin with this training",
+            seen="another optimizer's"
+            if schedule.optimizer is not optimizer
+            else f"{schedule.last_epoch} steps behind it",
+            expected="one of the optimizer that is distributed, not stepped yet",
+        )
+    if type(schedule) is not SequentialLR:
+        return Schedule(phases=[_phase(schedule)])
+    milestones = [_whole("milestone", milestone) for milestone in schedule._milestones]
+    begins = [0, *milestones]
+    if begins != sorted(begins):
+        raise InvalidSpec(
+            "the schedule's milestones are not in order",
+            seen=str(milestones),
+            expected="each above the one before",
+        )
+    phases = [_phase(part) for part in schedule._schedulers]
+    for phase, begin, end in zip(phases, begins, milestones, strict=False):
+        phase.num_updates = end - begin
+    return Schedule(phases=phases)
+
+
+def _phase(schedule: Any) -> Phase:
+    make = _PHASES.get(type(schedule))
+    if make is None:
+        raise InvalidSpec(
+            "the parameter servers do not have this schedule",
+            seen=type(schedule).__qualname__,
+            expected=", ".join(kind.__name__ for kind in (*_PHASES, SequentialLR)),
+            fix="Step it in the script instead: rates then travel with every push.",
+        )
+    return make(schedule)
+
+
+_PHASES: Mapping[type[LRScheduler], Callable[[Any], Phase]] = {
+    ConstantLR: lambda s: Phase(
+        constant=ConstantPhase(factor=s.factor, total_iters=_whole("total_iters", s.total_iters))
+    ),
+    LinearLR: lambda s: Phase(
+        linear=LinearPhase(
+            start_factor=s.start_factor,
+            end_factor=s.end_factor,
+            total_iters=_whole("total_iters", s.total_iters),
+        )
+    ),
+    StepLR: lambda s: Phase(
+        step=StepPhase(step_size=_whole("step_size", s.step_size), gamma=s.gamma)
+    ),
+    MultiStepLR: lambda s: Phase(
+        multi_step=MultiStepPhase(
+            milestones=sorted(_whole("milestone", m) for m in s.milestones.elements()),
+            gamma=s.gamma,
+        )
+    ),
+    ExponentialLR: lambda s: Phase(exponential=ExponentialPhase(gamma=s.gamma)),
+    CosineAnnealingLR: lambda s: Phase(
+        cosine=CosinePhase(t_max=_whole("T_max", s.T_max), eta_min=s.eta_min)
+    ),
+}
+
+
+def _whole(name: str, value: float) -> int:
+    if not 0 <= value < 2**63 or value != int(value):
+        raise InvalidSpec(
+            f"{name} of the schedule is not a number of updates",
+            seen=repr(value),
+            expected="a whole number from 0 up",
+        )
+    return int(value)
+
+
+__all__ = ["to_schedule", "to_spec"]

@@ -1,0 +1,53 @@
+"""What a job of members at their own pace does about gradients of values that are not the newest.
+
+- "none": steps on them as they are.
+- "scale": divides the learning rate by their staleness, the number of updates since.
+- "compensate": corrects them by how far the values have gone since (Zheng et al. 2017, DC-ASGD,
+  arXiv:1609.08326). The values that they were computed on are sent along: twice the bytes a push.
+- "reject": refuses what is too stale, and the step is taken again on fresh values.
+"""
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.optimizer_pb2 import StalenessPolicy
+
+KINDS = ("none", "scale", "compensate", "reject")
+COMPENSATION = 0.04
+ADAPTIVE_COMPENSATION = 2.0
+DECAY = 0.95
+"""These three are those of the paper's experiments on CIFAR-10."""
+
+
+def to_policy(
+    staleness: str, reject_above: int | None, compensation: float | None, *, adaptive: bool
+) -> StalenessPolicy:
+    """The policy for the servers. Raises InvalidSpec for options that contradict each other."""
+    if staleness not in KINDS:
+        raise InvalidSpec(
+            "there is no such staleness policy",
+            seen=repr(staleness),
+            expected=f"one of {', '.join(map(repr, KINDS))}",
+        )
+    if (staleness == "reject" and reject_above is None) or (reject_above or 0) < 0:
+        raise InvalidSpec(
+            "the bound of staleness is missing or out of range",
+            seen=f"staleness={staleness!r} with reject_above={reject_above!r}",
+            expected="reject_above=..., a number of updates from 0 up",
+        )
+    if staleness != "compensate" and (adaptive or compensation is not None):
+        raise InvalidSpec(
+            "delay compensation belongs to another staleness policy",
+            seen=f"staleness={staleness!r} with compensation={compensation!r}, {adaptive=}",
+            expected="staleness='compensate'",
+        )
+    policy = StalenessPolicy(kind="none" if staleness == "reject" else staleness)
+    if reject_above is not None:
+        policy.bound = reject_above
+    if staleness == "compensate":
+        default = ADAPTIVE_COMPENSATION if adaptive else COMPENSATION
+        policy.strength = default if compensation is None else compensation
+        policy.adaptive = adaptive
+        policy.decay = DECAY if adaptive else 0.0
+    return policy
+
+
+__all__ = ["KINDS", "to_policy"]
