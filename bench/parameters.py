@@ -22,7 +22,7 @@ from shoal_client.membership import Member, Membership
 from shoal_client.parameters import ParameterClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
-from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)])

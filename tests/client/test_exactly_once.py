@@ -8,7 +8,7 @@ import pytest
 from parameter_servers import ParameterServers
 
 from shoal_client.parameters import ParameterClient
-from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
 NUM_ELEMENTS = 20_000

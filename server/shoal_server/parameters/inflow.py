@@ -64,8 +64,14 @@ class Reservation:
 class Inflow:
     """Takes the pieces of one shard in order, and no byte more than the shard has."""
 
-    def __init__(self, shard: Shard, absent_blocks: Sequence[int] = ()) -> None:
-        """Nothing is expected for the absent blocks. Raises MalformedMessage for unknown ones."""
+    def __init__(
+        self, shard: Shard, absent_blocks: Sequence[int] = (), *, with_base: bool = False
+    ) -> None:
+        """Nothing is expected for the absent blocks. With a base, as many bytes follow as are in
+        the gradient, at offsets from the end of the shard on.
+
+        Raises MalformedMessage for absent blocks that there are not.
+        """
         num_blocks = len(shard.blocks)
         absent = set(absent_blocks)
         if absent and not max(absent) < num_blocks:
@@ -77,6 +83,9 @@ class Inflow:
         self._shard_id = shard.shard_id
         self.blocks = [b for b in range(num_blocks) if b not in absent]
         self._spans = _spans(shard, absent)
+        if with_base:
+            end = shard_bytes(shard)
+            self._spans += [(end + start, end + stop) for start, stop in self._spans]
         self.expected_bytes = sum(stop - start for start, stop in self._spans)
         self._received_bytes = 0
         self._parts: list[bytes] = []

@@ -52,6 +52,21 @@ def test_nothing_is_expected_for_absent_blocks() -> None:
         Inflow(SHARD, absent_blocks=(3,))
 
 
+def test_what_a_gradient_was_computed_on_follows_it() -> None:
+    """At offsets beyond the shard, for the present blocks again; both come out in one."""
+    inflow = Inflow(SHARD, absent_blocks=(1,), with_base=True)
+    assert inflow.expected_bytes == 160
+    twice = DATA + DATA
+    for start, stop in ((0, 40), (80, 120), (120, 150), (150, 160)):
+        inflow.take(piece(start, stop, twice))
+    assert not inflow.is_complete
+    with pytest.raises(MalformedMessage, match="offset 160; expected .* offset 200"):
+        inflow.take(piece(160, 170, twice))
+    inflow.take(piece(200, 240, twice))
+    assert inflow.is_complete
+    assert inflow.join() == (DATA[:40] + DATA[80:]) * 2
+
+
 @pytest.mark.parametrize(
     ("bad", "kind", "fragment"),
     [

@@ -12,7 +12,7 @@ from parameter_servers import ParameterServers
 from shoal_client.membership import Membership
 from shoal_client.parameters import ParameterClient
 from shoal_proto.errors import ProposalConflict
-from shoal_proto.v1.parameters_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.samples import EpochCounts, LedgerCounts
 from shoal_server.etcd.memory import MemoryStore

@@ -8,13 +8,15 @@ from shoal_proto.errors import UnknownStrategy
 
 # Module and class. Each is imported when it is asked for: a script pays for what it uses.
 STRATEGIES: Mapping[str, tuple[str, str]] = {
-    "async-sgd": ("shoal.strategies.async_sgd", "AsyncSgd"),
+    "async-sgd": ("shoal.strategies.async_sgd", "AsyncSGD"),
+    "bsp": ("shoal.strategies.bounded", "BSP"),
     "ddp": ("shoal.strategies.ddp", "DDP"),
     "diloco": ("shoal.strategies.local_sgd", "DiLoCo"),
     "fsdp": ("shoal.strategies.fsdp", "FSDP"),
     "hybrid": ("shoal.strategies.hybrid", "Hybrid"),
     "local-sgd": ("shoal.strategies.local_sgd", "LocalSGD"),
     "pipeline": ("shoal.strategies.pipeline", "Pipeline"),
+    "ssp": ("shoal.strategies.bounded", "SSP"),
     "tensor": ("shoal.strategies.tensor", "TensorParallel"),
     "zero1": ("shoal.strategies.zero1", "Zero1"),
     "zero2": ("shoal.strategies.fsdp", "Zero2"),
