@@ -9,14 +9,15 @@ import json
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import replace
 
 import structlog
 
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.core.holdings import Holder, Holdings
-from shoal_server.core.placement import DTYPE_BYTES
-from shoal_server.core.upkeep import Servers, upkeep
+from shoal_server.core.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
+from shoal_server.core.upkeep import Servers, gone_on_without, upkeep
 from shoal_server.etcd import holdings as records
 from shoal_server.etcd import keys, shard_map
 from shoal_server.etcd.api import KeyValueStore, Revision
@@ -24,6 +25,7 @@ from shoal_server.etcd.api import KeyValueStore, Revision
 log = structlog.get_logger(__name__)
 
 RETRY_PAUSE_S = 0.5
+SUSPECT_S = 3.0
 DEAD_AFTER_S = 300.0
 """A server that is gone from etcd for so long does not come back with what it held."""
 
@@ -35,6 +37,8 @@ class ShardKeeper:
         self._store = store
         self._weights: dict[str, dict[int, int]] = {}
         self._gone_since_s: dict[Holder, float] = {}
+        self._suspect_until_s: dict[Holder, float] = {}
+        self._last: dict[str, Holdings] = {}
         self._wake = asyncio.Event()
 
     @asynccontextmanager
@@ -85,8 +89,9 @@ class ShardKeeper:
             entry = records.parse(item)
             known.add(entry.holdings.job)
             await self._tend(entry, present)
-        for job in set(self._weights) - known:
-            del self._weights[job]
+        for job in self._last.keys() - known:
+            self._last.pop(job)
+            self._weights.pop(job, None)
 
     async def _servers(self) -> Servers:
         snapshot = await self._store.range(keys.SERVERS)
@@ -105,14 +110,18 @@ class ShardKeeper:
             await self._store.delete(keys.holdings(job))
             return
         weights = await self._weights_of(job)
-        servers = Servers(
-            present=seen.present, leaving=seen.leaving, dead=self._dead(entry.holdings, seen)
+        servers = replace(
+            seen,
+            dead=self._dead(entry.holdings, seen),
+            suspects=self._suspects(entry.holdings, seen),
         )
 
         def tended(holdings: Holdings) -> Holdings:
             return upkeep(holdings, servers, weights)
 
         changed = await records.change(self._store, entry, tended)
+        if changed is not None:
+            self._last[job] = changed.holdings
         if changed is not None and changed.revision != entry.revision:
             log.info("shards_tended", job=job, **_summary(entry.holdings, changed.holdings))
 
@@ -131,6 +140,22 @@ class ShardKeeper:
             self._gone_since_s.pop(holder, None)
         return frozenset(dead)
 
+    def _suspects(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
+        """Those whose peers went on without them. If they live after all, they are given shards
+        again a little later."""
+        now_s = time.monotonic()
+        before = self._last.get(holdings.job, holdings)
+        dropped = gone_on_without(before, holdings) & seen.present
+        self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
+        self._suspect_until_s = {
+            holder: until_s
+            for holder, until_s in self._suspect_until_s.items()
+            if until_s > now_s and holder in seen.present
+        }
+        if self._suspect_until_s:
+            asyncio.get_running_loop().call_later(SUSPECT_S, self._wake.set)
+        return frozenset(self._suspect_until_s)
+
     async def _is_finished(self, job: str) -> bool:
         state = await self._store.get(keys.job_state(job))
         if state is None:
@@ -147,11 +172,12 @@ class ShardKeeper:
 
 
 def weights_of(layout: ShardMap) -> dict[int, int]:
-    """By shard: its bytes, which is what it costs to push, to keep and to move."""
+    """By shard: its bytes, which is what it costs to push, to keep and to move; for one of a table,
+    which has no fixed size, those of a usual shard."""
     return {
-        shard.shard_id: max(
-            1, sum(b.num_elements for b in shard.blocks) * DTYPE_BYTES.get(shard.dtype, 4)
-        )
+        shard.shard_id: TARGET_SHARD_BYTES
+        if shard.table
+        else max(1, sum(b.num_elements for b in shard.blocks) * DTYPE_BYTES.get(shard.dtype, 4))
         for shard in layout.shards
     }
 

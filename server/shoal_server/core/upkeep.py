@@ -26,10 +26,18 @@ class Servers:
     """Those of the present that are to be emptied."""
     dead: frozenset[Holder] = frozenset()
     """Those known to be gone for good, with all that they held."""
+    suspects: frozenset[Holder] = frozenset()
+    """Those of the present that another server has just gone on without: nothing is given to them
+    until it is known whether they live."""
 
     @property
     def staying(self) -> frozenset[Holder]:
         return self.present - self.leaving
+
+    @property
+    def takers(self) -> frozenset[Holder]:
+        """Those that a shard may be given to."""
+        return self.staying - self.suspects
 
 
 @dataclass(slots=True)
@@ -82,7 +90,9 @@ def _rescue(holding: Holding, servers: Servers, loads: _Loads, weight: int) -> H
             return promoted(holding, holding.primary, backup)
     if holding.primary not in servers.dead or not set(holding.backups) <= servers.dead:
         return holding
-    heir = _emptiest(servers.staying, loads.leads)
+    if not servers.takers:
+        return holding
+    heir = _emptiest(servers.takers, loads.leads)
     loads.leads[heir] += weight
     loads.holds[heir] += weight
     return Holding(shard_id=holding.shard_id, epoch=holding.epoch + 1, primary=heir)
@@ -102,7 +112,7 @@ def _recruit(
 ) -> Holding:
     """Name somebody to be brought in step where copies are missing."""
     missing = len(_staying(holding, servers)) < _wanted(copies, servers)
-    free = servers.staying - set(holding.holders)
+    free = servers.takers - set(holding.holders)
     if not missing or holding.joining is not None or not free:
         return holding
     joining = _emptiest(free, loads.holds)
@@ -147,9 +157,11 @@ def _even_out(
     """Move some shards from the server that leads most to the one that leads least."""
     moving = sum(h.joining is not None or h.successor is not None for h in holdings.shards)
     chosen: dict[int, Holding] = {}
+    if not servers.takers:
+        return holdings
     for _ in range(MAX_MOVES - moving):
         fullest = max(sorted(servers.staying), key=lambda s: loads.leads[s])
-        emptiest = _emptiest(servers.staying, loads.leads)
+        emptiest = _emptiest(servers.takers, loads.leads)
         mean = sum(loads.leads[s] for s in servers.staying) / len(servers.staying)
         if loads.leads[fullest] <= TOLERATED_SKEW * mean:
             break
@@ -173,6 +185,17 @@ def _even_out(
         loads.leads[fullest] -= weights.get(best.shard_id, 1)
         loads.leads[emptiest] += weights.get(best.shard_id, 1)
     return replace(holdings, shards=tuple(chosen.get(h.shard_id, h) for h in holdings.shards))
+
+
+def gone_on_without(before: Holdings, after: Holdings) -> frozenset[Holder]:
+    """Those that held something, or were getting it, and that other servers have dropped since."""
+    holders = {h.shard_id: h.holders for h in after.shards}
+    return frozenset(
+        holder
+        for h in before.shards
+        for holder in h.holders
+        if holder not in holders.get(h.shard_id, h.holders)
+    )
 
 
 def _emptiest(holders: "frozenset[Holder] | list[Holder]", load: Counter[Holder]) -> Holder:

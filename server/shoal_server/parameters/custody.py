@@ -7,8 +7,8 @@ primary is gone, a shard is handed over.
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Collection, Coroutine, Mapping
+from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,8 @@ class Custody:
         self._records: dict[str, records.Entry] = {}
         self._holdings: dict[str, dict[int, Holding]] = {}
         self._links: dict[Holder, Link] = {}
-        self._level: dict[str, set[tuple[int, Holder]]] = defaultdict(set)
+        self._level: dict[str, dict[tuple[int, Holder], object]] = defaultdict(dict)
+        """Joiners that have their shard: each time one gets there, by a token of its own."""
         self._streams: dict[Holder, int] = defaultdict(int)
         self._stream_opened = asyncio.Condition()
         self._tasks: dict[object, asyncio.Task[None]] = {}
@@ -105,6 +106,20 @@ class Custody:
         if entry is not None:
             self._note(entry)
 
+    async def begin_anew(self, job: str) -> None:
+        """Let go of what is held by an earlier epoch than the record's, which was written anew.
+
+        Raises what the store raises.
+        """
+        entry = await records.read(self._store, job)
+        if entry is None:
+            return
+        epochs = {holding.shard_id: holding.epoch for holding in entry.holdings.shards}
+        for held in self._catalog.of_job(job):
+            if held.epoch < epochs.get(held.shard_id, 0):
+                self._drop(held)
+        self._note(entry)
+
     async def _follow(self, revision: int) -> None:
         watch = self._store.watch(keys.HOLDINGS, Revision(revision + 1))
         async with aclosing(watch) as batches:
@@ -112,7 +127,10 @@ class Custody:
                 for event in batch.events:
                     job = event.key.removeprefix(keys.HOLDINGS)
                     if event.kind is EventKind.DELETE:
-                        self._forget(job)
+                        known = self._records.get(job)
+                        # One that was written anew since may have been read already.
+                        if known is None or known.revision < event.mod_revision:
+                            self._forget(job)
                     else:
                         revision_of = Revision(event.mod_revision)
                         item = KeyValue(event.key, event.value, revision_of, revision_of, 1)
@@ -315,25 +333,40 @@ class Custody:
         if holding.joining != link.to:
             self._lead(held, holding)
             return
-        self._level[held.job].add((held.shard_id, link.to))
+        self._level[held.job][held.shard_id, link.to] = object()
         held.receipts.require([*holding.backups, link.to])
         self._start(("admit", held.job), self._admit(held.job))
 
     async def _admit(self, job: str) -> None:
         """Write down who is in step, for as many shards at once as there are by then."""
-        while ready := set(self._level[job]):
-
-            def admitted(holdings: Holdings, ready: set[tuple[int, Holder]] = ready) -> Holdings:
-                for holder in {holder for _, holder in ready}:
-                    shard_ids = [shard_id for shard_id, h in ready if h == holder]
-                    change = partial(in_step, primary=self.me, joined=holder)
-                    holdings = holdings.changed(shard_ids, change)
-                return holdings
-
-            await self._change(job, admitted)
-            self._level[job] -= ready
+        level = self._level[job]
+        while ready := dict(level):
+            for shard_id in {shard_id for shard_id, _ in ready}:
+                await self._draw_level(job, shard_id)
+            await self._change(job, partial(self._admitted, ready))
+            for joiner, token in ready.items():
+                if level.get(joiner) is token:
+                    del level[joiner]
             # Those that the record does not list after all count no longer.
             self._carry_out(job)
+
+    def _admitted(self, ready: Mapping[tuple[int, Holder], object], holdings: Holdings) -> Holdings:
+        level = self._level[holdings.job]
+        # One that was lost meanwhile may be level once more: that is another time.
+        still = [joiner for joiner, token in ready.items() if level.get(joiner) is token]
+        for holder in {holder for _, holder in still}:
+            shard_ids = [shard_id for shard_id, h in still if h == holder]
+            change = partial(in_step, primary=self.me, joined=holder)
+            holdings = holdings.changed(shard_ids, change)
+        return holdings
+
+    async def _draw_level(self, job: str, shard_id: int) -> None:
+        """Pushes that were acknowledged before the joiner counted must have reached it too."""
+        held = self._catalog.find(job, shard_id)
+        if held is not None and held.role is Role.PRIMARY:
+            # Where the shard has another primary now, the change of the record changes nothing.
+            with suppress(WrongEpoch):
+                await held.receipts.wait_safe(held.state.version)
 
     def refused(self, link: Link, held: Held, error: ShoalError) -> None:
         log.warning("copy_refused", job=held.job, shard_id=held.shard_id, why=str(error))
@@ -354,8 +387,8 @@ class Custody:
         await link.close()
 
     async def _go_on_without(self, lost: Holder, job: str, shard_ids: Collection[int]) -> None:
-        gone = {(shard_id, lost) for shard_id in shard_ids}
-        self._level[job] -= gone
+        for shard_id in shard_ids:
+            self._level[job].pop((shard_id, lost), None)
         change = partial(without_backup, primary=self.me, lost=lost)
         await self._change(job, lambda holdings: holdings.changed(shard_ids, change))
 

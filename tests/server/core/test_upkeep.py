@@ -15,7 +15,7 @@ from shoal_server.core.holdings import (
     promoted,
     without_backup,
 )
-from shoal_server.core.upkeep import MAX_MOVES, Servers, upkeep
+from shoal_server.core.upkeep import MAX_MOVES, Servers, gone_on_without, upkeep
 
 A, B, C = (Holder(name, "one") for name in "abc")
 ROUNDS = 2000
@@ -119,6 +119,17 @@ def test_what_is_lost_for_good_gets_a_new_primary() -> None:
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}))
     (shard,) = upkeep(record, servers, {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (C, 2, ())
+
+
+def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
+    """It may be dead, and not known so yet: somebody else is recruited."""
+    before = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
+    after = holdings(Holding(shard_id=0, epoch=1, primary=A))
+    suspects = gone_on_without(before, after)
+    assert suspects == {B}
+    servers = Servers(present=frozenset({A, B, C}), suspects=suspects)
+    (shard,) = upkeep(after, servers, {}).shards
+    assert shard.joining == C
 
 
 def test_nobody_is_left_to_take_anything() -> None:
