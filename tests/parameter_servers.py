@@ -3,15 +3,19 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, TypeVar
 
+from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
+from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.shard_keeper import ShardKeeper
 from shoal_server.coordinator.shards import ShardsService
+from shoal_server.core.clocks import Who
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.client import EtcdClient
@@ -89,6 +93,8 @@ class ParameterServers:
         stack.push_async_callback(self.store.close)
         server = new_server()
         add_ShardsServicer_to_server(ShardsService(self.store, anybody), server)
+        self.clocks = ClocksService(anybody, self._lost, time.monotonic, stuck_after_s=LIMIT_S)
+        add_ClocksServicer_to_server(self.clocks, server)
         self.coordinator = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
         await server.start()
         self.coordinator_server = server
@@ -96,6 +102,9 @@ class ParameterServers:
         await stack.enter_async_context(ShardKeeper(self.store).working())
         for i in range(self._num_servers):
             await self._add(f"ps-{i}", **self._changes)
+
+    async def _lost(self, job: str, who: Who, reason: str) -> None:
+        raise AssertionError(f"{who.member_id} of {job} was declared lost: {reason}")
 
     async def _add(self, server_id: str, **changes: Any) -> None:
         stack = AsyncExitStack()
@@ -122,4 +131,11 @@ class ParameterServers:
 
     def expel(self, member_id: str, *, job: str = "job") -> None:
         """Fence the member's incarnation."""
-        self.run(self.store.delete(keys.member(job, member_id)))
+        self.run(self._expel(member_id, job))
+
+    async def _expel(self, member_id: str, job: str) -> None:
+        key = keys.member(job, member_id)
+        found = await self.store.get(key)
+        await self.store.delete(key)
+        if found is not None:
+            self.clocks.member_lost(job, member_id, json.loads(found.value)["incarnation"])

@@ -1,0 +1,57 @@
+"""Workers may be anything: processes that know nothing of Shoal but its .proto files."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_grpc_worker.py"
+DEADLINE_S = 100.0
+NUM_WORKERS, STEPS = 2, 200
+
+# Seconds on an idle machine; the bound is for one that is busy with other tests.
+pytestmark = pytest.mark.timeout(240)
+
+
+def test_the_example_uses_generated_modules_only() -> None:
+    """What it imports of Shoal are messages, stubs and the number of the protocol."""
+    tree = ast.parse(EXAMPLE.read_text())
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    ours = {module for module in modules if module.startswith("shoal")}
+    assert all(
+        m in ("shoal_proto", "shoal_proto.v1") or m.endswith(("_pb2", "_pb2_grpc")) for m in ours
+    )
+    assert any(module.endswith("_grpc") for module in ours)
+
+
+def test_plain_grpc_clients_train_together(tmp_path: Path) -> None:
+    """Two of them fit one line, and every push of each is counted once."""
+    config = LocalClusterConfig(directory=tmp_path / "cluster", num_parameter_servers=1)
+    with LocalCluster(config) as cluster:
+        workers = [
+            subprocess.Popen(
+                [sys.executable, str(EXAMPLE), cluster.coordinator, "line"],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(NUM_WORKERS)
+        ]
+        try:
+            outputs = [worker.communicate(timeout=DEADLINE_S)[0] for worker in workers]
+        finally:
+            for worker in workers:
+                worker.kill()
+        assert [worker.returncode for worker in workers] == [0] * NUM_WORKERS
+        fitted = [json.loads(output) for output in outputs]
+        shards = httpx.get(f"{cluster.http_url}/api/v1/jobs/line/shards", trust_env=False).json()
+    assert len({each["member"] for each in fitted}) == NUM_WORKERS
+    for each in fitted:
+        assert each["line"] == pytest.approx([3.0, -2.0], abs=0.05)
+    (shard,) = shards["shards"]
+    assert shard["pushes"] == NUM_WORKERS * STEPS

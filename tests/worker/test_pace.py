@@ -1,0 +1,158 @@
+"""Members whose pace is bounded: what they compute on, and for whom they wait."""
+
+import queue
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from async_members import new_model, start, train
+from parameter_servers import ParameterServers
+from torch import Tensor, nn
+
+from shoal.strategies import find_strategy
+from shoal.strategies.async_sgd import AsyncSGD
+from shoal.strategies.bounded import BSP, SSP
+from shoal.strategies.pace import Pace
+from shoal_proto.errors import InvalidSpec
+
+DEADLINE_S = 60.0
+LR = 0.125
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+class Whole(nn.Module):
+    """A weight of whole numbers, so that sums are the same in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1000))
+
+
+def step_on(strategy: AsyncSGD, model: Whole, gradient: float) -> Tensor:
+    """One step whose gradient is the same everywhere; the weight that it was computed on."""
+    strategy.begin_step()
+    seen = model.weight.detach().clone()
+    strategy.backward((model.weight * gradient).sum(), 1.0)
+    strategy.end_step(lambda: None)
+    return seen
+
+
+def begin(servers: ParameterServers, rank: int, strategy: AsyncSGD) -> tuple[AsyncSGD, Whole]:
+    model = Whole()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    return start(servers, model, optimizer, rank=rank, strategy=strategy), model
+
+
+def test_in_bulk_all_members_compute_each_round_on_the_same_values(
+    servers: ParameterServers,
+) -> None:
+    """Those that hold every push of the rounds before, and none of this one."""
+    num_members, num_rounds = 3, 12
+    members = [begin(servers, rank, BSP()) for rank in range(num_members)]
+    seen: list[list[Tensor]] = [[] for _ in members]
+
+    def work(rank: int) -> None:
+        strategy, model = members[rank]
+        seen[rank] += [step_on(strategy, model, 8.0 * (rank + 1)) for _ in range(num_rounds)]
+        strategy.finish()
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(num_rounds):
+        # Each round subtracts 0.125 * 8 * (1 + 2 + 3).
+        expected = torch.full((1000,), -6.0 * number)
+        assert all(torch.equal(each[number], expected) for each in seen), number
+    for strategy, model in members:
+        assert torch.equal(model.weight, torch.full((1000,), -6.0 * num_rounds))
+        strategy.close()
+
+
+@pytest.mark.parametrize("end", ["steps", "dies", "rests"])
+def test_nobody_gets_further_ahead_than_the_bound(servers: ParameterServers, end: str) -> None:
+    """And no longer than the slow one is there and has work: then the fast one has what it did."""
+    bound = 2
+    fast, model = begin(servers, 0, SSP(staleness_bound=bound))
+    slow, other = begin(servers, 1, SSP(staleness_bound=bound))
+    slow.begin_step()
+    steps: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+
+    def work() -> None:
+        for _ in range(bound + 2):
+            steps.put(step_on(fast, model, 8.0))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for _ in range(bound + 1):
+        steps.get(timeout=DEADLINE_S)
+    await_reason(servers)
+    assert steps.empty()
+    if end == "steps":
+        slow.backward((other.weight * 80.0).sum(), 1.0)
+        slow.end_step(lambda: None)
+        slow.begin_step()
+    elif end == "dies":
+        servers.expel("w1")
+    else:
+        slow.rest()
+    newest = steps.get(timeout=DEADLINE_S)
+    thread.join()
+    assert newest[0].item() == -1.0 * (bound + 1) - (10.0 if end == "steps" else 0.0)
+    fast.close()
+    slow.close()
+
+
+def await_reason(servers: ParameterServers) -> None:
+    """Return once the fast member is refused its next step, with the reason."""
+    deadline = threading.Event()
+    timer = threading.Timer(DEADLINE_S, deadline.set)
+    timer.start()
+    while not (waiting := servers.clocks.waiting("job")):
+        assert not deadline.wait(0.005), "nobody waits"
+    timer.cancel()
+    assert waiting["w0"][0] == "w1 in round 0: its own next is 3, the bound 2"
+
+
+@pytest.mark.parametrize("strategy", [BSP(), SSP(staleness_bound=0)])
+def test_a_member_alone_trains_as_without_a_bound(
+    servers: ParameterServers, strategy: AsyncSGD
+) -> None:
+    """Bit for bit, and it waits for nobody."""
+    model, free = new_model(), new_model()
+    bounded = start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    plain = start(servers, free, torch.optim.SGD(free.parameters(), lr=0.1), job="plain")
+    assert train(bounded, model, range(5)) == train(plain, free, range(5)) == 5
+    bounded.finish()
+    for seen, wanted in zip(model.parameters(), free.parameters(), strict=True):
+        assert torch.equal(seen, wanted)
+    assert bounded.metrics()["round"] == 5
+    bounded.close()
+    plain.close()
+
+
+def test_members_must_agree_on_their_consistency() -> None:
+    """It is among what a proposal says, and differs between all that behave differently."""
+    kinds = [AsyncSGD(), SSP(), SSP(staleness_bound=1), BSP(), find_strategy("ssp")]
+    said = []
+    for kind in kinds:
+        model = new_model()
+        kind.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        said.append(kind.fields()["consistency"])
+    assert said == ["async", "ssp(4)", "ssp(1)", "bsp", "ssp(4)"]
+
+
+@pytest.mark.parametrize(
+    ("consistency", "bound"), [("sometimes", None), ("async", 3), ("bsp", 0), ("ssp", -1)]
+)
+def test_options_that_contradict_each_other_are_refused(consistency: str, bound: int) -> None:
+    """With what was seen and what there is."""
+    with pytest.raises(InvalidSpec, match=r"async|consistency='ssp'"):
+        Pace(consistency, bound)
