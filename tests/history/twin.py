@@ -34,21 +34,31 @@ class Twin:
         sizes = [block.num_elements for block in shard.blocks]
         first = drawn(FIRST_VALUES_SEED, shard)
         self._blocks = [part.clone() for part in torch.split(first, sizes)]
-        # One each: torch's fused SGD fails where some tensors have a momentum and others have not.
-        hyper = optimizer.groups[shard.group]
-        self._optimizers = [_optimizer(optimizer.kind, hyper, block) for block in self._blocks]
+        # One a parameter: torch's fused SGD fails where some tensors have a momentum and others
+        # have not.
+        self._optimizers = {
+            name: _optimizer(optimizer.kind, optimizer.groups[shard.group], blocks)
+            for name, blocks in self._by_parameter(self._blocks).items()
+        }
 
     def apply(self, gradients: Gradients) -> None:
         """The optimizer's step with what a push carries for this shard."""
         sizes = [block.num_elements for block in self.shard.blocks]
-        parts = torch.split(drawn(gradients.seed, self.shard), sizes)
-        for i, spec in enumerate(self.shard.blocks):
-            if spec.parameter in gradients.absent:
+        parts = self._by_parameter(torch.split(drawn(gradients.seed, self.shard), sizes))
+        for name, optimizer in self._optimizers.items():
+            if name in gradients.absent:
                 continue
-            self._blocks[i].grad = parts[i]
-            (group,) = self._optimizers[i].param_groups
+            (group,) = optimizer.param_groups
             group["lr"] = gradients.lr[self.shard.group]
-            self._optimizers[i].step()
+            for block, part in zip(group["params"], parts[name], strict=True):
+                block.grad = part
+            optimizer.step()
+
+    def _by_parameter(self, blocks: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+        found: dict[str, list[Tensor]] = {}
+        for spec, block in zip(self.shard.blocks, blocks, strict=True):
+            found.setdefault(spec.parameter, []).append(block)
+        return found
 
     def checksum(self) -> int:
         """CRC-32 of the values, as a `Seen` has it."""
@@ -60,7 +70,8 @@ class Twin:
 
     def damage_state(self) -> None:
         """Change one value of the optimizer's state, as little as can be."""
-        state = self._optimizers[0].state[self._blocks[0]]
+        first = self._blocks[0]
+        state = self._optimizers[self.shard.blocks[0].parameter].state[first]
         held = state["momentum_buffer"] if "momentum_buffer" in state else state["exp_avg"]
         held[0] *= 2
 
@@ -75,11 +86,13 @@ def checksum(blocks: Sequence[Tensor]) -> int:
     return value
 
 
-def _optimizer(kind: str, hyper: HyperParameters, block: Tensor) -> torch.optim.Optimizer:
+def _optimizer(
+    kind: str, hyper: HyperParameters, blocks: Sequence[Tensor]
+) -> torch.optim.Optimizer:
     shared = {"lr": hyper.lr, "weight_decay": hyper.weight_decay, "maximize": hyper.maximize}
     if kind == "sgd":
         return torch.optim.SGD(
-            [block],
+            blocks,
             momentum=hyper.momentum,
             dampening=hyper.dampening,
             nesterov=hyper.nesterov,
@@ -88,7 +101,7 @@ def _optimizer(kind: str, hyper: HyperParameters, block: Tensor) -> torch.optim.
         )
     adam = partial(torch.optim.Adam if kind == "adam" else torch.optim.AdamW, **shared)
     return adam(
-        [block],
+        blocks,
         betas=(hyper.beta1, hyper.beta2),
         eps=hyper.eps,
         amsgrad=hyper.amsgrad,

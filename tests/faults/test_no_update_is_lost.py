@@ -1,0 +1,169 @@
+"""Servers, the coordinator and etcd fail at random: what survives is what was acknowledged."""
+
+import itertools
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from history.campaign import Campaign, campaign, judge
+from history.workers import OPTIMIZERS, Work
+from network import Network
+from parameter_cluster import ParameterCluster
+
+NUM_SERVERS, NUM_WORKERS = 3, 3
+NUM_KILLS = 30
+NUM_NIGHTLY_KILLS = 1000
+HANG_UP_RATE = 0.3
+SEED = 1
+KINDS = list(OPTIMIZERS)
+
+_jobs = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParameterCluster]:
+    with ParameterCluster(tmp_path_factory.mktemp("cluster"), NUM_SERVERS) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def wired(tmp_path: Path, network: Network) -> Iterator[ParameterCluster]:
+    """Servers that can be cut off from everybody else."""
+    with ParameterCluster(tmp_path, NUM_SERVERS, network) as cluster:
+        yield cluster
+
+
+def new_work(cluster: ParameterCluster, kind: str, directory: Path) -> Work:
+    return Work(
+        coordinators=[cluster.coordinator.grpc],
+        job=f"{kind}-{next(_jobs)}",
+        optimizer=OPTIMIZERS[kind],
+        directory=directory / "journals",
+    )
+
+
+def settled(run: Campaign) -> None:
+    """Every server serves and every shard has its copies. Now and then a worker then goes away in
+    the midst of a push."""
+    run.cluster.await_ready()
+    run.await_in_step()
+    if run.rng.random() < HANG_UP_RATE:
+        run.rng.choice(run.workers).hang_up()
+
+
+def assert_nothing_lost(work: Work, seed: int) -> None:
+    report = judge(work)
+    assert not report.faults, f"seed {seed}, {work.directory}: {report}"
+    assert report.num_acknowledged > 0
+
+
+def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kills: int) -> None:
+    work = new_work(cluster, kind, directory)
+    with campaign(cluster, work, SEED, NUM_WORKERS) as run:
+        for _ in range(num_kills):
+            settled(run)
+            run.kill_one()
+    assert_nothing_lost(work, SEED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
+    """30 kills of primaries under load, half of them for each optimizer: every acknowledged push
+    is there, once, and every bit of the values says so."""
+    kill_servers(cluster, kind, tmp_path, NUM_KILLS // len(KINDS))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thousand_kills_lose_nothing(
+    cluster: ParameterCluster, kind: str, tmp_path: Path
+) -> None:
+    """The same, for as long as a machine has the time."""
+    kill_servers(cluster, kind, tmp_path, NUM_NIGHTLY_KILLS // len(KINDS))
+
+
+@contextmanager
+def _halted(run: Campaign) -> Iterator[None]:
+    """A primary hangs, and then goes on as if nothing had been."""
+    victim = run.victim()
+    victim.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        victim.send_signal(signal.SIGCONT)
+
+
+@contextmanager
+def _cut_off(run: Campaign) -> Iterator[None]:
+    """A primary hears and reaches nobody, etcd neither."""
+    victim = run.victim()
+    victim.cut_off()
+    try:
+        yield
+    finally:
+        victim.restore()
+
+
+@contextmanager
+def _coordinator_killed(run: Campaign) -> Iterator[None]:
+    run.cluster.kill_coordinator()
+    yield
+    run.cluster.coordinator.ready()
+
+
+@contextmanager
+def _etcd_killed(run: Campaign) -> Iterator[None]:
+    run.cluster.kill_etcd()
+    yield
+
+
+@contextmanager
+def _killed_without_etcd(run: Campaign) -> Iterator[None]:
+    """A primary dies while nobody can write down who takes over."""
+    victim = run.victim()
+    run.cluster.signal_etcd(signal.SIGSTOP)
+    try:
+        victim.kill()
+        run.cluster.start(victim.server_id)
+    finally:
+        run.cluster.signal_etcd(signal.SIGCONT)
+    yield
+
+
+FAULTS: list[Callable[[Campaign], AbstractContextManager[None]]] = [
+    _halted,
+    _cut_off,
+    _coordinator_killed,
+    _etcd_killed,
+    _killed_without_etcd,
+]
+
+
+def strike(cluster: ParameterCluster, kind: str, directory: Path, seed: int) -> None:
+    """Each fault once, in an order that the seed gives; each until everybody gets through."""
+    work = new_work(cluster, kind, directory)
+    with campaign(cluster, work, seed, NUM_WORKERS) as run:
+        for fault in run.rng.sample(FAULTS, len(FAULTS)):
+            settled(run)
+            with fault(run):
+                run.await_all_succeed()
+    assert_nothing_lost(work, seed)
+
+
+def test_no_other_fault_loses_anything(wired: ParameterCluster, tmp_path: Path) -> None:
+    """Servers that hang or are cut off are deposed, and change nothing when they are back."""
+    strike(wired, "adam", tmp_path, SEED)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(10))
+def test_no_fault_in_any_order_loses_anything(
+    wired: ParameterCluster, kind: str, seed: int, tmp_path: Path
+) -> None:
+    """The same in other orders."""
+    strike(wired, kind, tmp_path, seed)

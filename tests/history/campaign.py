@@ -1,0 +1,129 @@
+"""A run of workers against servers that are killed one after the other, judged at the end."""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from history.checker import Report, check
+from history.events import now_s, read_journals
+from history.workers import Work, Worker, settle
+from parameter_cluster import ParameterCluster, Server
+
+PATIENCE_S = 60.0
+POLL_S = 0.002
+SAME_ID_RATE = 0.2
+"""Of servers that are started again: a lease has to run out before their id is free."""
+
+Found = TypeVar("Found")
+
+
+class Stuck(AssertionError):
+    """What was to happen did not, within PATIENCE_S."""
+
+
+@dataclass
+class Campaign:
+    """The workers of one job on a cluster. `seed` decides who is killed, and what is pushed."""
+
+    cluster: ParameterCluster
+    work: Work
+    seed: int
+    workers: Sequence[Worker]
+    failovers_s: list[float] = field(default_factory=list)
+    """From each kill of a primary until a push that it was in the way of was acknowledged."""
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def await_in_step(self) -> None:
+        """Until each shard has every copy that it can have, and each worker gets through."""
+        self.awaited(lambda: self.cluster.is_in_step(self.work.job), "all copies in step")
+
+    def await_success(self, since_s: float) -> float:
+        """When the first push was acknowledged that was sent after `since_s`."""
+
+        def look() -> float | None:
+            answers = [
+                success.answered_s
+                for worker in self.workers
+                for success in worker.successes[-8:]
+                if success.sent_s > since_s
+            ]
+            return min(answers, default=None)
+
+        return self.awaited(look, "a push is acknowledged")
+
+    def await_all_succeed(self) -> None:
+        """Until each worker got a push through that it sent after this call."""
+        since_s = now_s()
+        for worker in self.workers:
+            self.awaited(
+                lambda w=worker: w.successes and w.successes[-1].sent_s > since_s,
+                f"worker {worker.number} pushes",
+            )
+
+    def victim(self) -> Server:
+        """A primary, drawn at random."""
+        return self.rng.choice(self.cluster.primaries(self.work.job))
+
+    def kill_one(self) -> Server:
+        """Kill a primary and start another server, now and then under the same
+        id; wait for the failover."""
+        victim = self.victim()
+        victim.kill()
+        killed_s = now_s()
+        same_id = self.rng.random() < SAME_ID_RATE
+        self.cluster.start(victim.server_id if same_id else f"ps-{len(self.cluster.servers)}")
+        self.failovers_s.append(self.await_success(killed_s) - killed_s)
+        return victim
+
+    def awaited(self, look: Callable[[], Found | None], what: str) -> Found:
+        """What `look` finds, which comes about in other processes and threads."""
+        give_up_s = now_s() + PATIENCE_S
+        while not (found := look()):
+            for worker in self.workers:
+                if not worker.runs:
+                    worker.stop()
+            if now_s() > give_up_s:
+                raise Stuck(f"not within {PATIENCE_S:g} s: {what}\n{self.told()}")
+            time.sleep(POLL_S)
+        return found
+
+    def told(self) -> str:
+        """For whoever reads a failure."""
+        ended = "\n".join(
+            f"  worker {w.number}: {len(w.successes)} pushes; {w.failures}" for w in self.workers
+        )
+        held = self.cluster.holdings(self.work.job)
+        return f"seed {self.seed}, {self.work.directory}\n{ended}\n{held}"
+
+
+@contextmanager
+def campaign(
+    cluster: ParameterCluster, work: Work, seed: int, num_workers: int
+) -> Iterator[Campaign]:
+    """Workers that push until the end of the block, by when every server is well again."""
+    work.directory.mkdir(parents=True)
+    workers = [Worker(work, number, seed) for number in range(num_workers)]
+    run = Campaign(cluster, work, seed, workers)
+    for worker in workers:
+        worker.start()
+    try:
+        run.await_all_succeed()
+        yield run
+        run.await_all_succeed()
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
+def judge(work: Work) -> Report:
+    """Whether what survived is what the workers were told."""
+    shard_map = settle(work)
+    return check(shard_map.shards, work.optimizer, read_journals(work.directory.glob("*.jsonl")))
+
+
+__all__ = ["Campaign", "Stuck", "campaign", "judge"]

@@ -1,0 +1,294 @@
+"""Workers that push to real servers, and write down what they did and saw."""
+
+import random
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from history.events import Answered, Gradients, Journal, Seen, Sent, Verdict, now_s
+from history.twin import DTYPES, FIRST_VALUES_SEED, checksum, drawn
+from torch import Tensor
+
+from shoal_client.membership import Member, Membership
+from shoal_client.parameters import ParameterClient, PushResult
+from shoal_proto.errors import NonFiniteGradient, ShoalError
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec, ShardMap
+
+MAX_MEMBERS = 64
+ABSENT_RATE, POISON_RATE = 0.1, 0.02
+PARAMETERS = [
+    ParameterSpec(name="a", shape=[70, 100], dtype="float32"),
+    ParameterSpec(name="b", shape=[333], dtype="float32"),
+    ParameterSpec(name="c", shape=[2100], dtype="float64", group=1),
+]
+OPTIMIZERS = {
+    "sgd": OptimizerSpec(
+        kind="sgd",
+        groups=[
+            HyperParameters(lr=0.1, momentum=0.9),
+            HyperParameters(lr=0.1, momentum=0.5, nesterov=True, weight_decay=0.01),
+        ],
+    ),
+    "adam": OptimizerSpec(
+        kind="adam",
+        groups=[
+            HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8),
+            HyperParameters(lr=0.1, beta1=0.8, beta2=0.999, eps=1e-8, amsgrad=True),
+        ],
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What all workers of a run share."""
+
+    coordinators: Sequence[str]
+    job: str
+    optimizer: OptimizerSpec
+    directory: Path
+    """Where the journals go."""
+    timeout_s: float = 60.0
+    """A push that takes longer is one whose outcome is unknown."""
+
+
+class Values:
+    """Buffers of the size of all parameters, by shard as well as by name."""
+
+    def __init__(self, shard_map: ShardMap) -> None:
+        self._shards = shard_map.shards
+        self._flat = {
+            p.name: torch.zeros(prod(p.shape), dtype=DTYPES[p.dtype]) for p in shard_map.parameters
+        }
+
+    def draw(self, seed: int) -> None:
+        for shard in self._shards:
+            sizes = [block.num_elements for block in shard.blocks]
+            parts = torch.split(drawn(seed, shard), sizes)
+            for block, part in zip(self.of_shard(shard.shard_id), parts, strict=True):
+                block.copy_(part)
+
+    def poison(self) -> None:
+        """Not a number in every block."""
+        for shard in self._shards:
+            for block in self.of_shard(shard.shard_id):
+                block[0] = float("nan")
+
+    def of_shard(self, shard_id: int) -> list[Tensor]:
+        """Views of a shard's blocks."""
+        (shard,) = (s for s in self._shards if s.shard_id == shard_id)
+        return [
+            self._flat[block.parameter][block.offset : block.offset + block.num_elements]
+            for block in shard.blocks
+        ]
+
+    def buffers(self, absent: Sequence[str] = ()) -> dict[str, memoryview]:
+        return {
+            name: memoryview(flat.numpy()).cast("B")
+            for name, flat in self._flat.items()
+            if name not in absent
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """An acknowledged push."""
+
+    sent_s: float
+    answered_s: float
+    retries: int
+
+
+class Session:
+    """One incarnation of a member, until it closes or knows no longer what became of a push."""
+
+    def __init__(self, work: Work, member_id: str, journal: Journal) -> None:
+        self._work = work
+        self._journal = journal
+        incarnation = new_incarnation()
+        self.name = f"{member_id}-{incarnation[-8:]}"
+        self._membership = Membership(
+            Member(
+                coordinators=work.coordinators,
+                spec=JobSpec(
+                    job=work.job, min_members=1, max_members=MAX_MEMBERS, desired_members=1
+                ),
+                member_id=member_id,
+                incarnation=incarnation,
+                info=MemberInfo(host="localhost", address="127.0.0.1"),
+            )
+        )
+        self._membership.attend(work.timeout_s)
+        self._client = ParameterClient(
+            work.coordinators, lambda: self._membership.token, timeout_s=work.timeout_s
+        )
+        self.shard_map = self._client.place(PARAMETERS)
+        self._values, self._gradients = Values(self.shard_map), Values(self.shard_map)
+
+    def create(self) -> None:
+        """Make the shards, unless they are there."""
+        self._values.draw(FIRST_VALUES_SEED)
+        self._client.create(self._work.optimizer, self._values.buffers())
+
+    def pull(self) -> None:
+        self._client.pull(self._values.buffers())
+        self._journal.write(self._seen())
+
+    def push(self, gradients: Gradients, sequence: int) -> Success:
+        """Raises ShoalError when nobody knows what became of it."""
+        self._gradients.draw(gradients.seed)
+        sent_s = now_s()
+        self._journal.write(
+            Sent(session=self.name, sequence=sequence, gradients=gradients, at_s=sent_s)
+        )
+        result = self._client.push(
+            self._gradients.buffers(gradients.absent),
+            lr=gradients.lr,
+            into=self._values.buffers(),
+        )
+        answer = self._answered(sequence, Verdict.ACKNOWLEDGED, result)
+        self._journal.write(self._seen())
+        self._journal.write(answer)
+        return Success(sent_s, answer.at_s, result.retries)
+
+    def push_poison(self, sequence: int) -> None:
+        """One that every shard has to refuse."""
+        gradients = Gradients(seed=0, lr=[1.0, 1.0])
+        self._gradients.draw(gradients.seed)
+        self._gradients.poison()
+        self._journal.write(
+            Sent(session=self.name, sequence=sequence, gradients=gradients, at_s=now_s())
+        )
+        try:
+            self._client.push(self._gradients.buffers(), lr=gradients.lr)
+        except NonFiniteGradient:
+            self._journal.write(self._answered(sequence, Verdict.REFUSED))
+        else:
+            raise AssertionError("a gradient that is not finite was acknowledged")
+
+    def _answered(
+        self, sequence: int, verdict: Verdict, result: PushResult | None = None
+    ) -> Answered:
+        return Answered(
+            session=self.name,
+            sequence=sequence,
+            verdict=verdict,
+            at_s=now_s(),
+            versions={} if result is None else dict(result.versions),
+        )
+
+    def _seen(self) -> Seen:
+        values = {
+            shard_id: (version, checksum(self._values.of_shard(shard_id)))
+            for shard_id, version in self._client.versions.items()
+        }
+        return Seen(session=self.name, at_s=now_s(), values=values)
+
+    def hang_up(self) -> None:
+        """From another thread: the push under way fails, and nobody knows what became of it."""
+        self._client.close()
+
+    def close(self) -> None:
+        self._client.close()
+        self._membership.leave(completed=False, reason="the session is over")
+
+
+@dataclass
+class Worker:
+    """A thread that pushes without a pause, as one session after the other."""
+
+    work: Work
+    number: int
+    seed: int
+    successes: list[Success] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    """Why each session but the last ended."""
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(f"{self.seed}-{self.number}")
+        self._journal = Journal(self.work.directory / f"worker-{self.number}.jsonl")
+        self._session: Session | None = None
+        self._stopping = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"worker-{self.number}")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def hang_up(self) -> None:
+        """Let the session end in the midst of a push."""
+        session = self._session
+        if session is not None:
+            session.hang_up()
+
+    def stop(self) -> None:
+        """Let it end behind its push, and raise what made it fail."""
+        self._stopping.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    @property
+    def runs(self) -> bool:
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            with self._journal:
+                while not self._stopping.is_set():
+                    self._serve()
+        except BaseException as error:  # noqa: BLE001 - raised by `stop`
+            self._error = error
+
+    def _serve(self) -> None:
+        """One session."""
+        try:
+            session = Session(self.work, f"w{self.number}", self._journal)
+        except ShoalError as error:
+            # Nobody is there to admit it yet: `attend` and `place` have waited for that.
+            self.failures.append(repr(error))
+            return
+        self._session = session
+        try:
+            session.create()
+            session.pull()
+            sequence = 0
+            while not self._stopping.is_set():
+                sequence += 1
+                if self._rng.random() < POISON_RATE:
+                    session.push_poison(sequence)
+                else:
+                    self.successes.append(session.push(self._draw(), sequence))
+        except ShoalError as error:
+            self.failures.append(repr(error))
+        finally:
+            self._session = None
+            session.close()
+
+    def _draw(self) -> Gradients:
+        lr = [self._rng.choice([0.1, 0.03]), self._rng.choice([0.1, 0.01])]
+        absent = ["b"] if self._rng.random() < ABSENT_RATE else []
+        return Gradients(seed=self._rng.getrandbits(32), lr=lr, absent=absent)
+
+
+def settle(work: Work) -> ShardMap:
+    """One last push, which brings the optimizer's state to light in the values, and a pull of
+    what survived. The job's shards."""
+    with Journal(work.directory / "settle.jsonl") as journal:
+        session = Session(work, "settle", journal)
+        try:
+            session.pull()
+            session.push(Gradients(seed=1, lr=[0.5, 0.5]), 1)
+            session.pull()
+            return session.shard_map
+        finally:
+            session.close()
+
+
+__all__ = ["OPTIMIZERS", "PARAMETERS", "Session", "Success", "Work", "Worker", "settle"]
