@@ -124,7 +124,7 @@ class Link:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self._forget()
+        self.end()
 
     @property
     def shards(self) -> list[Held]:
@@ -169,7 +169,7 @@ class Link:
         self._queue.append((copy, record))
         self._wake.set()
 
-    def _forget(self) -> list[Held]:
+    def end(self) -> list[Held]:
         """Follow nothing any more; what was followed."""
         shards = self.shards
         for copy, record in self._queue:
@@ -196,7 +196,7 @@ class Link:
             if loop.time() >= give_up_s or await _refuses(address):
                 self._peers.lost(self, reason)
                 return
-            for held in self._forget():
+            for held in self.end():
                 self.follow(held)
             await asyncio.sleep(self._patience.reconnect_s / 10)
 

@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import structlog
 
+from shoal_proto.errors import RetryError
 from shoal_server.core.holdings import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValueStore, Revision
@@ -54,6 +55,14 @@ class Roster:
                 self._put(found.key, found.value)
                 address = self.address(holder)
         return address
+
+    async def reach(self, holder: Holder) -> str | None:
+        """The same; while etcd is away, as far as is known."""
+        try:
+            return await self.find(holder)
+        except RetryError as error:
+            log.warning("server_not_looked_up", server=holder.server_id, reason=str(error))
+            return self.address(holder)
 
     async def _follow(self, revision: int) -> None:
         watch = self._store.watch(keys.SERVERS, Revision(revision + 1))

@@ -1,0 +1,186 @@
+"""A primary's side of copies: who is sent which shards, who counts, who is gone on without."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from contextlib import suppress
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import ShoalError, WrongEpoch
+from shoal_server.core.holdings import Holder, Holding, Holdings, in_step, without_backup
+from shoal_server.parameters.background import Background
+from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.held import Held, Role
+from shoal_server.parameters.image import Image, Record
+from shoal_server.parameters.link import Link, Patience
+from shoal_server.parameters.record_of_holders import RecordOfHolders
+from shoal_server.parameters.roster import Roster
+from shoal_server.parameters.work import Runner
+
+log = structlog.get_logger(__name__)
+
+
+class Copying:
+    """Lives on the event loop. For the shards that this server leads, it makes the record's backups
+    and joiners follow, writes down who is in step, and takes out who is lost."""
+
+    def __init__(
+        self,
+        me: Holder,
+        *,
+        record: RecordOfHolders,
+        catalog: Catalog,
+        roster: Roster,
+        run: Runner,
+        patience: Patience,
+    ) -> None:
+        self._me = me
+        self._record = record
+        self._catalog = catalog
+        self._roster = roster
+        self._run = run
+        self._patience = patience
+        self._background = Background()
+        self._links: dict[Holder, Link] = {}
+        self._level: dict[str, dict[tuple[int, Holder], object]] = defaultdict(dict)
+        """Joiners that have their shard: each time one gets there, by a token of its own."""
+        self._loop = asyncio.get_running_loop()
+
+    async def close(self) -> None:
+        await self._background.close()
+        for link in list(self._links.values()):
+            await link.close()
+
+    @property
+    def queued(self) -> int:
+        """Records and images that are still to be sent."""
+        return sum(link.queued for link in self._links.values())
+
+    def tell(self, held: Held, record: Record) -> None:
+        """From any thread, within the shard's lock: so the loop gets them in order."""
+        if self._links:
+            self._loop.call_soon_threadsafe(self._pass_on, held, record)
+
+    def _pass_on(self, held: Held, record: Record) -> None:
+        for link in self._links.values():
+            link.tell(held, record)
+
+    def follow_as_written(self, held: Held, holding: Holding) -> None:
+        """Make exactly those follow a shard, and count, whom the record names."""
+        wanted = holding.holders[1:]
+        for holder, link in self._links.items():
+            if holder not in wanted and link.follows(held):
+                link.unfollow(held.job, held.shard_id)
+        for holder in wanted:
+            link = self._link(holder)
+            if not link.follows(held):
+                link.follow(held)
+        # One that is level counts before the record says so: then nothing is acknowledged that
+        # it has not, by the time it may take over.
+        joining = holding.joining
+        level = self._level[held.job]
+        counted = [joining] if joining and (held.shard_id, joining) in level else []
+        held.receipts.require([*holding.backups, *counted])
+        safe = held.receipts.safe_version
+        if held.is_forming and joining is None and (safe is None or safe > 0):
+            held.is_forming = False
+            self._background.start(("notify", held), self._catalog.notify())
+
+    def let_go(self, held: Held) -> None:
+        """Nobody follows the shard from here any more."""
+        for link in self._links.values():
+            if link.follows(held):
+                link.unfollow(held.job, held.shard_id)
+
+    def forget(self, job: str) -> None:
+        """The job's record is gone."""
+        self._level.pop(job, None)
+
+    def _link(self, to: Holder) -> Link:
+        link = self._links.get(to)
+        if link is None:
+            link = self._links[to] = Link(self._me, to, self, self._take, self._patience)
+            link.start()
+        return link
+
+    async def _take(self, held: Held) -> Image:
+        return await self._run(held.state.memory_bytes, held.state.image)
+
+    # What links report.
+
+    async def address(self, holder: Holder) -> str | None:
+        return await self._roster.reach(holder)
+
+    def caught_up(self, link: Link, held: Held) -> None:
+        holding = self._record.holding(held.job, held.shard_id)
+        if holding is None or holding.primary != self._me or held.role is not Role.PRIMARY:
+            return
+        if holding.joining == link.to:
+            self._level[held.job][held.shard_id, link.to] = object()
+            self._background.start(("admit", held.job), self._admit(held.job))
+        self.follow_as_written(held, holding)
+
+    async def _admit(self, job: str) -> None:
+        """Write down who is in step, for as many shards at once as there are by then."""
+        level = self._level[job]
+        while ready := dict(level):
+            for shard_id in {shard_id for shard_id, _ in ready}:
+                await self._draw_level(job, shard_id)
+            await self._record.change(job, partial(self._admitted, ready))
+            for joiner, token in ready.items():
+                if level.get(joiner) is token:
+                    del level[joiner]
+            for shard_id in {shard_id for shard_id, _ in ready}:
+                self._recount(job, shard_id)
+
+    async def _draw_level(self, job: str, shard_id: int) -> None:
+        """Pushes that were acknowledged before the joiner counted must have reached it too."""
+        held = self._catalog.find(job, shard_id)
+        if held is not None and held.role is Role.PRIMARY:
+            # Where the shard has another primary now, the change of the record changes nothing.
+            with suppress(WrongEpoch):
+                await held.receipts.wait_safe(held.state.version)
+
+    def _admitted(self, ready: Mapping[tuple[int, Holder], object], holdings: Holdings) -> Holdings:
+        level = self._level[holdings.job]
+        # One that was lost meanwhile may be level once more: that is another time.
+        still = [joiner for joiner, token in ready.items() if level.get(joiner) is token]
+        for holder in {holder for _, holder in still}:
+            shard_ids = [shard_id for shard_id, h in still if h == holder]
+            change = partial(in_step, primary=self._me, joined=holder)
+            holdings = holdings.changed(shard_ids, change)
+        return holdings
+
+    def _recount(self, job: str, shard_id: int) -> None:
+        """One that the record does not list after all counts no longer."""
+        held = self._catalog.find(job, shard_id)
+        holding = self._record.holding(job, shard_id)
+        leads = held is not None and held.role is Role.PRIMARY
+        if held is not None and leads and holding is not None and holding.primary == self._me:
+            self.follow_as_written(held, holding)
+
+    def refused(self, link: Link, held: Held, error: ShoalError) -> None:
+        log.warning("copy_refused", job=held.job, shard_id=held.shard_id, why=str(error))
+        work = self._go_on_without(link.to, held.job, [held.shard_id])
+        self._background.start(("refused", held, link.to), work)
+
+    def lost(self, link: Link, reason: str) -> None:
+        log.warning("backup_lost", server=link.to.server_id, reason=reason)
+        self._links.pop(link.to, None)
+        jobs = frozenset(held.job for held in link.end())
+        self._background.start(("lost", link.to, jobs), self._lost(link.to, jobs))
+
+    async def _lost(self, lost: Holder, jobs: Collection[str]) -> None:
+        for job in jobs:
+            mine = [i for i, h in self._record.of_job(job).items() if h.primary == self._me]
+            await self._go_on_without(lost, job, mine)
+
+    async def _go_on_without(self, lost: Holder, job: str, shard_ids: Collection[int]) -> None:
+        for shard_id in shard_ids:
+            self._level[job].pop((shard_id, lost), None)
+        change = partial(without_backup, primary=self._me, lost=lost)
+        await self._record.change(
+            job, partial(Holdings.changed, shard_ids=shard_ids, change=change)
+        )

@@ -1,0 +1,104 @@
+"""A backup's side of copies: whether its primaries live, and taking over from one that does not."""
+
+import asyncio
+from collections import defaultdict
+from functools import partial
+
+import grpc
+import grpc.aio
+import structlog
+
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
+from shoal_server.core.holdings import Holder, Holdings, promoted
+from shoal_server.parameters.background import Background
+from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.link import PEER_OPTIONS, Patience
+from shoal_server.parameters.record_of_holders import RecordOfHolders
+from shoal_server.parameters.roster import Roster
+
+log = structlog.get_logger(__name__)
+
+
+class Watching:
+    """Lives on the event loop. Every primary of which this server is a backup has a stream to here;
+    one that has not, and does not answer either, is succeeded."""
+
+    def __init__(
+        self,
+        me: Holder,
+        *,
+        record: RecordOfHolders,
+        catalog: Catalog,
+        roster: Roster,
+        patience: Patience,
+    ) -> None:
+        self._me = me
+        self._record = record
+        self._catalog = catalog
+        self._roster = roster
+        self._patience = patience
+        self._background = Background()
+        self._streams: dict[Holder, int] = defaultdict(int)
+
+    async def close(self) -> None:
+        await self._background.close()
+
+    def stream_opened(self, primary: Holder) -> None:
+        self._streams[primary] += 1
+
+    def stream_ended(self, primary: Holder) -> None:
+        self._streams[primary] -= 1
+        if not self._streams[primary]:
+            del self._streams[primary]
+        for job in self._record.jobs:
+            self.look(job)
+
+    def look(self, job: str) -> None:
+        """See after every primary of the job that is silent."""
+        for holding in self._record.of_job(job).values():
+            if self._me in holding.backups and holding.primary not in self._streams:
+                self._background.start(holding.primary, self._see_after(holding.primary))
+
+    async def _see_after(self, primary: Holder) -> None:
+        """Return once its stream is there, or this server is its backup no longer; else, once it
+        does not answer, take over from it."""
+        while primary not in self._streams and (jobs := self._backed(primary)):
+            if await self._answers(primary):
+                await asyncio.sleep(self._patience.beat_s)
+                continue
+            for job, shard_ids in jobs.items():
+                log.warning(
+                    "primary_lost", server=primary.server_id, job=job, num_shards=len(shard_ids)
+                )
+                mine = partial(promoted, lost=primary, backup=self._me)
+                change = partial(Holdings.changed, shard_ids=shard_ids, change=mine)
+                await self._record.change(job, change)
+
+    def _backed(self, primary: Holder) -> dict[str, list[int]]:
+        """By job: the shards of that primary of which this server has a copy in step."""
+        found = {
+            job: [
+                shard_id
+                for shard_id, h in self._record.of_job(job).items()
+                if h.primary == primary
+                and self._me in h.backups
+                and self._catalog.find(job, shard_id) is not None
+            ]
+            for job in self._record.jobs
+        }
+        return {job: shard_ids for job, shard_ids in found.items() if shard_ids}
+
+    async def _answers(self, holder: Holder) -> bool:
+        """Whether that very process answers at its address."""
+        address = await self._roster.reach(holder)
+        if address is None:
+            return False
+        async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
+            try:
+                found = await ReplicationStub(channel).Identify(
+                    pb.IdentifyRequest(), timeout=self._patience.silence_s / 2
+                )
+            except grpc.RpcError:
+                return False
+        return Holder(found.server_id, found.incarnation) == holder
