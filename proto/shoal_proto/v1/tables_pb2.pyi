@@ -406,6 +406,7 @@ class TablePushHeader(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    ALL_SHARD_IDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the table pushes of this incarnation from 1. A repeated one is answered with its first
     outcome and not applied again.
@@ -413,17 +414,24 @@ class TablePushHeader(_message.Message):
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TablePushItem]: ...
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TablePushItem]:
+        """Those at this server."""
+
+    @_builtins.property
+    def all_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """All shards that the push touches, at any server: a snapshot has all of it or nothing."""
+
     def __init__(
         self,
         *,
         token: _identity_pb2.Token | None = ...,
         sequence: _builtins.int = ...,
         shards: _abc.Iterable[Global___TablePushItem] | None = ...,
+        all_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_shard_ids", b"all_shard_ids", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

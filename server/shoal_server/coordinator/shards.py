@@ -26,6 +26,8 @@ from shoal_proto.v1.shards_pb2 import (
     ShardMap,
 )
 from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
+from shoal_proto.v1.tables_pb2 import TableSpec
+from shoal_server.coordinator import table_specs
 from shoal_server.coordinator.shard_keeper import weights_of
 from shoal_server.core import placement
 from shoal_server.core.holdings import Holder, Holding, Holdings
@@ -66,16 +68,20 @@ class ShardsService(ShardsServicer):
         job = _job(request.token)
         await self._authorize(request.token)
         parameters = [_parameter(spec) for spec in request.parameters]
+        table_specs.check_tables(request.tables)
         try:
-            placement.check_schema(parameters)
+            # A model may be nothing but tables.
+            if parameters or not request.tables:
+                placement.check_schema(parameters)
         except placement.SchemaProblem as problem:
             raise InvalidSpec(
                 problem.what, seen=problem.seen, expected=problem.expected
             ) from problem
         held = await self._read(job)
         if held is None:
-            held = await self._place(job, request.parameters, parameters)
-        if held.schema_digest != placement.schema_digest(parameters):
+            held = await self._place(job, request, parameters)
+        table_specs.check_same(job, request.tables, held.tables)
+        if held.schema_digest != _digest(parameters, request.tables):
             raise _conflict(job, parameters, [_parameter(spec) for spec in held.parameters])
         return await shard_map.fill(self._store, held)
 
@@ -97,7 +103,7 @@ class ShardsService(ShardsServicer):
     async def _place(
         self,
         job: str,
-        specs: Sequence[ParameterSpec],
+        request: PlaceRequest,
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
         """Write the first map, or give the one that another call wrote meanwhile."""
@@ -110,7 +116,7 @@ class ShardsService(ShardsServicer):
                 fix="Start one with `shoal ps`.",
             )
         by_id = {holder.server_id: address for holder, address in addresses.items()}
-        draft = _draw_up(job, specs, parameters, by_id)
+        draft = _draw_up(job, request, parameters, by_id)
         value = draft.SerializeToString(deterministic=True)
         first = first_holdings(draft, addresses, self._copies)
         if len(value) > MAX_MAP_BYTES:
@@ -185,12 +191,17 @@ def first_holdings(layout: ShardMap, present: Iterable[Holder], copies: int) -> 
 
 def _draw_up(
     job: str,
-    specs: Sequence[ParameterSpec],
+    request: PlaceRequest,
     parameters: Sequence[placement.Parameter],
     addresses: dict[str, str],
 ) -> ShardMap:
     shards = placement.cut_into_shards(parameters, len(addresses))
-    drawn = ShardMap(job=job, schema_digest=placement.schema_digest(parameters), parameters=specs)
+    drawn = ShardMap(
+        job=job,
+        schema_digest=_digest(parameters, request.tables),
+        parameters=request.parameters,
+        tables=request.tables,
+    )
     for placed in placement.place(shards, addresses):
         shard = placed.shard
         blocks = [
@@ -208,7 +219,12 @@ def _draw_up(
                 blocks=blocks,
             )
         )
+    drawn.shards.extend(table_specs.lay_out(request.tables, addresses, len(shards)))
     return drawn
+
+
+def _digest(parameters: Sequence[placement.Parameter], tables: Sequence[TableSpec]) -> str:
+    return table_specs.schema_digest(placement.schema_digest(parameters), tables)
 
 
 def _conflict(

@@ -180,6 +180,20 @@ def place(shards: Sequence[Shard], server_ids: Iterable[str]) -> tuple[PlacedSha
     return tuple(sorted(placed, key=lambda p: p.shard.shard_id))
 
 
+def spread_tables(
+    num_shards: Mapping[str, int], server_ids: Iterable[str]
+) -> tuple[tuple[str, int, str], ...]:
+    """Each table's virtual shards in turn over the servers: (table, index, server id).
+
+    How many rows a table will have is not known, but they spread evenly over its shards.
+    """
+    servers = sorted(server_ids)
+    wanted = [(table, index) for table in sorted(num_shards) for index in range(num_shards[table])]
+    return tuple(
+        (table, index, servers[turn % len(servers)]) for turn, (table, index) in enumerate(wanted)
+    )
+
+
 def skew(placed: Sequence[PlacedShard], num_servers: int) -> float:
     """Bytes on the fullest server over the mean of all; 1.0 is perfect."""
     load: dict[str, int] = defaultdict(int)

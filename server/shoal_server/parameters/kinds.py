@@ -3,6 +3,7 @@
 from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.image import Image, ShardState
 from shoal_server.parameters.shard import LiveShard
+from shoal_server.parameters.tables.shard import TableShard
 
 
 def restore(image: Image) -> ShardState:
@@ -12,6 +13,8 @@ def restore(image: Image) -> ShardState:
     """
     if image.kind == "dense":
         return LiveShard.from_image(image)
+    if image.kind == "table":
+        return TableShard.from_image(image)
     raise MalformedMessage(
         f"shard {image.shard_id} is of a kind that this server does not know",
         seen=repr(image.kind),

@@ -16,6 +16,7 @@ from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import PushRecord, TableShardSpec
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import TableSpec
+from shoal_server.parameters.gradients import DTYPES
 from shoal_server.parameters.image import Image, Keeper, Record
 from shoal_server.parameters.sessions import Outcome, SessionTable
 from shoal_server.parameters.shard import STALENESS_BUCKETS
@@ -99,6 +100,11 @@ class TableShard:
     @property
     def memory_bytes(self) -> int:
         return self._content.num_bytes + self._answers.num_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row's values."""
+        return self.table.dim * DTYPES[self.table.dtype].itemsize
 
     @property
     def num_rows(self) -> int:
@@ -235,6 +241,16 @@ class TableShard:
                 )
             batch = self._read(push.row_ids, push.row_births, record.data)
             self._apply(push, batch, record.data)
+
+    def keep(self, keeper: Keeper | None) -> None:
+        """From now on `keeper` is told of every push, in place of the keeper before it."""
+        with self._lock:
+            self._keeper = keeper
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Pushes of any other epoch are refused from now on, with WrongEpoch."""
+        with self._lock:
+            self.spec.epoch = epoch
 
     def image(self, keeper: Keeper | None = None) -> Image:
         """A copy of all of it as of one version; `keeper`, if given, is told of every push after

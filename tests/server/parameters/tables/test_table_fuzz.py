@@ -15,8 +15,8 @@ from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate,
 from shoal_server.parameters.image import Record
 from shoal_server.parameters.tables.shard import TableOutcome, TablePush, TableShard
 
-NUM_IDS = 10
-NUM_PUSHERS = 3
+NUM_IDS = 6
+NUM_PUSHERS = 2
 START_S = 1e9
 Fate = RowFate.ValueType
 
@@ -99,7 +99,7 @@ TABLES = st.builds(
     st.integers(1, 2),
     st.sampled_from([0.0, 8.0, 40.0]),
     st.booleans(),
-    st.integers(1, 12),
+    st.integers(1, 6),
 )
 Step = tuple[str, int, list[int], int]
 """What is done, by which worker, with which ids, so many seconds after the step before."""
@@ -107,10 +107,11 @@ SCRIPTS: st.SearchStrategy[list[Step]] = st.lists(
     st.tuples(
         st.sampled_from(["look up", "push", "train", "train", "retry"]),
         st.integers(0, NUM_PUSHERS - 1),
-        st.lists(st.integers(0, NUM_IDS - 1), min_size=1, max_size=8),
+        st.lists(st.integers(0, NUM_IDS - 1), min_size=1, max_size=5),
         st.integers(0, 12),
     ),
-    max_size=30,
+    min_size=15,
+    max_size=50,
 )
 
 
@@ -182,7 +183,7 @@ class World:
         )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TABLES, SCRIPTS)
 def test_no_row_gets_what_is_not_its_own(table: TableSpec, script: list[Step]) -> None:
     """Values, births and fates are those of the twin after any mixture of pushes of many workers,

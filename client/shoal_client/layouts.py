@@ -1,0 +1,22 @@
+"""The two parts of a job's shard map: dense parameters, and tables."""
+
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+
+
+def without_tables(shard_map: ShardMap) -> ShardMap:
+    """The same map with the shards of parameters only."""
+    if not shard_map.tables:
+        return shard_map
+    dense = ShardMap()
+    dense.CopyFrom(shard_map)
+    del dense.shards[:]
+    dense.shards.extend(shard for shard in shard_map.shards if not shard.table)
+    return dense
+
+
+def of_tables(shard_map: ShardMap) -> dict[tuple[str, int], Shard]:
+    """The shards of tables, by name of the table and index of the virtual shard."""
+    return {(shard.table, shard.table_index): shard for shard in shard_map.shards if shard.table}
+
+
+__all__ = ["of_tables", "without_tables"]

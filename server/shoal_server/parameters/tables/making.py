@@ -1,0 +1,99 @@
+"""Tables come into being without values: the server that first leads a shard makes it itself."""
+
+from collections.abc import Iterable
+
+import structlog
+
+from shoal_proto.errors import MalformedMessage, ShardNotReady, ShoalError
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+from shoal_server.etcd import shard_map
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.custody import Custody
+from shoal_server.parameters.held import Held, Role
+from shoal_server.parameters.tables.shard import TableShard
+
+log = structlog.get_logger(__name__)
+
+FIRST_EPOCH = 1
+FORMING_S = 10.0
+"""How long a call that makes shards waits for the first backup to have them."""
+
+
+class TableMaker:
+    """Lives on the event loop."""
+
+    def __init__(self, store: KeyValueStore, catalog: Catalog, custody: Custody) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._custody = custody
+
+    async def look_up(
+        self, job: str, wanted: Iterable[tuple[int, int]]
+    ) -> list[tuple[Held, TableShard] | ShoalError]:
+        """For each (shard id, epoch) the shard that this server leads, made now if it never was, or
+        the error that explains why it is not to be had."""
+        items = list(wanted)
+        missing = [shard_id for shard_id, _ in items if self._catalog.find(job, shard_id) is None]
+        lost = await self._make(job, missing) if missing else frozenset()
+        found: list[tuple[Held, TableShard] | ShoalError] = []
+        for held in await self._catalog.look_up(job, items):
+            if isinstance(held, ShardNotReady) and len(lost) > 0:
+                found.append(_lost(job))
+            elif isinstance(held, ShoalError):
+                found.append(held)
+            elif isinstance(held.state, TableShard):
+                found.append((held, held.state))
+            else:
+                found.append(_dense(held))
+        return found
+
+    async def _make(self, job: str, shard_ids: list[int]) -> frozenset[int]:
+        """Make what this server leads and nobody ever had; the shards that somebody once had."""
+        # What is made must be led as the record says from the start: a watch may be behind.
+        await self._custody.refresh(job)
+        layout = await shard_map.read(self._store, job)
+        if layout is None:
+            return frozenset()
+        specs = {shard.shard_id: shard for shard in layout.shards if shard.table}
+        made, lost = [], set()
+        for shard_id in shard_ids:
+            holding = self._custody.holding(job, shard_id)
+            if shard_id not in specs or holding is None or holding.primary != self._custody.me:
+                continue
+            if holding.epoch != FIRST_EPOCH:
+                lost.add(shard_id)
+                continue
+            held = Held(job, _new(specs[shard_id], layout), Role.PRIMARY, holding.epoch)
+            if self._catalog.add(held):
+                self._custody.created(held)
+                made.append(shard_id)
+        if made:
+            log.info("table_shards_made", job=job, num_shards=len(made))
+            await self._catalog.notify()
+            await self._catalog.wait_for(job, made, FORMING_S)
+        return frozenset(lost)
+
+
+def _new(spec: Shard, layout: ShardMap) -> TableShard:
+    table = next(table for table in layout.tables if table.name == spec.table)
+    first = Shard()
+    first.CopyFrom(spec)
+    first.epoch = FIRST_EPOCH
+    return TableShard(first, table)
+
+
+def _lost(job: str) -> ShardNotReady:
+    return ShardNotReady(
+        f"rows of a table of job {job} were lost with all the servers that had them",
+        expected="a snapshot to be restored",
+        fix="Run `shoal restore`, and keep two copies of each shard.",
+    )
+
+
+def _dense(held: Held) -> MalformedMessage:
+    return MalformedMessage(
+        f"shard {held.shard_id} of job {held.job} is not part of a table",
+        seen="a call of the Tables service",
+        expected="one of the Parameters service",
+    )

@@ -1,0 +1,242 @@
+"""The Tables service: ids and gradients in, rows and fates out."""
+
+import asyncio
+import time
+import zlib
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import InternalError, MalformedMessage, ShoalError
+from shoal_proto.status import to_detail
+from shoal_proto.v1.tables_pb2 import (
+    RowIds,
+    TableLookupReply,
+    TableLookupRequest,
+    TablePushHeader,
+    TablePushReply,
+    TablePushRequest,
+)
+from shoal_proto.v1.tables_pb2_grpc import TablesServicer as Base
+from shoal_server.parameters.cuts import TABLES, Cuts
+from shoal_server.parameters.fence import Fence
+from shoal_server.parameters.inflow import Budget, Reservation
+from shoal_server.parameters.tables.batch import ID_BYTES
+from shoal_server.parameters.tables.intake import Part, answer, check_header, refusal
+from shoal_server.parameters.tables.making import TableMaker
+from shoal_server.parameters.tables.shard import TableOutcome, TablePush
+from shoal_server.parameters.work import Runner
+from shoal_server.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_LOOKUP_BYTES = 4 * 1024 * 1024
+"""Of the rows that one message asks for."""
+MAX_PENDING_SHARDS = 8
+"""Shards of one call that are worked on, or wait for their reply to leave, at a time."""
+
+
+class TablesServicer(Base):
+    """What is wrong with one shard's part is answered for that shard, and the others go on."""
+
+    def __init__(
+        self, *, maker: TableMaker, fence: Fence, cuts: Cuts, run: Runner, budget: Budget
+    ) -> None:
+        self._maker = maker
+        self._fence = fence
+        self._cuts = cuts
+        self._run = run
+        self._budget = budget
+
+    async def Lookup(
+        self, requests: AsyncIterator[TableLookupRequest], context: Context
+    ) -> AsyncIterator[TableLookupReply]:
+        first = await anext(requests, TableLookupRequest())
+        if not first.HasField("header"):
+            raise _no_header("TableLookupHeader")
+        await self._fence.check(first.header.token)
+        async for request in requests:
+            try:
+                yield await self._look_up(first.header.token.job, request.rows)
+            except ShoalError as error:
+                yield TableLookupReply(shard_id=request.rows.shard_id, error=to_detail(error))
+
+    async def _look_up(self, job: str, rows: RowIds) -> TableLookupReply:
+        (found,) = await self._maker.look_up(job, [(rows.shard_id, rows.epoch)])
+        if isinstance(found, ShoalError):
+            raise found
+        held, shard = found
+        num_bytes = len(rows.ids) // ID_BYTES * shard.row_bytes
+        if num_bytes > max(MAX_LOOKUP_BYTES, shard.row_bytes):
+            raise MalformedMessage(
+                "one message asks for too many rows",
+                seen=f"{num_bytes} bytes of them",
+                expected=f"at most {MAX_LOOKUP_BYTES}",
+                fix="Ask in several messages.",
+            )
+        looked_up = await self._run(num_bytes, partial(shard.look_up, rows.ids))
+        # What a backup has not got yet may still vanish: nobody is to have seen it.
+        await held.receipts.wait_safe(looked_up.version)
+        return TableLookupReply(
+            shard_id=rows.shard_id,
+            epoch=rows.epoch,
+            version=looked_up.version,
+            births=looked_up.births,
+            values=looked_up.values,
+            checksum=zlib.crc32(looked_up.values, zlib.crc32(looked_up.births)),
+            step=looked_up.table_step,
+        )
+
+    async def Push(
+        self, requests: AsyncIterator[TablePushRequest], context: Context
+    ) -> AsyncIterator[TablePushReply]:
+        first = await anext(requests, TablePushRequest())
+        if not first.HasField("header"):
+            raise _no_header("TablePushHeader")
+        header = first.header
+        session = await self._fence.check(header.token)
+        check_header(header)
+        touched = frozenset(header.all_shard_ids)
+        passing = self._cuts.passing(header.token.job, TABLES + session, header.sequence, touched)
+        async with passing as passage, aclosing(self._pushed(header, session, requests)) as replies:
+            async for reply in replies:
+                if reply.HasField("error"):
+                    passage.answered(reply.shard_id, reply.error)
+                yield reply
+
+    async def _pushed(
+        self, header: TablePushHeader, session: str, requests: AsyncIterator[TablePushRequest]
+    ) -> AsyncGenerator[TablePushReply, None]:
+        with Reservation(self._budget) as reservation:
+            push = _IncomingPush(self, header, session, reservation)
+            await push.open(self._maker)
+            async for request in requests:
+                push.take(request)
+                while push.is_answer_due:
+                    yield await push.next_answer()
+            push.end()
+            while push.has_pending:
+                yield await push.next_answer()
+
+    async def apply(self, part: Part, header: TablePushHeader, session: str) -> TablePushReply:
+        """Apply one shard's part; its answer, once every backup has what it tells of."""
+        push = part.push(session, header.sequence, time.time())
+        try:
+            outcome = await self._run(part.num_bytes, partial(self._push, part, push))
+            await part.held.receipts.wait_safe(outcome.version)
+        except ShoalError as error:
+            return refusal(part.item.shard_id, error)
+        except Exception as error:
+            log.exception("table_push_failed", job=part.held.job, shard_id=part.item.shard_id)
+            unnamed = InternalError("the push failed", seen=repr(error))
+            return refusal(part.item.shard_id, unnamed)
+        return answer(part.shard, outcome)
+
+    def _push(self, part: Part, push: TablePush) -> TableOutcome:
+        part.held.before_push()
+        return part.shard.push(push, self._fence.is_live)
+
+
+class _IncomingPush:
+    """One push: its shards are received, applied and answered one by one."""
+
+    def __init__(
+        self,
+        servicer: TablesServicer,
+        header: TablePushHeader,
+        session: str,
+        reservation: Reservation,
+    ) -> None:
+        self._servicer = servicer
+        self._header = header
+        self._session = session
+        self._reservation = reservation
+        self._parts: dict[int, Part] = {}
+        self._refused: set[int] = set()
+        self._pending: deque[tuple[int, asyncio.Future[TablePushReply]]] = deque()
+
+    async def open(self, maker: TableMaker) -> None:
+        """Look up every shard that the header names."""
+        items = self._header.shards
+        wanted = [(item.shard_id, item.epoch) for item in items]
+        for item, found in zip(
+            items, await maker.look_up(self._header.token.job, wanted), strict=True
+        ):
+            try:
+                if isinstance(found, ShoalError):
+                    raise found
+                part = Part(item=item, held=found[0], shard=found[1])
+            except ShoalError as error:
+                self._refuse(item.shard_id, error)
+                continue
+            if part.is_complete:
+                self._start(part)
+            else:
+                self._parts[item.shard_id] = part
+
+    def take(self, request: TablePushRequest) -> None:
+        """Add rows; a shard that is complete with them is applied."""
+        shard_id = request.rows.shard_id
+        part = self._parts.get(shard_id)
+        if part is None:
+            if shard_id in self._refused:
+                return
+            raise MalformedMessage(
+                "rows of a shard that is not expected",
+                seen=f"shard {shard_id}",
+                expected=f"one of {sorted(self._parts)}" if self._parts else "no more rows",
+                fix="Name each shard in the header and send each of its rows once.",
+            )
+        try:
+            self._reservation.reserve(shard_id, part.num_bytes)
+            part.take(request.rows)
+        except ShoalError as error:
+            del self._parts[shard_id]
+            self._refuse(shard_id, error)
+            return
+        if part.is_complete:
+            self._start(self._parts.pop(shard_id))
+
+    def end(self) -> None:
+        """The stream is over: shards that are not complete are refused."""
+        for shard_id, part in self._parts.items():
+            self._refuse(shard_id, part.truncated())
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._pending)
+
+    @property
+    def is_answer_due(self) -> bool:
+        """Whether an answer is there, or so many are pending that no more may be taken in."""
+        if not self._pending:
+            return False
+        return self._pending[0][1].done() or len(self._pending) >= MAX_PENDING_SHARDS
+
+    async def next_answer(self) -> TablePushReply:
+        """Wait for the oldest pending shard; its answer."""
+        shard_id, pending = self._pending.popleft()
+        reply = await pending
+        self._reservation.release(shard_id)
+        return reply
+
+    def _start(self, part: Part) -> None:
+        applied = self._servicer.apply(part, self._header, self._session)
+        self._pending.append((part.item.shard_id, asyncio.ensure_future(applied)))
+
+    def _refuse(self, shard_id: int, error: ShoalError) -> None:
+        self._refused.add(shard_id)
+        refused: asyncio.Future[TablePushReply] = asyncio.get_running_loop().create_future()
+        refused.set_result(refusal(shard_id, error))
+        self._pending.append((shard_id, refused))
+
+
+def _no_header(expected: str) -> ShoalError:
+    return MalformedMessage(
+        "the stream does not begin with its header",
+        seen="another message, or none",
+        expected=f"a {expected}",
+    )
