@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import async_bodies
+import pytest
 import rank_bodies
 from rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 from ranks import Rank, Ranks
@@ -34,13 +35,14 @@ def start(
     *,
     fault: str = "",
     epochs: int = EPOCHS,
+    strategy: str = "async-sgd",
 ) -> Rank:
     run = Run(
         coordinator=cluster.coordinator,
         job=job,
         member_id=name,
         desired_members=2,
-        strategy="async-sgd",
+        strategy=strategy,
         fault=fault,
         at_step=2,
         epochs=epochs,
@@ -48,10 +50,11 @@ def start(
     return ranks.start(rank_bodies.train, run)
 
 
-def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster) -> None:
-    """However fast each of them is."""
+@pytest.mark.parametrize("strategy", ["async-sgd", "async-diloco"])
+def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, strategy: str) -> None:
+    """However fast each of them is, step by step or in rounds."""
     with Ranks() as ranks:
-        crew = [start(ranks, cluster, "async-once", name) for name in "ab"]
+        crew = [start(ranks, cluster, f"{strategy}-once", name, strategy=strategy) for name in "ab"]
         for rank in crew:
             rank.expect("finished")
         found = counts(crew)

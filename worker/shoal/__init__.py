@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from shoal.plain import clip_grad_norm, data_share, distribute, forward_backward, state_dict
     from shoal.planning import plan
     from shoal.session import Session
+    from shoal.strategies.async_diloco import AsyncDiLoCo
     from shoal.strategies.async_sgd import AsyncSGD
     from shoal.strategies.ddp import DDP
     from shoal.strategies.fsdp import FSDP, Zero2, Zero3
@@ -43,6 +44,7 @@ __all__ = [
     "DDP",
     "FP16",
     "FSDP",
+    "AsyncDiLoCo",
     "AsyncSGD",
     "Batch",
     "Checkpoints",
@@ -76,6 +78,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncDiLoCo": "shoal.strategies.async_diloco",
     "AsyncSGD": "shoal.strategies.async_sgd",
     "BF16": "shoal.compression.half",
     "Batch": "shoal.data",

@@ -103,19 +103,14 @@ class LeasedFeed(Feed):
             dataset_size=order.num_samples,
             num_epochs=order.num_epochs,
         )
-        self._leases = Leases(samples, order.global_batch_size)
+        self._leases = Leases(samples, order.global_batch_size * crew.strategy.steps_per_lease)
         try:
             for span in self._leases:
                 crew.stand(self._fields)
                 if span is None:
                     crew.strategy.rest()
                     continue
-                step = crew.strategy.step
-                batch = self._loader.leased(span.epoch, span.start, span.stop, step)
-                # A step that was refused comes again, with the same samples.
-                while crew.strategy.step == step:
-                    self._leased = span
-                    yield from self._offer(batch)
+                yield from self._within(span)
             crew.strategy.flush()
             # What the others did last comes too: from here on the model is the job's result.
             crew.strategy.finish()
@@ -123,6 +118,20 @@ class LeasedFeed(Feed):
             # Others saw the last sample completed before this member asked for more.
             log.info("job_finished_by_others", reason=str(finished))
         self.all_trained = True
+
+    def _within(self, span: SampleRange) -> Iterator[Batch]:
+        """The batches of a range; with the last one of them it counts."""
+        crew, size = self._crew, self._order.global_batch_size
+        for start in range(span.start, span.stop, size):
+            if start > span.start:
+                crew.stand(self._fields)
+            stop = min(start + size, span.stop)
+            step = crew.strategy.step
+            batch = self._loader.leased(span.epoch, start, stop, step)
+            # A step that was refused comes again, with the same samples.
+            while crew.strategy.step == step:
+                self._leased = span if stop == span.stop else None
+                yield from self._offer(batch)
 
     def acknowledged(self) -> Callable[[], None]:
         leased, self._leased = self._leased, None

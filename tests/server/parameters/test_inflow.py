@@ -60,7 +60,7 @@ def test_what_a_gradient_was_computed_on_follows_it() -> None:
     for start, stop in ((0, 40), (80, 120), (120, 150), (150, 160)):
         inflow.take(piece(start, stop, twice))
     assert not inflow.is_complete
-    with pytest.raises(MalformedMessage, match="offset 160; expected .* offset 200"):
+    with pytest.raises(MalformedMessage, match=r"offset 160; expected .* offset 200"):
         inflow.take(piece(160, 170, twice))
     inflow.take(piece(200, 240, twice))
     assert inflow.is_complete

@@ -8,6 +8,7 @@ from shoal_proto.errors import UnknownStrategy
 
 # Module and class. Each is imported when it is asked for: a script pays for what it uses.
 STRATEGIES: Mapping[str, tuple[str, str]] = {
+    "async-diloco": ("shoal.strategies.async_diloco", "AsyncDiLoCo"),
     "async-sgd": ("shoal.strategies.async_sgd", "AsyncSGD"),
     "bsp": ("shoal.strategies.bounded", "BSP"),
     "ddp": ("shoal.strategies.ddp", "DDP"),

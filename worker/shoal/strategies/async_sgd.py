@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NoReturn
 
-from google.protobuf.message import Message
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.strategies.async_gradients import gradients_of
-from shoal.strategies.async_spec import to_spec
+from shoal.strategies.async_spec import in_words, to_spec
 from shoal.strategies.async_staleness import to_policy
 from shoal.strategies.async_values import Slot, bytes_of, trained
 from shoal.strategies.base import (
@@ -36,6 +35,7 @@ from shoal.strategies.base import (
 from shoal.strategies.pace import Pace
 from shoal_client.parameters import ParameterClient, PushResult
 from shoal_proto.errors import GenerationBroken, InternalError, ShardNotReady, StalePush
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
 CREATION_PATIENCE_SHARE = 0.25
@@ -88,7 +88,7 @@ class AsyncSGD(Strategy):
         self._lock = threading.Lock()
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        self._spec = to_spec(optimizer, self._schedule)
+        self._spec = self._servers_spec(optimizer)
         self._spec.staleness.CopyFrom(self._policy)
         self._model = model
         self._optimizer = optimizer
@@ -106,11 +106,26 @@ class AsyncSGD(Strategy):
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
-            "staleness": _one_line(self._policy),
-            "schedule": _one_line(self._spec.schedule) or "with each push",
+            "staleness": in_words(self._policy),
+            "schedule": in_words(self._spec.schedule) or "with each push",
             **self._pace.fields(),
+            **self._own_fields(),
         }
         return model, optimizer
+
+    def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
+        """What the servers do with what they are pushed."""
+        return to_spec(optimizer, self._schedule)
+
+    def _own_fields(self) -> Mapping[str, str]:
+        """What else all members must have in common."""
+        return {}
+
+    def _rates(self) -> list[float]:
+        """What goes with a push; empty where the servers know the rates."""
+        if self._schedule is not None:
+            return []
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
@@ -185,20 +200,22 @@ class AsyncSGD(Strategy):
         # The servers stepped for it; else a learning-rate schedule warns that nobody did.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._step += 1
+        self._count(result)
+        acknowledged()
+
+    def _count(self, result: PushResult) -> None:
         with self._lock:
             self._last_push = result
             self._pushes += 1
-        acknowledged()
 
     def _push(self, gradients: Mapping[str, Tensor]) -> PushResult:
         compensates = self._spec.staleness.kind == "compensate"
         # Copied: a retry must send the same, and by then some of the new values may be there.
         bases = {n: s.copied_bytes() for n, s in self._slots.items()} if compensates else None
-        rates = [float(group["lr"]) for group in self._optimizer.param_groups]
         into = {name: slot.writable_bytes() for name, slot in self._slots.items()}
         result = self._connected().push(
             {name: bytes_of(gradient) for name, gradient in gradients.items()},
-            lr=() if self._schedule is not None else rates,
+            lr=self._rates(),
             into=into if self._pace.wants_values else None,
             bases=bases,
             only=self._refused or None,
@@ -278,10 +295,6 @@ class AsyncSGD(Strategy):
         if self._client is None:
             raise InternalError("the strategy was not attached", expected="attach() before enter()")
         return self._client
-
-
-def _one_line(message: Message) -> str:
-    return " ".join(str(message).split())
 
 
 __all__ = ["AsyncSGD"]

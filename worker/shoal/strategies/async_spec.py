@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from google.protobuf.message import Message
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
@@ -152,6 +153,11 @@ _PHASES: Mapping[type[LRScheduler], Callable[[Any], Phase]] = {
 }
 
 
+def in_words(message: Message) -> str:
+    """What a message says, in one line that a conflict can show a person."""
+    return " ".join(str(message).split())
+
+
 def _whole(name: str, value: float) -> int:
     if not 0 <= value < 2**63 or value != int(value):
         raise InvalidSpec(
@@ -162,4 +168,4 @@ def _whole(name: str, value: float) -> int:
     return int(value)
 
 
-__all__ = ["to_schedule", "to_spec"]
+__all__ = ["in_words", "to_schedule", "to_spec"]

@@ -203,6 +203,11 @@ class Strategy(ABC):
         """
         return False
 
+    @property
+    def steps_per_lease(self) -> int:
+        """Of how many steps the samples are leased at a time (asynchronous only)."""
+        return 1
+
     def redoes(self, error: BaseException) -> bool:
         """Whether the step that ends with this error is to be taken again by this member alone:
         with the same samples, and `step` as it was. Asked before anything else about an error."""

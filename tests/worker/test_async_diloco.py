@@ -1,0 +1,137 @@
+"""Members who step by themselves for a round, and the outer step that the servers take on it."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from async_members import loss_of, new_model, start, train
+from parameter_servers import ParameterServers
+from torch import Tensor, nn
+
+from shoal.strategies.async_diloco import AsyncDiLoCo
+from shoal.strategies.outer import OuterStep
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
+
+EVERY_STEPS = 3
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+def train_alone(model: nn.Module, rounds: list[range]) -> None:
+    """What DiLoCo does with one member: rounds of AdamW, and the outer step on each."""
+    outer = OuterStep(lr=0.7, momentum=0.9, nesterov=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    velocities: dict[str, Tensor | None] = {}
+    for steps in rounds:
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                change, velocity = outer.change(p - before[name], velocities.get(name))
+                velocities[name] = velocity
+                p.copy_(before[name] + change)
+
+
+def test_one_member_trains_as_diloco_alone(servers: ParameterServers) -> None:
+    """To the last bit, with a shorter round at the end."""
+    model = new_model()
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    strategy = AsyncDiLoCo(every_steps=EVERY_STEPS)
+    start(servers, model, optimizer, strategy=strategy)
+    assert train(strategy, model, range(7)) == 6
+    strategy.finish()
+    train_alone(alone, [range(3), range(3, 6), range(6, 7)])
+    for (name, seen), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(seen, wanted), name
+    assert strategy.step == 7
+    assert strategy.metrics()["pushes"] == 3.0
+    strategy.close()
+
+
+def test_samples_count_once_their_round_is_pushed(servers: ParameterServers) -> None:
+    """Not before; and who has nothing to train on ends the round there and then."""
+    model = new_model()
+    strategy = AsyncDiLoCo(every_steps=EVERY_STEPS)
+    start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    acknowledged: list[int] = []
+    for step, expected in enumerate(([], [], [0, 1, 2], [0, 1, 2])):
+        strategy.begin_step()
+        strategy.backward(loss_of(model, step), 1.0)
+        strategy.end_step(lambda step=step: acknowledged.append(step))  # type: ignore[misc]
+        assert acknowledged == expected
+    for _ in range(2):
+        strategy.rest()
+        assert acknowledged == [0, 1, 2, 3]
+    assert set(strategy._connected().versions.values()) == {3}
+    strategy.close()
+
+
+def test_rounds_of_all_members_count(servers: ParameterServers) -> None:
+    """A member goes on from values that have what the other pushed meanwhile."""
+    models = [new_model(rank) for rank in range(2)]
+    strategies = []
+    for rank, model in enumerate(models):
+        strategy = AsyncDiLoCo(
+            every_steps=EVERY_STEPS, outer_lr=0.5, outer_momentum=0.0, nesterov=False
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        start(servers, model, optimizer, rank=rank, strategy=strategy)
+        strategies.append(strategy)
+    begun = [p.detach().clone() for p in models[0].parameters()]
+    local = copy.deepcopy(models)
+    for model, steps in zip(local, (range(3), range(3, 6)), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, step).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    train(strategies[0], models[0], range(3))
+    train(strategies[1], models[1], range(3, 6))
+    for seen, before, one, other in zip(
+        models[1].parameters(), begun, *(m.parameters() for m in local), strict=True
+    ):
+        expected = before + 0.5 * (one - before) + 0.5 * (other - before)
+        torch.testing.assert_close(seen, expected)
+    assert strategies[1].metrics()["staleness"] == 1.0
+    for strategy in strategies:
+        strategy.close()
+
+
+def test_a_step_that_is_not_finite_stops_the_member(servers: ParameterServers) -> None:
+    """Its values stay finite, and nothing of it is ever pushed."""
+    model = new_model()
+    strategy = AsyncDiLoCo(every_steps=EVERY_STEPS)
+    start(servers, model, torch.optim.SGD(model.parameters(), lr=0.1), strategy=strategy)
+    strategy.begin_step()
+    strategy.backward(loss_of(model, 1) * float("nan"), 1.0)
+    with pytest.raises(NonFiniteGradient):
+        strategy.end_step(lambda: None)
+    assert strategy.step == 0
+    assert all(p.isfinite().all() for p in model.parameters())
+    strategy.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"every_steps": 0}, {"staleness": "compensate"}, {"outer_momentum": 1.0}, {"outer_lr": 0.0}],
+)
+def test_what_is_out_of_range_is_refused(options: dict[str, object]) -> None:
+    """At once, with what was seen."""
+    with pytest.raises(InvalidSpec, match="saw "):
+        AsyncDiLoCo(**options)  # type: ignore[arg-type]
+
+
+def test_an_optimizer_that_asks_for_losses_is_refused() -> None:
+    """L-BFGS steps on losses of its own choice, which nobody can give it here."""
+    model = new_model()
+    with pytest.raises(UnsupportedOptimizer):
+        AsyncDiLoCo().distribute(model, torch.optim.LBFGS(model.parameters()))
