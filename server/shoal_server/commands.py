@@ -208,7 +208,7 @@ def parameter_server(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    from shoal_server.parameters.link import Patience  # noqa: PLC0415
+    from shoal_server.parameters.patience import Patience  # noqa: PLC0415
     from shoal_server.parameters.process import (  # noqa: PLC0415
         ParameterServerConfig,
         serve,

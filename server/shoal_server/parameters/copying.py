@@ -14,7 +14,8 @@ from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.image import Image, Record
-from shoal_server.parameters.link import Link, Patience
+from shoal_server.parameters.link import Link
+from shoal_server.parameters.patience import Patience
 from shoal_server.parameters.record_of_holders import RecordOfHolders
 from shoal_server.parameters.roster import Roster
 from shoal_server.parameters.work import Runner

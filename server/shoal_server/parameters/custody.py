@@ -21,7 +21,7 @@ from shoal_server.parameters.copying import Copying
 from shoal_server.parameters.frames import Arrived
 from shoal_server.parameters.held import Held, Receipts, Role
 from shoal_server.parameters.image import Image
-from shoal_server.parameters.link import Patience
+from shoal_server.parameters.patience import Patience
 from shoal_server.parameters.record_of_holders import RecordOfHolders
 from shoal_server.parameters.roster import Roster
 from shoal_server.parameters.watching import Watching

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import structlog
 
-from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
@@ -20,40 +20,13 @@ from shoal_server.core.holdings import Holder
 from shoal_server.parameters import frames
 from shoal_server.parameters.held import Held, num_bytes_of
 from shoal_server.parameters.image import Image, Record
-from shoal_server.rpc import CHANNEL_OPTIONS
+from shoal_server.parameters.patience import PEER_OPTIONS, Patience
 
 log = structlog.get_logger(__name__)
 
-PEER_OPTIONS = (
-    *CHANNEL_OPTIONS,
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.min_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 200),
-    # The connection to a server that died must not be taken for one to its successor.
-    ("grpc.use_local_subchannel_pool", 1),
-)
 
 REFUSAL_S = 0.2
 """A machine that is up refuses at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long servers put up with each other."""
-
-    beat_s: float = 0.3
-    silence_s: float = 2.0
-    """A peer that says nothing for so long is taken for dead."""
-    reconnect_s: float = 0.5
-    """A stream that broke is opened again for so long before the peer is taken for dead."""
-
-    def __post_init__(self) -> None:
-        if not 0 < 3 * self.beat_s <= self.silence_s:
-            raise InvalidSpec(
-                "servers would take each other for dead between two beats",
-                seen=f"silence after {self.silence_s:g} s, a beat each {self.beat_s:g} s",
-                expected=f"at least {3 * self.beat_s:g} s of silence",
-            )
 
 
 class Peers(Protocol):

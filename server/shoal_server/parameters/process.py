@@ -21,6 +21,8 @@ from shoal_proto.errors import InvalidSpec, RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.parameters_pb2_grpc import add_ParametersServicer_to_server
 from shoal_proto.v1.replication_pb2_grpc import add_ReplicationServicer_to_server
+from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
+from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_server.core.holdings import Holder
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.etcd.api import KeyValueStore
@@ -32,13 +34,18 @@ from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.follower import Follower
 from shoal_server.parameters.inflow import Budget
-from shoal_server.parameters.link import Patience
+from shoal_server.parameters.patience import Patience
 from shoal_server.parameters.registration import Identity, Registration
 from shoal_server.parameters.servicer import Servicer
+from shoal_server.parameters.shard_snapshots import ShardSnapshots
+from shoal_server.parameters.tables.making import TableMaker
+from shoal_server.parameters.tables.servicer import TablesServicer
 from shoal_server.parameters.work import Workers
 from shoal_server.rpc import bind, new_server
 
 log = structlog.get_logger(__name__)
+
+SNAPSHOT_THREADS = 2
 
 WILDCARDS = ("", "0.0.0.0", "[::]", "::")
 
@@ -146,16 +153,25 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         await stack.enter_async_context(custody)
         fence = await stack.enter_async_context(Fence(store, on_finished=custody.drop_job))
         cuts = Cuts(catalog, fence)
+        budget = Budget(config.max_unfinished_bytes)
         servicer = Servicer(
             catalog=catalog,
             custody=custody,
             fence=fence,
             cuts=cuts,
             run=run,
-            budget=Budget(config.max_unfinished_bytes),
+            budget=budget,
         )
         add_ParametersServicer_to_server(servicer, server)
+        maker = TableMaker(store, catalog, custody)
+        tables = TablesServicer(maker=maker, fence=fence, cuts=cuts, run=run, budget=budget)
+        add_TablesServicer_to_server(tables, server)
         add_ReplicationServicer_to_server(follower, server)
+        # Storage may be slow: it keeps no shard waiting for a thread.
+        writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
+        stack.callback(writers.shutdown)
+        snapshots = ShardSnapshots(catalog=catalog, custody=custody, cuts=cuts, pool=writers)
+        add_ShardSnapshotsServicer_to_server(snapshots, server)
         await server.start()
         stack.push_async_callback(server.stop, 1.0)
         # Last in, first out: known only while it serves, and gone from etcd before it stops.

@@ -13,7 +13,7 @@ from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.core.holdings import Holder, Holdings, promoted
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
-from shoal_server.parameters.link import PEER_OPTIONS, Patience
+from shoal_server.parameters.patience import PEER_OPTIONS, Patience
 from shoal_server.parameters.record_of_holders import RecordOfHolders
 from shoal_server.parameters.roster import Roster
 

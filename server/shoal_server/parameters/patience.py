@@ -1,0 +1,34 @@
+"""How servers reach each other, and how long they put up with each other."""
+
+from dataclasses import dataclass
+
+from shoal_proto.errors import InvalidSpec
+from shoal_server.rpc import CHANNEL_OPTIONS
+
+PEER_OPTIONS = (
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+    # The connection to a server that died must not be taken for one to its successor.
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long servers put up with each other."""
+
+    beat_s: float = 0.3
+    silence_s: float = 2.0
+    """A peer that says nothing for so long is taken for dead."""
+    reconnect_s: float = 0.5
+    """A stream that broke is opened again for so long before the peer is taken for dead."""
+
+    def __post_init__(self) -> None:
+        if not 0 < 3 * self.beat_s <= self.silence_s:
+            raise InvalidSpec(
+                "servers would take each other for dead between two beats",
+                seen=f"silence after {self.silence_s:g} s, a beat each {self.beat_s:g} s",
+                expected=f"at least {3 * self.beat_s:g} s of silence",
+            )
