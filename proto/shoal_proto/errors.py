@@ -151,6 +151,10 @@ class JobFinished(RefusedError):
     """The job is over; its name is not used again."""
 
 
+class JobInUse(RefusedError):
+    """The job has members, and what was asked for would change everything under them."""
+
+
 class UnknownMember(RefusedError):
     """The job has no member of that id."""
 

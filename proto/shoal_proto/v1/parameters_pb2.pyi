@@ -314,6 +314,7 @@ class PushHeader(_message.Message):
     LR_FIELD_NUMBER: _builtins.int
     RETURN_VALUES_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
+    ALL_SHARD_IDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the pushes of this incarnation from 1. A repeated one is answered with its first
     outcome and not applied again.
@@ -329,6 +330,12 @@ class PushHeader(_message.Message):
     def lr(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Learning rate per parameter group for this push; empty: as created."""
 
+    @_builtins.property
+    def all_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The shards that this push touches at any server; empty: every dense shard of the job. A snapshot
+        has a push on all of these or on none.
+        """
+
     def __init__(
         self,
         *,
@@ -338,10 +345,11 @@ class PushHeader(_message.Message):
         lr: _abc.Iterable[_builtins.float] | None = ...,
         return_values: _builtins.bool = ...,
         acknowledgement: Global___Acknowledgement.ValueType = ...,
+        all_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "lr", b"lr", "return_values", b"return_values", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "all_shard_ids", b"all_shard_ids", "lr", b"lr", "return_values", b"return_values", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -481,24 +489,70 @@ class DescribeReply(_message.Message):
     SERVER_ID_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_COPIES_FIELD_NUMBER: _builtins.int
+    UNFINISHED_BYTES_FIELD_NUMBER: _builtins.int
+    REFUSED_BY_EPOCH_FIELD_NUMBER: _builtins.int
+    PARTIAL_PUSHES_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     memory_bytes: _builtins.int
+    """Values and optimizer state, of copies too."""
+    num_copies: _builtins.int
+    """Shards that it keeps a copy of."""
+    unfinished_bytes: _builtins.int
+    """Data of pushes that are received and not applied yet, of all jobs."""
+    refused_by_epoch: _builtins.int
+    """Parts of pushes that were refused because the shard has another epoch, or is led elsewhere."""
+    partial_pushes: _builtins.int
+    """Calls of Push of which some shards were applied here and others refused."""
     @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardState]: ...
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardState]:
+        """Of those shards that this server leads."""
+
     def __init__(
         self,
         *,
         server_id: _builtins.str = ...,
         shards: _abc.Iterable[Global___ShardState] | None = ...,
         memory_bytes: _builtins.int = ...,
+        num_copies: _builtins.int = ...,
+        unfinished_bytes: _builtins.int = ...,
+        refused_by_epoch: _builtins.int = ...,
+        partial_pushes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "server_id", b"server_id", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class CopyState(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    JOINING_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    version: _builtins.int
+    """The newest version that the server is known to have."""
+    joining: _builtins.bool
+    """It is still being brought in step."""
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        joining: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["joining", b"joining", "server_id", b"server_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyState: _TypeAlias = CopyState  # noqa: Y015
 
 @_typing.final
 class ShardState(_message.Message):
@@ -513,6 +567,8 @@ class ShardState(_message.Message):
     DUPLICATES_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     STALENESS_COUNTS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
+    UNREPLICATED_BYTES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
     epoch: _builtins.int
@@ -521,9 +577,15 @@ class ShardState(_message.Message):
     pushes: _builtins.int
     duplicates: _builtins.int
     refused: _builtins.int
+    unreplicated_bytes: _builtins.int
+    """Of its pushes, on their way to a copy."""
     @_builtins.property
     def staleness_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """staleness_counts[i]: pushes of staleness i; the last bucket holds all above."""
+
+    @_builtins.property
+    def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyState]:
+        """Who else has it."""
 
     def __init__(
         self,
@@ -537,10 +599,12 @@ class ShardState(_message.Message):
         duplicates: _builtins.int = ...,
         refused: _builtins.int = ...,
         staleness_counts: _abc.Iterable[_builtins.int] | None = ...,
+        copies: _abc.Iterable[Global___CopyState] | None = ...,
+        unreplicated_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duplicates", b"duplicates", "epoch", b"epoch", "job", b"job", "num_bytes", b"num_bytes", "pushes", b"pushes", "refused", b"refused", "shard_id", b"shard_id", "staleness_counts", b"staleness_counts", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "duplicates", b"duplicates", "epoch", b"epoch", "job", b"job", "num_bytes", b"num_bytes", "pushes", b"pushes", "refused", b"refused", "shard_id", b"shard_id", "staleness_counts", b"staleness_counts", "unreplicated_bytes", b"unreplicated_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

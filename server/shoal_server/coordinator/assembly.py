@@ -1,7 +1,7 @@
 """The parts of one coordinator, put together."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 import grpc.aio
@@ -13,6 +13,7 @@ from shoal_proto.v1 import (
     rendezvous_pb2_grpc,
     samples_pb2_grpc,
     shards_pb2_grpc,
+    snapshots_pb2_grpc,
 )
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.durable import DurableJobs
@@ -22,8 +23,12 @@ from shoal_server.coordinator.membership import Membership
 from shoal_server.coordinator.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.rendezvous import Rendezvous
 from shoal_server.coordinator.samples import SamplesService
+from shoal_server.coordinator.server_calls import ServerCalls
 from shoal_server.coordinator.shard_keeper import ShardKeeper
 from shoal_server.coordinator.shards import ShardsService
+from shoal_server.coordinator.snapshot_restoring import SnapshotRestorer
+from shoal_server.coordinator.snapshot_taking import JobState, SnapshotTaker
+from shoal_server.coordinator.snapshots import SnapshotPolicy, SnapshotService
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
@@ -36,7 +41,14 @@ HOST_LEASE_S = 30.0
 class Coordinator:
     """Serves while it leads: between `lead(conditions)` and `step_down()`."""
 
-    def __init__(self, store: KeyValueStore, limits: Limits, *, copies: int = 2) -> None:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        limits: Limits,
+        *,
+        copies: int = 2,
+        snapshots: SnapshotPolicy | None = None,
+    ) -> None:
         self.http_url = ""
         self.deposed = asyncio.Event()
         """Set when a write or a job showed that this coordinator must not lead any longer."""
@@ -47,7 +59,10 @@ class Coordinator:
         self.registry = Registry(self._surroundings(store), limits)
         self.samples = SamplesService(store, self.registry.authorize)
         self.shards = ShardsService(store, self.registry.authorize, copies)
-        self._shard_keeper = ShardKeeper(store)
+        self._store = store
+        self._server_calls = ServerCalls()
+        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy())
+        self._shard_keeper = ShardKeeper(store, self.snapshots.restore_lost)
         self._while_leading = AsyncExitStack()
         self.rendezvous = Rendezvous(self.registry)
         self.clocks = ClocksService(
@@ -78,6 +93,25 @@ class Coordinator:
             on_change=changed,
         )
 
+    def _snapshot_service(self, policy: SnapshotPolicy) -> SnapshotService:
+        state = JobState(cursor=self.samples.books, training=self._training)
+        return SnapshotService(
+            policy,
+            SnapshotTaker(self._store, self._server_calls, state),
+            SnapshotRestorer(
+                self._store, self._server_calls, self._leadership, self.samples.close_replaced
+            ),
+            self.registry.require_leading,
+        )
+
+    def _training(self, job: str) -> Mapping[str, int]:
+        actor = self.registry.actor_if_known(job)
+        if actor is None:
+            return {}
+        steps = [seen.step for seen in actor.last_seen.values()]
+        generations = actor.generations_in_force()
+        return {"generation": max(generations, default=0), "step": max(steps, default=0)}
+
     def add_services(self, server: grpc.aio.Server) -> None:
         membership = Membership(self.registry, lambda: self.http_url)
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
@@ -85,6 +119,7 @@ class Coordinator:
         clocks_pb2_grpc.add_ClocksServicer_to_server(self.clocks, server)
         samples_pb2_grpc.add_SamplesServicer_to_server(self.samples, server)
         shards_pb2_grpc.add_ShardsServicer_to_server(self.shards, server)
+        snapshots_pb2_grpc.add_SnapshotsServicer_to_server(self.snapshots, server)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Coordinator"]:
@@ -98,6 +133,7 @@ class Coordinator:
                 with suppress(asyncio.CancelledError):
                     await renewing
                 await self.shard_reader.close()
+                await self._server_calls.close()
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
         """Take over every job. `conditions` must hold in etcd for each write."""
@@ -108,6 +144,7 @@ class Coordinator:
             self.clocks.inherit(actor.job.spec.job, actor.trainers())
             await self.samples.open_existing(actor.job.spec.job)
         await self._while_leading.enter_async_context(self._shard_keeper.working())
+        await self._while_leading.enter_async_context(self.snapshots.working(self._store))
 
     async def step_down(self) -> None:
         """Let go of every job: another coordinator leads, or this one ends."""

@@ -15,8 +15,9 @@ deposed thus fails to write, closes the books, and reads them anew if it is ever
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
+from typing import Any
 
 import structlog
 
@@ -129,6 +130,15 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 found = await self._read(job)
                 if found is not None:
                     self._keep(job, found)
+
+    def books(self, job: str) -> Mapping[str, Any] | None:
+        """The job's books as of now, as JSON types; None for a job that has none open here."""
+        book = self._books.get(job)
+        return book.ledger.to_json() if book else None
+
+    def close_replaced(self, job: str) -> None:
+        """Forget a job's books: others were written in their place."""
+        self._books.pop(job, None)
 
     async def hand_over(self) -> None:
         """Write what is not written yet and forget all books: call it when stepping down.

@@ -7,7 +7,7 @@ each other without it. So nothing is lost while no coordinator leads.
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -17,12 +17,14 @@ from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.core.holdings import Holder, Holdings
 from shoal_server.core.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
-from shoal_server.core.upkeep import Servers, gone_on_without, upkeep
+from shoal_server.core.upkeep import Servers, gone_on_without, num_lost, upkeep
 from shoal_server.etcd import holdings as records
 from shoal_server.etcd import keys, shard_map
 from shoal_server.etcd.api import KeyValueStore, Revision
 
 log = structlog.get_logger(__name__)
+
+Restore = Callable[[str], Awaitable[bool]]
 
 RETRY_PAUSE_S = 0.5
 SUSPECT_S = 3.0
@@ -33,8 +35,11 @@ DEAD_AFTER_S = 300.0
 class ShardKeeper:
     """Lives on the event loop; works between `lead()` and `step_down()`."""
 
-    def __init__(self, store: KeyValueStore) -> None:
+    def __init__(self, store: KeyValueStore, restore: Restore | None = None) -> None:
+        """`restore` is asked before shards that nobody has any more begin anew, without values:
+        whether it brought all of the job back from a snapshot."""
         self._store = store
+        self._restore = restore
         self._weights: dict[str, dict[int, int]] = {}
         self._gone_since_s: dict[Holder, float] = {}
         self._suspect_until_s: dict[Holder, float] = {}
@@ -115,6 +120,9 @@ class ShardKeeper:
             dead=self._dead(entry.holdings, seen),
             suspects=self._suspects(entry.holdings, seen),
         )
+        lost = num_lost(entry.holdings, servers)
+        if lost and self._restore is not None and await self._restore(job):
+            return
 
         def tended(holdings: Holdings) -> Holdings:
             return upkeep(holdings, servers, weights)

@@ -88,7 +88,7 @@ def _rescue(holding: Holding, servers: Servers, loads: _Loads, weight: int) -> H
     for backup in holding.backups:
         if backup in servers.present:
             return promoted(holding, holding.primary, backup)
-    if holding.primary not in servers.dead or not set(holding.backups) <= servers.dead:
+    if not _is_lost(holding, servers):
         return holding
     if not servers.takers:
         return holding
@@ -96,6 +96,17 @@ def _rescue(holding: Holding, servers: Servers, loads: _Loads, weight: int) -> H
     loads.leads[heir] += weight
     loads.holds[heir] += weight
     return Holding(shard_id=holding.shard_id, epoch=holding.epoch + 1, primary=heir)
+
+
+def _is_lost(holding: Holding, servers: Servers) -> bool:
+    return {holding.primary, *holding.backups} <= servers.dead
+
+
+def num_lost(holdings: Holdings, servers: Servers) -> int:
+    """Shards that nobody has any more; `upkeep` has them begin anew, with nothing in hand."""
+    if not servers.staying:
+        return 0
+    return sum(_is_lost(holding, servers) for holding in holdings.shards)
 
 
 def _wanted(copies: int, servers: Servers) -> int:

@@ -56,6 +56,11 @@ def holdings(job: str) -> str:
     return HOLDINGS + job
 
 
+def lineage(job: str) -> str:
+    """Drawn when the job's first snapshot is taken and whenever it is restored: text."""
+    return f"{JOBS}{job}/lineage"
+
+
 def sample_ledger(job: str) -> str:
     """Which samples were leased and completed."""
     return f"{JOBS}{job}/samples"

@@ -16,8 +16,8 @@ waits decides how long, and what is left over then is told by `torn`.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
 from enum import Enum
 
 from shoal_proto.errors import SnapshotFailed
@@ -34,13 +34,15 @@ class Phase(Enum):
     DRAINING = "draining"
 
 
-IsApplied = Callable[[Step, Shards], bool]
-"""Whether all of these shards that are led here have applied the step."""
+Lacking = Callable[[Step, Shards], Collection[int]]
+"""Of the shards that a step touches, those that are led here and have not applied it."""
 
 
 @dataclass(slots=True)
 class _Known:
     shards: Shards
+    refused: set[int] = field(default_factory=set)
+    """Shards whose part was refused for good."""
     num_inside: int = 0
     applied: bool = False
     given_up: bool = False
@@ -67,12 +69,18 @@ class Gate:
         """A part of a step comes in. `may_enter` is true for it."""
         self._note(step, shards).num_inside += 1
 
-    def leave(self, step: Step, *, applied: bool) -> None:
-        """A part that had entered is over. `applied`: all shards here have theirs of the step."""
+    def refuse(self, step: Step, shard_id: int) -> None:
+        """A part that had entered was refused for good: nobody will send it again."""
+        known = self._sessions.get(step.session, {}).get(step.sequence)
+        if known is not None:
+            known.refused.add(shard_id)
+
+    def leave(self, step: Step, lacking: Lacking) -> None:
+        """A part that had entered is over."""
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
             known.num_inside -= 1
-            known.applied = known.applied or applied
+            self._is_whole(step, known, lacking)
 
     def learn(self, steps: Iterable[Step], shards: Shards) -> None:
         """A shard came from another server, or from before a restart, with these steps in it. What
@@ -118,21 +126,21 @@ class Gate:
                 fix="Take another snapshot.",
             )
 
-    def waits_for(self, is_applied: IsApplied, is_live: Callable[[str], bool]) -> list[Step]:
+    def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[Step]:
         """The steps of the cut that are not whole here and may become so."""
         return [
             step
             for step, known in self._of_cut()
-            if not self._whole(step, known, is_applied)
+            if not self._is_whole(step, known, lacking)
             and (known.num_inside or not known.given_up)
             and is_live(step.session)
         ]
 
-    def torn(self, is_applied: IsApplied) -> list[Step]:
+    def torn(self, lacking: Lacking) -> list[Step]:
         """The steps of the cut that lack a part here. No later cut waits for them."""
         torn = []
         for step, known in self._of_cut():
-            if not self._whole(step, known, is_applied):
+            if not self._is_whole(step, known, lacking):
                 known.given_up = True
                 torn.append(step)
         return torn
@@ -153,8 +161,9 @@ class Gate:
     def num_sessions(self) -> int:
         return len(self._sessions)
 
-    def _whole(self, step: Step, known: _Known, is_applied: IsApplied) -> bool:
-        known.applied = known.applied or is_applied(step, known.shards)
+    @staticmethod
+    def _is_whole(step: Step, known: _Known, lacking: Lacking) -> bool:
+        known.applied = known.applied or known.refused.issuperset(lacking(step, known.shards))
         return known.applied
 
     def _of_cut(self) -> list[tuple[Step, _Known]]:
@@ -185,4 +194,4 @@ class Gate:
         return known
 
 
-__all__ = ["MAX_STEPS", "Gate", "IsApplied", "Phase"]
+__all__ = ["MAX_STEPS", "Gate", "Lacking", "Phase"]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from shoal_proto.errors import SnapshotFailed
+from shoal_proto.errors import InternalError, RefusedError, ShoalError, SnapshotFailed
+from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_server.core.steps import Begun, Shards, Step
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.cut import Gate, Phase
@@ -99,7 +100,7 @@ class Cuts:
     @asynccontextmanager
     async def passing(
         self, job: str, session: str, sequence: int, shards: Shards = None
-    ) -> AsyncIterator[None]:
+    ) -> AsyncIterator["Passage"]:
         """Within the block, a part of that push may be applied. Waits while a cut holds it back.
 
         `shards`: all that the push touches at any server; None: every dense shard.
@@ -111,9 +112,9 @@ class Cuts:
             cut = self._of(job)
         cut.gate.enter(step, shards)
         try:
-            yield
+            yield Passage(cut.gate, step)
         finally:
-            cut.gate.leave(step, applied=self._is_applied_in(job)(step, shards))
+            cut.gate.leave(step, _Lacking(self._led(job)))
             cut.left.set()
 
     def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
@@ -149,10 +150,10 @@ class Cuts:
         try:
             await self._drained(job, cut, wait_s)
             cut.gate.check(cut_id, Phase.DRAINING)
-            torn = cut.gate.torn(self._is_applied_in(job))
+            led = self._led(job)
+            torn = cut.gate.torn(_Lacking(led))
             if torn and not take_torn:
                 raise _torn(job, torn)
-            led = self._led(job)
             if {held.shard_id: (held, held.epoch) for held in led} != cut.known:
                 raise SnapshotFailed(
                     f"shards of job {job} came or went",
@@ -221,10 +222,9 @@ class Cuts:
 
     async def _drained(self, job: str, cut: _JobCut, wait_s: float) -> None:
         """Return once all that may still come has come and is applied, or when the time is over."""
-        is_applied = self._is_applied_in(job)
         give_up_s = time.monotonic() + wait_s
         while (
-            cut.gate.waits_for(is_applied, self._is_live)
+            cut.gate.waits_for(_Lacking(self._led(job)), self._is_live)
             and (left_s := give_up_s - time.monotonic()) > 0
         ):
             cut.left.clear()
@@ -250,9 +250,6 @@ class Cuts:
     def _led(self, job: str) -> list[Held]:
         return [held for held in self._catalog.of_job(job) if held.role is Role.PRIMARY]
 
-    def _is_applied_in(self, job: str) -> "_IsApplied":
-        return _IsApplied(self._led(job))
-
     def _is_live(self, session: str) -> bool:
         return self._fence.is_live(session.removeprefix(TABLES))
 
@@ -275,21 +272,35 @@ class Cuts:
                 del self._jobs[job]
 
 
-class _IsApplied:
-    """Whether the shards that are led here have applied a step. Asks them without their locks."""
+class Passage:
+    """A part of a push that was let in."""
+
+    def __init__(self, gate: Gate, step: Step) -> None:
+        self._gate = gate
+        self._step = step
+
+    def answered(self, shard_id: int, error: ErrorDetail) -> None:
+        """Tell of a shard that refused: a cut waits for a part that may be sent again."""
+        if issubclass(ShoalError.kinds.get(error.kind, InternalError), RefusedError):
+            self._gate.refuse(self._step, shard_id)
+
+
+class _Lacking:
+    """Which of these shards have not applied a step. Asks them without their locks."""
 
     def __init__(self, led: Sequence[Held]) -> None:
         self._led = led
 
-    def __call__(self, step: Step, shards: Shards) -> bool:
+    def __call__(self, step: Step, shards: Shards) -> Sequence[int]:
         session = step.session.removeprefix(TABLES)
         of_tables = session != step.session
-        return all(
-            held.state.sessions.has_applied(session, step.sequence)
+        return [
+            held.shard_id
             for held in self._led
             if isinstance(held.state, LiveShard) is not of_tables
             and (shards is None or held.shard_id in shards)
-        )
+            and not held.state.sessions.has_applied(session, step.sequence)
+        ]
 
 
 def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
@@ -302,4 +313,4 @@ def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
     )
 
 
-__all__ = ["TABLES", "Cuts", "LazyImage", "Stamp"]
+__all__ = ["TABLES", "Cuts", "LazyImage", "Passage", "Stamp"]

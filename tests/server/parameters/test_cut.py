@@ -1,6 +1,6 @@
 """Whatever comes in whichever order: a cut holds each step on all of its shards, or on none."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal_proto.errors import SnapshotFailed
 from shoal_server.core.steps import Begun, Shards, Step, merged
-from shoal_server.parameters.cut import MAX_STEPS, Gate, Phase
+from shoal_server.parameters.cut import MAX_STEPS, Gate, Lacking, Phase
 
 A1, A2, A3 = (Step("a", number) for number in (1, 2, 3))
 B1 = Step("b", 1)
@@ -19,14 +19,14 @@ def always(session: str) -> bool:
     return True
 
 
-def applied_are(*steps: Step) -> Callable[[Step, Shards], bool]:
-    return lambda step, shards: step in steps
+def applied_are(*steps: Step) -> Lacking:
+    return lambda step, shards: () if step in steps else (1, 2)
 
 
 def passed(gate: Gate, step: Step) -> None:
     assert gate.may_enter(step)
     gate.enter(step, None)
-    gate.leave(step, applied=True)
+    gate.leave(step, applied_are(step))
 
 
 def test_an_open_gate_lets_everything_in() -> None:
@@ -61,16 +61,27 @@ def test_a_step_that_touches_nothing_here_is_not_waited_for() -> None:
     gate = Gate()
     gate.close("cut")
     gate.drain("cut", {A1: frozenset({7})})
-    assert gate.waits_for(lambda step, shards: shards == {7}, always) == []
+    assert gate.waits_for(lambda step, shards: () if shards == {7} else (1,), always) == []
 
 
 def test_a_part_that_came_in_and_is_not_applied_is_waited_for() -> None:
     """Refused as the shard had moved, say: the client tries again."""
     gate = Gate()
     gate.enter(A1, None)
-    gate.leave(A1, applied=False)
+    gate.leave(A1, applied_are())
     gate.drain("cut", gate.close("cut"))
     assert gate.waits_for(applied_are(), always) == [A1]
+
+
+def test_a_part_that_was_refused_for_good_is_not_waited_for() -> None:
+    gate = Gate()
+    gate.enter(A1, None)
+    gate.refuse(A1, 1)
+    gate.leave(A1, applied_are())
+    gate.drain("cut", gate.close("cut"))
+    assert gate.waits_for(applied_are(), always) == [A1]
+    gate.refuse(A1, 2)
+    assert gate.waits_for(applied_are(), always) == [] == gate.torn(applied_are())
 
 
 def test_nobody_waits_for_the_steps_of_the_dead_but_they_are_told() -> None:
@@ -84,7 +95,7 @@ def test_nobody_waits_for_the_steps_of_the_dead_but_they_are_told() -> None:
 def test_what_was_given_up_once_is_not_waited_for_again_unless_it_comes() -> None:
     gate = Gate()
     gate.enter(A1, None)
-    gate.leave(A1, applied=False)
+    gate.leave(A1, applied_are())
     gate.drain("first", gate.close("first"))
     assert gate.torn(applied_are()) == [A1]
     gate.open("first")
@@ -149,13 +160,14 @@ class Server:
     def __post_init__(self) -> None:
         self.shards = {shard_id: set() for shard_id in self.shard_ids}
 
-    def is_applied(self, step: Step, shards: Shards) -> bool:
-        return all(step in self.shards[i] for i in self.shard_ids if shards is None or i in shards)
+    def lacking(self, step: Step, shards: Shards) -> list[int]:
+        touched = [i for i in self.shard_ids if shards is None or i in shards]
+        return [i for i in touched if step not in self.shards[i]]
 
     def try_to_take(self, cut_id: str) -> bool:
-        if self.gate.phase is not Phase.DRAINING or self.gate.waits_for(self.is_applied, always):
+        if self.gate.phase is not Phase.DRAINING or self.gate.waits_for(self.lacking, always):
             return False
-        assert self.gate.torn(self.is_applied) == []
+        assert self.gate.torn(self.lacking) == []
         self.taken = {shard_id: frozenset(steps) for shard_id, steps in self.shards.items()}
         return self.gate.open(cut_id)
 
@@ -182,7 +194,7 @@ class Part:
             self.server.shards[self.todo.pop()].add(self.step)
             return False
         # The connection may break at any time; the client then calls again for what is left.
-        gate.leave(self.step, applied=self.server.is_applied(self.step, self.shards))
+        gate.leave(self.step, self.server.lacking)
         self.inside = False
         return not self.todo
 

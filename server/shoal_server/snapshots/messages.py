@@ -1,0 +1,63 @@
+"""Steps and shards of a cut as messages, and back."""
+
+from collections.abc import Iterable, Mapping
+
+from shoal_proto.v1.snapshots_pb2 import BegunStep, BegunSteps, ShardFile, ShardStamp
+from shoal_server.core.steps import Begun, Shards, Step
+from shoal_server.snapshots.manifest import Part
+
+
+def of_begun(begun: Begun) -> list[BegunSteps]:
+    by_session: dict[str, BegunSteps] = {}
+    for step, shards in begun.items():
+        session = by_session.setdefault(step.session, BegunSteps(session=step.session))
+        session.steps.append(
+            BegunStep(
+                sequence=step.sequence, touches_all=shards is None, shard_ids=sorted(shards or ())
+            )
+        )
+    return list(by_session.values())
+
+
+def to_begun(messages: Iterable[BegunSteps]) -> dict[Step, Shards]:
+    return {
+        Step(session.session, step.sequence): None
+        if step.touches_all
+        else frozenset(step.shard_ids)
+        for session in messages
+        for step in session.steps
+    }
+
+
+def of_part(part: Part) -> ShardFile:
+    stamp = ShardStamp(shard_id=part.shard_id, epoch=part.epoch, version=part.version)
+    return ShardFile(
+        shard=stamp,
+        kind=part.kind,
+        file=part.file,
+        num_bytes=part.num_bytes,
+        sha256=part.sha256,
+    )
+
+
+def to_part(file: ShardFile) -> Part:
+    return Part(
+        shard_id=file.shard.shard_id,
+        epoch=file.shard.epoch,
+        version=file.shard.version,
+        kind=file.kind,
+        file=file.file,
+        num_bytes=file.num_bytes,
+        sha256=file.sha256,
+    )
+
+
+def newest(begun: Mapping[Step, Shards]) -> dict[str, int]:
+    """Per session its newest step."""
+    found: dict[str, int] = {}
+    for step in begun:
+        found[step.session] = max(step.sequence, found.get(step.session, 0))
+    return found
+
+
+__all__ = ["newest", "of_begun", "of_part", "to_begun", "to_part"]

@@ -1,0 +1,202 @@
+"""Snapshots under load hold each push whole, and bring everything back on any servers."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from parameter_servers import ParameterServers
+from snapshot_cluster import ADAM, Pusher, Snapshots, elements
+
+from shoal_proto.errors import (
+    JobInUse,
+    NoServers,
+    ProposalConflict,
+    ShoalError,
+    SnapshotDamaged,
+    SnapshotFailed,
+)
+from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_server.etcd import keys
+from shoal_server.parameters import image_file
+from shoal_server.parameters.image import Image
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.manifest import Manifest
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(
+    opened: ExitStack, directory: Path, num_servers: int = 2
+) -> tuple[ParameterServers, Snapshots]:
+    servers = opened.enter_context(ParameterServers(num_servers))
+    snapshots = Snapshots(servers, directory / "snapshots")
+    opened.callback(snapshots.close)
+    return servers, snapshots
+
+
+def pusher(opened: ExitStack, servers: ParameterServers, name: str, weight: float = 1.0) -> Pusher:
+    made = Pusher(servers, name, weight=weight)
+    opened.callback(made.close)
+    return made
+
+
+def images(library: Library, manifest: Manifest) -> list[Image]:
+    return [
+        image_file.from_bytes(
+            library.read_part(part), sha256=part.sha256, file=part.file, shard_id=part.shard_id
+        )
+        for part in manifest.parts
+    ]
+
+
+def newest_of(sessions: list[SessionImage]) -> dict[str, int]:
+    return {each.session: max(each.sequences) for each in sessions}
+
+
+def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) -> None:
+    """Each member takes another power of 1,000 away: the values tell how many pushes of whom."""
+    servers, snapshots = start(opened, tmp_path)
+    members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
+    for _ in range(4):
+        for member in members:
+            member.wait_for_more(5)
+        manifest = snapshots.take().manifest
+        assert manifest.partial_steps == []
+        taken = images(snapshots.library, manifest)
+        assert len(taken) == 6
+        (value,) = {float(v) for each in taken for v in each.tensors["values"].unique()}
+        counts = {m.session: int(-value // 1000**i % 1000) for i, m in enumerate(members)}
+        for each in taken:
+            assert newest_of(list(each.sessions)) == counts
+        assert dict(manifest.steps) == counts
+    for member in members:
+        member.wait_for_more(5)
+        member.stop()
+
+
+def test_an_unchanged_job_is_not_written_again(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    first = snapshots.take().manifest
+    assert first.num_new_bytes == first.num_bytes > 0
+    second = snapshots.take().manifest
+    assert (second.number, second.num_new_bytes) == (2, 0)
+    member.push()
+    third = snapshots.take().manifest
+    assert third.num_new_bytes == third.num_bytes
+    assert not {part.file for part in third.parts} & {part.file for part in first.parts}
+
+
+def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """Three servers go on from what two had, exactly as the two do."""
+    servers, snapshots = start(opened, tmp_path)
+    before = Pusher(servers, "m", weight=0.25, optimizer=ADAM)
+    opened.callback(before.close)
+    for _ in range(5):
+        before.push()
+    snapshots.cursor = {"format": 1, "held": [1, 2]}
+    taken = snapshots.take().manifest
+    others, other_snapshots = start(opened, tmp_path, num_servers=3)
+    restored, led_by = other_snapshots.restore()
+    assert restored == taken and list(led_by) == ["ps-0", "ps-1", "ps-2"]
+    ledger = others.run(others.store.get(keys.sample_ledger("job")))
+    assert ledger is not None and ledger.value == b'{"format":1,"held":[1,2]}'
+    after = Pusher(others, "m", weight=0.25, optimizer=ADAM)
+    opened.callback(after.close)
+    assert after.values == before.values
+    # It is the same incarnation: its first five pushes are known.
+    repeated = after.client.push(before._gradient)
+    assert repeated.duplicates == 6
+    for _ in range(4):
+        after.push()
+    for _ in range(3):
+        before.push()
+        after.push()
+    assert after.values == before.values and len(elements(after.values)) > 0
+
+
+def test_it_is_not_restored_under_members_but_over_what_they_left(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    member.push()
+    snapshots.take()
+    member.push()
+    with pytest.raises(JobInUse, match="saw m"):
+        snapshots.restore()
+    servers.expel("m")
+    snapshots.restore()
+    back = pusher(opened, servers, "n")
+    assert elements(back.values) == {-1.0}
+    back.push()
+    assert elements(back.values) == {-2.0}
+    # What was taken before the job was restored is no state that it can be in again.
+    assert snapshots.take().manifest.lineage != snapshots.library.find(1).lineage
+
+
+def test_a_server_that_dies_meanwhile_leaves_no_snapshot_and_no_pause(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    member = pusher(opened, servers, "m").start()
+    snapshots.library.storage.write("job/parts", b"a file where the folder should be")
+    with pytest.raises(ShoalError, match="cannot be written"):
+        snapshots.take()
+    member.wait_for_more(5)
+    member.stop()
+    assert snapshots.library.list() == []
+    servers.stop("ps-0")
+    with pytest.raises(SnapshotFailed, match="is away"):
+        snapshots.take()
+    assert snapshots.library.list() == []
+
+
+def test_a_push_that_its_dead_member_left_half_done_is_told(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    dead = pusher(opened, servers, "dead")
+    one_shard = next(iter(dead.client.versions))
+    # Only this part of its push has come: the header does not say that there are no others.
+    dead.client.push(dead._gradient, only=[one_shard])
+    member.push()
+    assert snapshots.take().manifest.partial_steps == []
+
+
+def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    member.push()
+    manifest = snapshots.take().manifest
+    path = tmp_path / "snapshots" / "job" / manifest.parts[2].file
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    servers.expel("m")
+    with pytest.raises(SnapshotDamaged) as raised:
+        snapshots.restore()
+    assert raised.value.details == {"file": manifest.parts[2].file, "shard": "2"}
+    assert servers.run(servers.store.get(keys.holdings("job"))) is None
+
+
+def test_another_model_is_not_overwritten(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m")
+    manifest = snapshots.take().manifest
+    layout = manifest.layout.replace(b"w5", b"v5")
+    changed = Manifest(**{**vars(manifest), "layout": layout, "number": 2})
+    snapshots.library.commit(changed)
+    servers.expel("m")
+    with pytest.raises(ProposalConflict, match="not those of the snapshot"):
+        snapshots.restore()
+    servers.stop("ps-0")
+    servers.stop("ps-1")
+    with pytest.raises(NoServers):
+        snapshots.restore(1)
