@@ -15,6 +15,7 @@ import structlog
 
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.core import loads
 from shoal_server.core.holdings import Holder, Holdings
 from shoal_server.core.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
 from shoal_server.core.upkeep import Servers, gone_on_without, num_lost, upkeep
@@ -25,9 +26,11 @@ from shoal_server.etcd.api import KeyValueStore, Revision
 log = structlog.get_logger(__name__)
 
 Restore = Callable[[str], Awaitable[bool]]
+ReadPushed = Callable[[str], Awaitable[Mapping[int, int]]]
 
 RETRY_PAUSE_S = 0.5
 SUSPECT_S = 3.0
+MEASURE_EACH_S = 10.0
 DEAD_AFTER_S = 300.0
 """A server that is gone from etcd for so long does not come back with what it held."""
 
@@ -35,11 +38,21 @@ DEAD_AFTER_S = 300.0
 class ShardKeeper:
     """Lives on the event loop; works between `lead()` and `step_down()`."""
 
-    def __init__(self, store: KeyValueStore, restore: Restore | None = None) -> None:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        restore: Restore | None = None,
+        read_pushed: ReadPushed | None = None,
+    ) -> None:
         """`restore` is asked before shards that nobody has any more begin anew, without values:
-        whether it brought all of the job back from a snapshot."""
+        whether it brought all of the job back from a snapshot. `read_pushed` gives, for a job, the
+        bytes pushed to each shard since its primary leads it; without it, or where not every shard
+        could be asked for, sizes alone say what a shard weighs."""
         self._store = store
         self._restore = restore
+        self._read_pushed = read_pushed
+        self._num_bytes: dict[str, dict[int, int]] = {}
+        self._pushed: dict[str, Mapping[int, int]] = {}
         self._weights: dict[str, dict[int, int]] = {}
         self._gone_since_s: dict[Holder, float] = {}
         self._suspect_until_s: dict[Holder, float] = {}
@@ -74,12 +87,18 @@ class ShardKeeper:
 
     async def _work(self) -> None:
         while True:
-            # Once in a while without being woken: a server that stays away becomes a dead one.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(DEAD_AFTER_S / 4):
+            # Now and then without being woken: a server that stays away becomes a dead one, and
+            # loads change.
+            is_time = False
+            try:
+                async with asyncio.timeout(MEASURE_EACH_S):
                     await self._wake.wait()
+            except TimeoutError:
+                is_time = True
             self._wake.clear()
             try:
+                if is_time:
+                    await self._measure()
                 await self._tend_all()
             except ShoalError as error:
                 log.warning("shards_not_tended", reason=str(error))
@@ -96,7 +115,8 @@ class ShardKeeper:
             await self._tend(entry, present)
         for job in self._last.keys() - known:
             self._last.pop(job)
-            self._weights.pop(job, None)
+            for known_of_it in (self._num_bytes, self._pushed, self._weights):
+                known_of_it.pop(job, None)
 
     async def _servers(self) -> Servers:
         snapshot = await self._store.range(keys.SERVERS)
@@ -172,16 +192,30 @@ class ShardKeeper:
         return bool(record.get("finished", False))
 
     async def _weights_of(self, job: str) -> Mapping[int, int]:
-        known = self._weights.get(job)
-        if known is None:
+        if job not in self._weights:
             layout = await shard_map.read(self._store, job)
-            known = self._weights[job] = weights_of(layout) if layout is not None else {}
-        return known
+            if layout is None:
+                return {}
+            self._num_bytes[job] = num_bytes_of(layout)
+            self._weights[job] = loads.weights(self._num_bytes[job], {}, {})
+        return self._weights[job]
+
+    async def _measure(self) -> None:
+        """Weigh shards by what was pushed to them since the last time, too."""
+        if self._read_pushed is None:
+            return
+        for job, num_bytes in list(self._num_bytes.items()):
+            pushed = await self._read_pushed(job)
+            before = self._pushed.get(job, {})
+            self._pushed[job] = pushed
+            # Those that could not be asked for would seem idle.
+            if before.keys() == pushed.keys() == num_bytes.keys():
+                self._weights[job] = loads.weights(num_bytes, before, pushed)
 
 
-def weights_of(layout: ShardMap) -> dict[int, int]:
-    """By shard: its bytes, which is what it costs to push, to keep and to move; for one of a table,
-    which has no fixed size, those of a usual shard."""
+def num_bytes_of(layout: ShardMap) -> dict[int, int]:
+    """By shard: the bytes of its values; for one of a table, which has no fixed size, those of a
+    usual shard."""
     return {
         shard.shard_id: TARGET_SHARD_BYTES
         if shard.table

@@ -28,7 +28,7 @@ from shoal_proto.v1.shards_pb2 import (
 from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
 from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.coordinator import table_specs
-from shoal_server.coordinator.shard_keeper import weights_of
+from shoal_server.coordinator.shard_keeper import num_bytes_of
 from shoal_server.core import placement
 from shoal_server.core.holdings import Holder, Holding, Holdings
 from shoal_server.core.names import NAME_RULE, is_name
@@ -186,7 +186,7 @@ def first_holdings(layout: ShardMap, present: Iterable[Holder], copies: int) -> 
             for shard in layout.shards
         ),
     )
-    return upkeep(first, Servers(present=frozenset(by_id.values())), weights_of(layout))
+    return upkeep(first, Servers(present=frozenset(by_id.values())), num_bytes_of(layout))
 
 
 def _draw_up(
