@@ -15,6 +15,7 @@ from shoal_client.demo.command import add as add_demo
 from shoal_client.drain import add as add_drain
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import Process
+from shoal_client.snapshots import add as add_snapshots
 from shoal_client.status import add as add_status
 
 BAD_ARGUMENTS = 2
@@ -23,11 +24,12 @@ HTTP_PORT = 7780
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `shoal up`, `shoal demo`, `shoal status`, `shoal why` and `shoal drain`."""
+    """Add `shoal up`, `shoal demo`, `shoal status`, `shoal why`, `shoal drain` and snapshots."""
     add_up(subparsers)
     add_demo(subparsers)
     add_status(subparsers)
     add_drain(subparsers)
+    add_snapshots(subparsers)
 
 
 def add_up(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

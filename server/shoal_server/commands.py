@@ -54,7 +54,33 @@ def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
         help="servers that hold each shard of parameters (default %(default)s, as far as there"
         " are so many)",
     )
+    _add_snapshots(parser)
     parser.set_defaults(handler=coordinator)
+
+
+def _add_snapshots(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument_group("snapshots").add_argument
+    option(
+        "--snapshot-url",
+        default="",
+        metavar="URL",
+        help="where snapshots go: a directory that all servers share, or s3://bucket/prefix, ...;"
+        " shards that no server has any more come back from there",
+    )
+    option(
+        "--snapshot-every-s",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="take one of every job so often (default: only when asked to)",
+    )
+    option(
+        "--snapshot-keep",
+        type=int,
+        default=3,
+        metavar="N",
+        help="complete ones of a job that are kept (default %(default)s)",
+    )
 
 
 def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
@@ -168,6 +194,7 @@ def coordinator(options: argparse.Namespace) -> int:
         CoordinatorConfig,
         serve,
     )
+    from shoal_server.coordinator.snapshots import SnapshotPolicy  # noqa: PLC0415
     from shoal_server.core.limits import Limits  # noqa: PLC0415
 
     try:
@@ -179,6 +206,11 @@ def coordinator(options: argparse.Namespace) -> int:
             limits=Limits(heartbeat_s=options.heartbeat_s, join_s=options.join_s),
             leader_lease_s=options.leader_lease_s,
             copies=options.copies,
+            snapshots=SnapshotPolicy(
+                url=options.snapshot_url,
+                every_s=options.snapshot_every_s,
+                num_kept=options.snapshot_keep,
+            ),
             ready_file=options.ready_file,
         )
     except ValueError as error:

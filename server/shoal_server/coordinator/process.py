@@ -12,6 +12,7 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 from shoal_proto.errors import InvalidSpec, ShoalError
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.health import HealthService
+from shoal_server.coordinator.snapshots import SnapshotPolicy
 from shoal_server.coordinator.succession import end_when_gone
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
@@ -47,6 +48,8 @@ class CoordinatorConfig:
     2 s with its default timings."""
     copies: int = 2
     """Servers that hold each shard of parameters, as far as there are so many."""
+    snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
+    """Where snapshots go, and how often one is taken."""
     ready_file: Path | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +69,9 @@ async def serve(config: CoordinatorConfig) -> None:
         address = advertised(config.advertise, config.listen, bind(server, config.listen))
         store = await stack.enter_async_context(EtcdClient(config.etcd))
         await store.get(keys.LEADER)  # an etcd that is not there is reported at once
-        coordinator = Coordinator(store, config.limits, copies=config.copies)
+        coordinator = Coordinator(
+            store, config.limits, copies=config.copies, snapshots=config.snapshots
+        )
         await stack.enter_async_context(coordinator.running())
         app = build_app(coordinator.view, coordinator.board)
         status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))
