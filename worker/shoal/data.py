@@ -6,7 +6,7 @@ time, each sample counts exactly once an epoch.
 """
 
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -108,14 +108,17 @@ class Loader:
         epoch, start, stop = self._order.span(step)
         own_start, own_stop = share(start, stop, index, count)
         weight = (own_stop - own_start) * count / (stop - start)
-        batch = self._batch(epoch, (own_start, own_stop), step=step, weight=weight)
-        return replace(batch, first=own_start - start)
+        return self._batch(
+            epoch, (own_start, own_stop), step=step, weight=weight, first=own_start - start
+        )
 
     def leased(self, epoch: int, start: int, stop: int, step: int) -> Batch:
         """The positions [start, stop) of an epoch's order, all of them this member's."""
         return self._batch(epoch, (start, stop), step=step, weight=1.0)
 
-    def _batch(self, epoch: int, span: tuple[int, int], *, step: int, weight: float) -> Batch:
+    def _batch(
+        self, epoch: int, span: tuple[int, int], *, step: int, weight: float, first: int = 0
+    ) -> Batch:
         if epoch != self._epoch:
             self._indices, self._epoch = self._order.epoch_order(epoch), epoch
         start, stop = span
@@ -129,6 +132,7 @@ class Loader:
             weight=weight,
             step=step,
             epoch=epoch,
+            first=first,
         )
 
     def _load(self, indices: Tensor) -> tuple[Any, Any]:

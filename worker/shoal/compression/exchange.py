@@ -38,6 +38,8 @@ class CompressedExchange(GradientExchange):
         compressor: Compressor,
     ) -> None:
         super().__init__(group, name_of, traffic)
+        # Also of one rank: its average is what the others would get of it.
+        self._alone = False
         compressor.regroup()
         self._compressor = compressor
         self._wire = Wire(group, traffic)

@@ -168,7 +168,7 @@ class DDP(GroupedStrategy):
 
     def backward(self, loss: Tensor, weight: float) -> None:
         self._weighted = True
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         if self._exchange is None:

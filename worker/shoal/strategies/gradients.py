@@ -1,5 +1,6 @@
 """Gradients averaged over the members, and who is at fault when the average is not a number."""
 
+import cmath
 from collections.abc import Callable
 from functools import partial
 
@@ -27,6 +28,9 @@ class GradientExchange(Gates):
     ) -> None:
         super().__init__()
         self._group = group
+        self._world_size = group.size()
+        self._alone = self._world_size == 1
+        """Whether gradients are their own average, and have been looked at once that is made."""
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
@@ -38,18 +42,21 @@ class GradientExchange(Gates):
         if not self._fault and not is_finite(gradients):
             pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
             self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
-        self._averaged.append(gradients)
         # DDP sends its buckets in order, the last one only behind all others.
         self._complete = self._complete or bucket.is_last()
+        if self._alone:
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(gradients)
+            return done
+        self._averaged.append(gradients)
         return self._begin_average(bucket).then(partial(_averaged, gradients))
 
     def _begin_average(self, bucket: GradBucket) -> Gate:
         """Average the bucket in place; the gate opens when that is done or has failed."""
         gradients = bucket.buffer()
-        world_size = self._group.size()
-        self._traffic.count_plain(gradients, world_size)
-        self._traffic.count_all_reduce(gradients, world_size)
-        gradients.div_(world_size)
+        self._traffic.count_plain(gradients, self._world_size)
+        self._traffic.count_all_reduce(gradients, self._world_size)
+        gradients.div_(self._world_size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
         return self._gate_behind(work)
@@ -72,11 +79,11 @@ class GradientExchange(Gates):
         NonFiniteGradient where the local gradient was at fault, or on all ranks if only the sum
         was; GenerationBroken where another's was: it is about to leave.
         """
-        if all(map(is_finite, self._averaged)):
+        if all(map(is_finite, self._averaged)) and not (self._alone and self._fault):
             self._traffic.end_step()
             return
         # The averages are the same everywhere, so every rank comes here or none does.
-        faults = torch.zeros(self._group.size(), dtype=torch.int64)
+        faults = torch.zeros(self._world_size, dtype=torch.int64)
         faults[self._group.rank()] = int(bool(self._fault))
         dist.all_reduce(faults, group=self._group)
         if self._fault:
@@ -105,7 +112,7 @@ def is_finite(tensor: Tensor) -> bool:
     """Whether all elements are finite."""
     # A NaN or Inf anywhere makes the sum one, so the usual case is a single pass; the sum of
     # finite numbers can overflow, so only the exact test condemns.
-    return bool(torch.isfinite(tensor.sum())) or bool(torch.isfinite(tensor).all())
+    return cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
 def _averaged(gradients: Tensor, gate: Gate) -> Tensor:

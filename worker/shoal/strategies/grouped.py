@@ -10,7 +10,7 @@ from pathlib import Path
 import structlog
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from shoal.backends.base import Backend, Group, Seat, Waiting
@@ -23,6 +23,7 @@ from shoal.rendezvous import RendezvousStore
 from shoal.state.exchange import gather
 from shoal.state.pieces import Holding
 from shoal.strategies.base import Context, Generation, Strategy
+from shoal.strategies.buffers import BufferMemory
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import (
     CheckpointFailed,
@@ -64,7 +65,7 @@ class GroupedStrategy(Strategy):
         self._has_state = False
         self._in_step = False
         self._weighted = False
-        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._buffers = BufferMemory()
 
     # --- what a subclass answers for ---
 
@@ -146,9 +147,8 @@ class GroupedStrategy(Strategy):
     def abandon(self) -> None:
         if self._in_step:
             self._in_step = False
-            for buffer, before in self._buffers:
-                buffer.detach().copy_(before)
-        self._buffers = []
+            self._buffers.restore()
+        self._buffers.forget()
         self._let_go()
         self._process_group = None
         with self._lock:
@@ -214,7 +214,7 @@ class GroupedStrategy(Strategy):
 
     def _open_step(self, model: nn.Module) -> None:
         """A step begins: remember what a forward pass changes, so that it can be undone."""
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        self._buffers.keep(model)
         self._in_step, self._weighted = True, False
 
     def _check_weighted(self) -> None:
@@ -227,7 +227,8 @@ class GroupedStrategy(Strategy):
 
     def _commit_step(self) -> None:
         self._step += 1
-        self._in_step, self._buffers = False, []
+        self._in_step = False
+        self._buffers.clear()
 
     def finish(self) -> None:
         if self._process_group is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -33,11 +34,11 @@ class Generation:
     token: Token
     """This member's token in the generation that is entered."""
 
-    @property
+    @cached_property
     def number(self) -> int:
         return self.record.roster.generation
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return len(self.record.roster.entries)
 
@@ -46,7 +47,7 @@ class Generation:
         """The roster by rank."""
         return sorted(self.record.roster.entries, key=lambda entry: entry.rank)
 
-    @property
+    @cached_property
     def me(self) -> RosterEntry:
         """This member's own entry."""
         for entry in self.record.roster.entries:
@@ -58,7 +59,7 @@ class Generation:
             expected=self.token.member_id,
         )
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self.me.rank
 

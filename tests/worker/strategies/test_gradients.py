@@ -1,0 +1,57 @@
+"""A member by itself averages with nobody, and is told the same of its gradients."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shoal
+from shoal.strategies.buffers import BufferMemory
+from shoal_proto.errors import NonFiniteGradient
+
+
+def _new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+
+
+def _trained(model: nn.Module, *, alone: bool, faulty: str = "") -> Tensor:
+    """The weights after two steps; the gradient of one parameter can be made NaN."""
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if alone:
+        model, optimizer = shoal.distribute(model, optimizer, "ddp")
+    for name, parameter in model.named_parameters():
+        if name == faulty:
+            parameter.register_hook(lambda gradient: gradient * float("nan"))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).square().sum().backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def test_one_rank_trains_as_plain_torch_does() -> None:
+    """Bit for bit: nothing is divided, sent or received."""
+    (alone,) = shoal.run_in_memory(lambda: _trained(_new_model(), alone=True), 1)
+    assert torch.equal(alone, _trained(_new_model(), alone=False))
+
+
+def test_one_rank_names_the_parameter_whose_gradient_is_not_finite() -> None:
+    with pytest.raises(NonFiniteGradient, match=r"1\.weight") as refused:
+        shoal.run_in_memory(lambda: _trained(_new_model(), alone=True, faulty="1.weight"), 1)
+    assert refused.value.details["parameter"] == "1.weight"
+
+
+def test_buffers_are_given_back_what_they_held_when_the_step_began() -> None:
+    """Also one that a module was given after the first step."""
+    memory, model = BufferMemory(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    memory.keep(model)
+    memory.clear()
+    model[1].register_buffer("late", torch.zeros(1))
+    memory.keep(model)
+    model(torch.randn(4, 2, generator=torch.Generator().manual_seed(0)))
+    model[1].late += 1
+    assert model[0].num_batches_tracked == 1
+    memory.restore()
+    assert model[0].num_batches_tracked == 0
+    assert torch.equal(model[0].running_mean, torch.zeros(2))
+    assert torch.equal(model[1].late, torch.zeros(1))
