@@ -16,6 +16,7 @@ from worlds import Training
 
 import shoal
 from shoal.integrations.keras import GlobalBatches, KerasModule, distribute, whole_weights
+from shoal.layouts.base import Layout, World
 
 NUM_SAMPLES, BATCH = 21, 8
 Fitted = tuple[dict[str, Tensor], int, int]
@@ -188,6 +189,10 @@ _PROTOTYPE = KerasModule(dense_model())
 def as_module() -> nn.Module:
     """The same each time: Keras draws initial weights from seeds of its own."""
     return copy.deepcopy(_PROTOTYPE)
+
+
+def split(model: nn.Module, world: World) -> Layout:
+    return shoal.TensorParallel().lay_out(model, world)
 
 
 def squared(outputs: Tensor, targets: Tensor) -> Tensor:

@@ -111,7 +111,7 @@ def distribute(
 
         return keras.distribute(model, strategy, backend=backend), optimizer
     chosen = find_strategy(strategy)
-    model = as_torch(model, optimizer)
+    model = as_torch(model)
     init_static_world(backend)
     return Static(model, optimizer, chosen).model, optimizer
 

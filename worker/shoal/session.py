@@ -14,7 +14,7 @@ from shoal.data import Batch, Collate, Dataset, Loader, Order, dataset_size, des
 from shoal.draining import DrainSignal
 from shoal.dropout import key_dropout
 from shoal.feeds import Feed, LeasedFeed, TogetherFeed
-from shoal.integrations.adapting import as_torch
+from shoal.integrations.adapting import as_torch, fits_by_itself
 from shoal.joining import JoinConfig
 from shoal.reports import StepReports
 from shoal.steps import Step, reason_of
@@ -104,12 +104,20 @@ class Session:
         `keyed_dropout`, what the model's dropout modules drop depends on seed, step and sample
         alone, so that it is the same with any number of members.
 
+        A compiled Keras model with its own optimizer goes on training through `fit`: see
+        `shoal.integrations.keras_session`.
+
         Raises UnknownStrategy, or what the strategy refuses the model or optimizer with.
         """
         if self._fields:
             raise InvalidSpec("a session distributes one model", expected="one distribute()")
+        if fits_by_itself(model, optimizer):
+            from shoal.integrations import keras_session  # noqa: PLC0415 - it is loaded already
+
+            options = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
+            return keras_session.distribute(self, model, strategy, **options), optimizer
         chosen = find_strategy(strategy)
-        model = as_torch(model, optimizer)
+        model = as_torch(model)
         judges = Judges(validators_of(self._validators), self.member_id)
         if keyed_dropout and chosen.synchronous:
             key_dropout(model)

@@ -14,8 +14,6 @@ import shoal
 from shoal.integrations.adapting import as_torch
 from shoal.integrations.keras import KerasModule, distribute
 from shoal.layouts.base import Layout, World
-from shoal.layouts.tensor import TensorLayout
-from shoal.layouts.tensor_derive import derive
 from shoal.strategies import find_strategy
 from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
 
@@ -69,15 +67,13 @@ def test_one_line_and_a_torch_loop():
         assert worst(weights, alone) <= TOLERANCE
 
 
-def test_a_session_takes_a_torch_optimizer():
+def test_a_keras_model_is_a_torch_module_with_the_same_parameters():
     model = keras_ranks.compiled("sgd")
-    with pytest.raises(InvalidSpec, match=r"a torch\.optim\.Optimizer"):
-        as_torch(model, model.optimizer)
-    found = as_torch(model, keras_ranks.momentum(model.parameters()))
+    found = as_torch(model)
     assert isinstance(found, KerasModule)
     assert {id(p) for p in found.parameters()} == {id(p) for p in model.parameters()}
     plain = torch.nn.Linear(2, 2)
-    assert as_torch(plain, None) is plain
+    assert as_torch(plain) is plain
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -93,17 +89,30 @@ def test_each_sample_is_in_one_batch_of_one_rank_an_epoch(world_size):
     assert orders[0] != orders[1]
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp", "tensor"])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "fsdp"])
 def test_as_a_module_it_trains_under_any_strategy(strategy):
     done = keras_ranks.training()
 
     def lay_out(model: torch.nn.Module, world: World) -> Layout:
-        if strategy == "tensor":
-            return TensorLayout(model, world, derive(model, world.world_size))
         return find_strategy(strategy).lay_out(model, world)  # type: ignore[attr-defined]
 
     ours = assemble(shoal.run_in_memory(train_rank, 2, done, lay_out))
     assert largest_difference(ours, one_process(done)) <= TOLERANCE
+
+
+def test_as_a_module_its_layers_are_split():
+    """Over three ranks, by which no size divides; each rank's layers are its process' own."""
+    done = keras_ranks.training()
+    ranks = run_on_gloo(3, train_rank, done, keras_ranks.split)
+    assert largest_difference(assemble(ranks), one_process(done)) <= TOLERANCE
+    for rank in ranks:
+        kernels = {
+            name: piece.box.sizes for name, piece in rank.pieces.items() if name.endswith("kernel")
+        }
+        assert len(kernels) == 3
+        assert all(
+            piece.box.sizes != piece.shape for name, piece in rank.pieces.items() if name in kernels
+        )
 
 
 def test_what_cannot_be_distributed_is_refused():

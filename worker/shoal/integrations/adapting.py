@@ -6,23 +6,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal_proto.errors import InvalidSpec
 
-
-def as_torch(model: nn.Module, optimizer: Any) -> nn.Module:
-    """The model itself; of a Keras model a `KerasModule`, which has the same parameters.
-
-    Raises InvalidSpec for a Keras optimizer: what trains a torch module is one of torch's.
-    """
+def as_torch(model: nn.Module) -> nn.Module:
+    """The model itself; of a Keras model a `KerasModule`, which has the same parameters."""
     if not _is_keras(model):
         return model
-    if not isinstance(optimizer, Optimizer):
-        raise InvalidSpec(
-            "a Keras model trains here with a torch optimizer, in a loop of your own",
-            seen=f"{type(optimizer).__module__}.{type(optimizer).__name__}",
-            expected="a torch.optim.Optimizer over model.parameters()",
-            fix="For fit() and Keras's optimizers call shoal.distribute under torchrun.",
-        )
     # Keras takes seconds to import: only who has done so gets here.
     from shoal.integrations.keras import KerasModule  # noqa: PLC0415
 

@@ -15,12 +15,15 @@ import keras
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from shoal.backends.choice import init_static_world
 from shoal.data import share
 from shoal.integrations.keras_sharded import shard_optimizer
-from shoal.integrations.keras_tensor import split_layers, whole_value
+from shoal.integrations.keras_tensor import LayerSplits, split_layers, track_values, whole_value
+from shoal.layouts.tensor_parts import local
 from shoal_proto.errors import InvalidSpec, UnknownStrategy
 
 
@@ -29,8 +32,8 @@ class KerasModule(nn.Module):
 
     Trainable weights are parameters and all else (moving averages, seeds) buffers, named by their
     Keras paths with "." for "/". Copies share the model's layers but not its weights, which go in
-    with each call. Any strategy takes it; under "tensor" nothing of it is split. Losses that Keras
-    layers add on their own are not part of what it returns.
+    with each call. Any strategy takes it; under "tensor" its Dense and Embedding layers are split.
+    Losses that Keras layers add on their own are not part of what it returns.
 
     The Keras model itself keeps the weights it had: `give_back` writes what was trained into it.
     """
@@ -67,9 +70,28 @@ class KerasModule(nn.Module):
 
     def _values(self, variables: Sequence[Any]) -> Iterator[Tensor]:
         for variable in variables:
-            *path, name = variable.path.split("/")
-            value: Tensor = getattr(self.get_submodule(".".join(path)), name)
-            yield value
+            owner, name = self._place(variable)
+            yield local(getattr(owner, name))
+
+    def _place(self, variable: Any) -> tuple[nn.Module, str]:
+        *path, name = variable.path.split("/")
+        return self.get_submodule(".".join(path)), name
+
+    def split_over(self, mesh: DeviceMesh) -> None:
+        """See `shoal.layouts.tensor.SplitsItself`."""
+        for variable, dim in _splits_of(self.keras_model).over(mesh.get_group()):
+            owner, name = self._place(variable)
+            whole = owner._parameters[name]
+            assert whole is not None, "what is split is trained"
+            cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+            owner._parameters[name] = nn.Parameter(cut, requires_grad=whole.requires_grad)
+
+    def forget_weights(self) -> None:
+        """Free the memory of the Keras model's own trainable weights, until `give_back`."""
+        for variable in self.keras_model.trainable_variables:
+            empty = torch.empty_like(variable.value, device="meta")
+            variable._value = nn.Parameter(empty, requires_grad=variable.trainable)
+        track_values(self.keras_model)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """What the Keras model returns; whether it trains is what `train()` and `eval()` say."""
@@ -90,10 +112,16 @@ class KerasModule(nn.Module):
     @torch.no_grad()
     def give_back(self, state: Mapping[str, Tensor]) -> None:
         """Write a whole state_dict of this module, as trained, into the Keras model's weights."""
+        _splits_of(self.keras_model).undo()
         for variable in self.keras_model.variables:
-            name = variable.path.replace("/", ".")
-            if name in state:
-                variable.value.copy_(state[name])
+            given = state.get(variable.path.replace("/", "."))
+            if given is None:
+                continue
+            if variable.value.is_meta:
+                variable._value = nn.Parameter(given.clone(), requires_grad=variable.trainable)
+            else:
+                variable.value.copy_(given)
+        track_values(self.keras_model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "KerasModule":
         twin = type(self).__new__(type(self))
@@ -215,6 +243,12 @@ def _count_samples(model: Any) -> None:
         return logs
 
     model.train_step = types.MethodType(train_step, model)
+
+
+def _splits_of(model: Any) -> LayerSplits:
+    """The model's own: its layers are shared by all modules that are made of it."""
+    splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
+    return splits
 
 
 def _check_backend() -> None:

@@ -63,17 +63,66 @@ def split_layers(model: Any, optimizer: Any) -> None:
             expected="clipvalue or no clipping",
             fix="Use strategy 'zero2', which clips by norms over all ranks.",
         )
-    rows = _rows_of_pairs(model)
-    splits = [_split(layer, rows) for layer in model._flatten_layers()]
-    if not any(splits):
+    group = dist.group.WORLD
+    assert group is not None, "init_static_world made it"
+    splits = _splits_of(model, group)
+    if not splits:
         raise InvalidSpec(
             "nothing of the Keras model can be split",
             seen=", ".join(sorted({type(layer).__name__ for layer in model._flatten_layers()})),
-            expected=f"plain Dense or Embedding layers of at least {dist.get_world_size()} units",
+            expected=f"plain Dense or Embedding layers of at least {group.size()} units",
         )
+    for split in splits:
+        split.begin(group)
+        for variable, dim in split.cuts:
+            _keep_part(variable, dim, split.layer.shoal_cut)
+    track_values(model)
+
+
+def track_values(model: Any) -> None:
+    """Let the model's layers, as torch modules, know the tensors that their variables have now."""
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
+
+
+class LayerSplits:
+    """How a Keras model's layers are split over the ranks of a generation, and the next one's.
+
+    The layers compute with parts from `over` to `undo`; the values of their variables come in from
+    outside, see `keras.StatelessScope`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._begun: list[_Split] = []
+        self._shapes: list[tuple[Any, tuple[int, ...]]] = []
+
+    def over(self, group: dist.ProcessGroup) -> list[tuple[Any, int]]:
+        """Split over this group; each variable of which a rank has a part, and along which
+        dimension it is cut."""
+        self.undo()
+        if group.size() == 1:
+            return []
+        self._begun = _splits_of(self._model, group)
+        cuts = []
+        for split in self._begun:
+            split.begin(group)
+            for variable, dim in split.cuts:
+                shape = list(variable.shape)
+                self._shapes.append((variable, tuple(shape)))
+                shape[dim] = split.layer.shoal_cut.size
+                variable._shape = tuple(shape)
+                cuts.append((variable, dim))
+        return cuts
+
+    def undo(self) -> None:
+        """Let the layers compute with whole values again."""
+        for split in self._begun:
+            split.end()
+        for variable, shape in self._shapes:
+            variable._shape = shape
+        self._begun, self._shapes = [], []
 
 
 def whole_value(variable: Any) -> Tensor:
@@ -85,41 +134,69 @@ def whole_value(variable: Any) -> Tensor:
     return gathered(value.movedim(dim, -1), variable.shoal_cut).movedim(-1, dim)
 
 
-def _rows_of_pairs(model: Any) -> dict[int, int]:
+class _Split:
+    """One layer of which each rank computes a part."""
+
+    def __init__(self, layer: Any, part: type, size: int, *, paired: bool = False) -> None:
+        self.layer = layer
+        self._part, self._size, self._paired = part, size, paired
+        self._before = type(layer), layer.input_spec
+        self.cuts: list[tuple[Any, int]] = []
+        """Its variables, and along which dimension each is cut."""
+
+    def begin(self, group: dist.ProcessGroup) -> None:
+        layer, own = self.layer, type(self.layer)
+        layer.__class__ = type(own.__name__, (self._part, own), {"__module__": own.__module__})
+        layer.__dict__["shoal_cut"] = Cut.of(self._size, group)
+        layer.__dict__["shoal_paired"] = self._paired
+        if self._part is _RowDense:
+            layer.input_spec = None  # it asks for the whole width
+
+    def end(self) -> None:
+        self.layer.__class__, self.layer.input_spec = self._before
+
+
+def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
+    """The layers that can be split over so many ranks, in which way; nothing is done yet."""
+    ranks = group.size()
+    pairs = _rows_of_pairs(model, ranks)
+    found = (_split_of(layer, pairs, ranks) for layer in model._flatten_layers())
+    return [split for split in found if split is not None]
+
+
+def _rows_of_pairs(model: Any, ranks: int) -> dict[int, int]:
     """For the first layer of each pair (by id) the id of the second."""
     pairs: dict[int, int] = {}
     for part in model._flatten_layers():
         layers = part.layers if type(part) is keras.Sequential else []
         for first, second in pairwise(layers):
             free = _is_plain(first) and _is_plain(second) and id(first) not in pairs.values()
-            if free and _activation(first) in _ELEMENTWISE and _fits(first.units):
+            if free and _activation(first) in _ELEMENTWISE and first.units >= ranks:
                 pairs[id(first)] = id(second)
     return pairs
 
 
-def _split(layer: Any, pairs: dict[int, int]) -> bool:
-    """Split one layer if that can be done; whether it was."""
+def _split_of(layer: Any, pairs: dict[int, int], ranks: int) -> _Split | None:
+    """How one layer is split, if it can be."""
     if type(layer) is keras.layers.Embedding and layer.lora_rank is None:
-        if not _fits(layer.output_dim) or layer.embeddings_constraint is not None:
-            return False
-        _become(layer, _ColumnEmbedding, layer.output_dim)
-        _keep_part(layer._embeddings, 1, layer.shoal_cut)
-        return True
+        if layer.output_dim < ranks or layer.embeddings_constraint is not None:
+            return None
+        split = _Split(layer, _ColumnEmbedding, layer.output_dim)
+        split.cuts.append((layer._embeddings, 1))
+        return split
     if not _is_plain(layer):
-        return False
+        return None
     if id(layer) in pairs.values():
-        _become(layer, _RowDense, layer._kernel.shape[0])
-        layer.input_spec = None  # it asks for the whole width
-        _keep_part(layer._kernel, 0, layer.shoal_cut)
-    elif _fits(layer.units):
-        _become(layer, _ColumnDense, layer.units)
-        layer.shoal_paired = id(layer) in pairs
-        _keep_part(layer._kernel, 1, layer.shoal_cut)
-        if layer.bias is not None:
-            _keep_part(layer.bias, 0, layer.shoal_cut)
-    else:
-        return False
-    return True
+        split = _Split(layer, _RowDense, layer._kernel.shape[0])
+        split.cuts.append((layer._kernel, 0))
+        return split
+    if layer.units < ranks:
+        return None
+    split = _Split(layer, _ColumnDense, layer.units, paired=id(layer) in pairs)
+    split.cuts.append((layer._kernel, 1))
+    if layer.bias is not None:
+        split.cuts.append((layer.bias, 0))
+    return split
 
 
 def _is_plain(layer: Any) -> bool:
@@ -144,18 +221,6 @@ def _activation(layer: Any) -> str:
     return getattr(layer.activation, "__name__", "") if layer.activation else "linear"
 
 
-def _fits(size: int) -> bool:
-    return size >= dist.get_world_size()
-
-
-def _become(layer: Any, part: type, size: int) -> None:
-    own = type(layer)
-    group = dist.group.WORLD
-    assert group is not None, "init_static_world made it"
-    layer.__class__ = type(own.__name__, (part, own), {"__module__": own.__module__})
-    layer.__dict__["shoal_cut"] = Cut.of(size, group)
-
-
 def _keep_part(variable: Any, dim: int, cut: Cut) -> None:
     """Let the variable be this rank's part of what it was."""
     part = cut.own(variable.value.detach(), dim).clone(memory_format=torch.contiguous_format)
@@ -164,4 +229,4 @@ def _keep_part(variable: Any, dim: int, cut: Cut) -> None:
     variable.shoal_dim, variable.shoal_cut = dim, cut
 
 
-__all__ = ["split_layers", "whole_value"]
+__all__ = ["LayerSplits", "split_layers", "track_values", "whole_value"]

@@ -1,7 +1,7 @@
 """Tensor parallel: modules are split over the ranks, which all work on the same samples."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -134,6 +134,17 @@ _APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, dist.ProcessGroup, E
 }
 
 
+@runtime_checkable
+class SplitsItself(Protocol):
+    """A module of which no plan can be derived, because its layers are no modules of torch."""
+
+    def split_over(self, mesh: DeviceMesh) -> None:
+        """Make DTensors of what is split, and let the module compute with this rank's parts.
+
+        Called in each generation, on a copy whose parameters are on the meta device.
+        """
+
+
 class TensorLayout(Layout):
     """A whole world as one tensor-parallel group."""
 
@@ -147,6 +158,8 @@ class TensorLayout(Layout):
             world.group, world.device.type, mesh_dim_names=(world.axis("tensor"),)
         )
         parallelise(module, mesh, plan)
+        if isinstance(module, SplitsItself):
+            module.split_over(mesh)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
 
@@ -188,4 +201,4 @@ class TensorLayout(Layout):
         yield from by_dtype.values()
 
 
-__all__ = ["TensorLayout", "parallelise", "take_part"]
+__all__ = ["SplitsItself", "TensorLayout", "parallelise", "take_part"]

@@ -25,8 +25,10 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool) -> None:
     """Raise UnsupportedOptimizer unless it is one of torch's elementwise ones, or vouched for.
 
-    A subclass is not taken for its parent: it may look at the whole of a parameter.
+    A subclass is not taken for its parent: it may look at the whole of a parameter. A class may
+    vouch for itself, by `elementwise = True` in its own body.
     """
+    vouched = vouched or vars(type(optimizer)).get("elementwise") is True
     if vouched or type(optimizer) in ELEMENTWISE:
         return
     raise UnsupportedOptimizer(

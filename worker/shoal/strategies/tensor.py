@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
-from shoal.layouts.tensor import TensorLayout
+from shoal.layouts.tensor import SplitsItself, TensorLayout
 from shoal.layouts.tensor_derive import MIN_SPLIT_BYTES, derive
 from shoal.layouts.tensor_figures import tensor_figures
 from shoal.layouts.tensor_plan import TensorPlan
@@ -61,7 +61,8 @@ class TensorParallel(LaidOut):
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         plan = self.plan(model, world.world_size)
-        if world.world_size > 1 and not plan.splits:
+        whole = not plan.splits and not isinstance(model, SplitsItself)
+        if world.world_size > 1 and whole:
             log.warning(
                 "tensor_plan_splits_nothing",
                 degree=plan.degree,

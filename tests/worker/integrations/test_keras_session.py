@@ -1,0 +1,172 @@
+"""`fit` of a Keras model in a session: a member may be lost, and the weights are those of one
+process that fits the same model."""
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import keras_session_bodies as bodies  # before keras: it says which backend
+
+import keras  # isort: skip
+import pytest
+import torch
+from keras_session_bodies import STEPS, Fit
+from ranks import Ranks
+from standing_by import await_standby
+
+import shoal
+from shoal.integrations.keras_session import SessionBatches
+from shoal.integrations.keras_steps import KerasSteps
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
+
+TOLERANCE = 1e-5  # fp32: members' sums are taken in another order
+
+
+def distance(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    pairs = zip(ours, theirs, strict=True)
+    return max(float((torch.tensor(a) - torch.tensor(b)).abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", pytest.param("tensor", marks=pytest.mark.nightly)])
+def test_fit_goes_on_without_a_lost_member(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """One of two is killed in the midst of step 6; a third, who stood by, goes on in its place,
+    from the first step that is in no copy. Keras counts each step of the job once."""
+    gates = {name: tmp_path / name for name in "ab"}
+    for gate in gates.values():
+        os.mkfifo(gate)
+    run = Fit(
+        coordinator=cluster.coordinator,
+        job=f"keras-{strategy}",
+        member_id="",
+        strategy=strategy,
+        num_members=2,
+        hold_at=6,
+    )
+    with Ranks() as ranks:
+        a, b = (
+            ranks.start(bodies.fit, replace(run, member_id=name, gate=str(gates[name])))
+            for name in "ab"
+        )
+        for rank in (a, b):
+            rank.expect("holds")
+        c = ranks.start(bodies.fit, replace(run, member_id="c", hold_at=bodies.NEVER))
+        await_standby(cluster.http_url, run.job, "c")
+        b.send_signal(signal.SIGKILL)
+        gates["a"].write_bytes(b"")
+
+        assert c.expect("tried") == {"step": 1, "world_size": 2}
+        assert a.expect("tried") == {"step": 1, "world_size": 2}
+        ended = {"a": a.expect("finished"), "c": c.expect("finished")}
+    assert [each["step"] for each in ended.values()] == [STEPS] * 2
+    assert [each["iterations"] for each in ended.values()] == [STEPS] * 2
+    assert [each["steps"] for each in ended.values()] == [STEPS, STEPS - 1]
+    assert len(ended["a"]["losses"]) == bodies.EPOCHS
+    expected = bodies.alone("adamw")
+    for each in ended.values():
+        assert distance(each["weights"], expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer"),
+    [
+        ("ddp", "clipped"),
+        ("zero1", "sgd"),
+        ("tensor", "sgd"),
+        ("fsdp", "nadam"),
+        ("zero2", "scheduled"),
+        ("local-sgd", "adagrad"),
+    ],
+)
+def test_fit_of_one_member_is_keras_own(
+    cluster: LocalCluster, strategy: str, optimizer: str
+) -> None:
+    told: list[tuple[str, dict[str, Any]]] = []
+    run = Fit(
+        coordinator=cluster.coordinator,
+        job=f"keras-alone-{strategy}",
+        member_id="a",
+        strategy=strategy,
+        optimizer=optimizer,
+    )
+    bodies.fit(lambda kind, **data: told.append((kind, data)), run)
+    kind, ended = told[-1]
+    assert kind == "finished"
+    assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
+    assert distance(ended["weights"], bodies.alone(optimizer)) <= TOLERANCE
+
+
+def parameters_of(model: Any) -> list[tuple[Any, torch.nn.Parameter]]:
+    return [(v, torch.nn.Parameter(v.value.detach().clone())) for v in model.trainable_variables]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw", "nadam", "adagrad", "scheduled"])
+def test_steps_are_those_of_the_optimizer_and_its_state_goes_on_elsewhere(name: str) -> None:
+    """Half of the steps by one, the others by another member that was handed the state."""
+    model = bodies.new_model()
+    plain, ours = bodies.new_optimizer(name), parameters_of(model)
+    steps = KerasSteps(bodies.new_optimizer(name), ours)
+    for number in range(6):
+        if number == 3:
+            state, held = steps.state_dict(), [p.detach().clone() for _, p in ours]
+            ours = [(v, torch.nn.Parameter(p)) for (v, _), p in zip(ours, held, strict=True)]
+            steps = KerasSteps(bodies.new_optimizer(name), ours)
+            steps.load_state_dict(state)
+        drawn = torch.Generator().manual_seed(number)
+        gradients = [torch.randn(p.shape, generator=drawn) for _, p in ours]
+        for (_, parameter), gradient in zip(ours, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        steps.step()
+        plain.apply(gradients, model.trainable_variables)
+    for variable, parameter in ours:
+        assert torch.equal(variable.value, parameter)
+
+
+def test_a_rate_that_the_script_sets_holds_from_the_next_step_on() -> None:
+    model = bodies.new_model()
+    own = bodies.new_optimizer("sgd")
+    parameters = parameters_of(model)
+    steps = KerasSteps(own, parameters)
+    own.learning_rate = 0.0
+    before = [parameter.detach().clone() for _, parameter in parameters]
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    steps.step()
+    for (_, parameter), old in zip(parameters, before, strict=True):
+        assert torch.equal(parameter, old)
+    assert {group["lr"] for group in steps.param_groups} == {0.0}
+
+
+@pytest.fixture
+def session(cluster: LocalCluster) -> Any:
+    with shoal.join("keras-refused", coordinator=cluster.coordinator) as joined:
+        yield joined
+
+
+def test_what_a_session_cannot_keep_exact_is_refused(session: shoal.Session) -> None:
+    model = bodies.new_model()
+    with pytest.raises(InvalidSpec, match="built=True compiled=False"):
+        session.distribute(model, bodies.new_optimizer("sgd"))
+    for optimizer, said in (
+        (keras.optimizers.Adam(clipnorm=1.0), "clipnorm"),
+        (keras.optimizers.Adam(gradient_accumulation_steps=2), "global_batch_size"),
+        (keras.optimizers.Lamb(), "Lamb"),
+    ):
+        model.compile(optimizer=optimizer, loss="mse")
+        with pytest.raises(UnsupportedOptimizer, match=said):
+            session.distribute(model, optimizer)
+    model.compile(optimizer="sgd", loss="mse")
+    with pytest.raises(InvalidSpec, match="strategy pipeline"):
+        session.distribute(model, model.optimizer, strategy="pipeline")
+    with pytest.raises(InvalidSpec, match="in no session"):
+        SessionBatches(model, bodies.data(), global_batch_size=12)
+
+
+def test_an_evaluation_of_weights_that_are_elsewhere_is_refused(cluster: LocalCluster) -> None:
+    run = Fit(coordinator=cluster.coordinator, job="keras-stale", member_id="a", strategy="zero2")
+    with pytest.raises(InvalidSpec, match="Evaluate behind fit"):
+        bodies.fit(lambda kind, **data: None, run, validation_data=bodies.data())

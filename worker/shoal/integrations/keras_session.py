@@ -1,0 +1,291 @@
+"""`fit` of a Keras model within a session: elastic, and exact over all changes.
+
+    model.compile(optimizer="adam", loss="mse")
+    with shoal.join() as session:
+        session.distribute(model, model.optimizer, strategy="zero2")
+        batches = SessionBatches(model, (x, y), global_batch_size=96, epochs=20)
+        model.fit(batches, epochs=batches.epochs)
+
+Each member runs `fit` on its own; what it shows and logs is of the member's own samples. A step
+that a lost member breaks, and those that are gone back on after it, are trained again within the
+batch that Keras has in hand: it counts each step of the job once.
+"""
+
+import types
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import keras
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from shoal.data import Batch, Collate, Dataset, Order, dataset_size
+from shoal.integrations.keras import KerasModule
+from shoal.integrations.keras_steps import KerasSteps
+from shoal.strategies import find_strategy
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
+
+if TYPE_CHECKING:
+    from shoal.session import Session
+
+IN_PLACE = frozenset({"ddp", "local-sgd", "diloco"})
+"""Strategies that train the weights which the Keras model itself shows."""
+_MARK = "shoal_fitting"
+
+
+class SessionBatches(DataLoader[Any]):
+    """What `fit` trains on in a session: this member's part of each batch, up to the job's last.
+
+    `model` is the one that the session distributed, the other arguments are those of
+    `session.batches`. `fit` gets `epochs=batches.epochs`; a member that joins later ends sooner.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate: Collate | None = None,
+    ) -> None:
+        super().__init__(dataset, batch_size=None)  # type: ignore[arg-type]
+        fitting = _fitting_of(model)
+        fitting.batches = self
+        self._samples = dataset
+        self._session = fitting.session
+        self._order = Order(
+            num_samples=dataset_size(dataset),
+            global_batch_size=global_batch_size,
+            num_epochs=epochs,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        self._taken_by = collate
+        self._job: Iterator[Batch] | None = None
+        self._present: tuple[Any, ...] | None = None
+        self.epochs = epochs
+        self.ended = False
+        """Whether the job's last step is done."""
+
+    def __len__(self) -> int:
+        """Steps of a whole epoch."""
+        return self._order.steps_per_epoch
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:  # type: ignore[override]
+        """To the end of the job's epoch. What was looked at and not trained on comes again."""
+        while (pair := self._present or self.take()) is not None:
+            yield pair
+            if self._session.step_number % self._order.steps_per_epoch == 0:
+                return
+
+    def take(self) -> tuple[Any, ...] | None:
+        """This member's part of the job's next step, as Keras takes it; None behind the last."""
+        if self._job is None:
+            self._job = self._session.batches(
+                self._samples,
+                global_batch_size=self._order.global_batch_size,
+                epochs=self._order.num_epochs,
+                seed=self._order.seed,
+                shuffle=self._order.shuffle,
+                collate=self._taken_by,
+            )
+        batch = next(self._job, None)
+        self.ended = batch is None
+        if batch is None:
+            self._present = None
+        else:
+            self._present = (
+                (batch.inputs,) if batch.targets is None else (batch.inputs, batch.targets)
+            )
+        return self._present
+
+    def attempt(self) -> None:
+        """The batch that was taken last is being trained on."""
+        self._present = None
+
+    @property
+    def last_is_done(self) -> bool:
+        """Whether this member has committed the job's last step."""
+        return self._session.step_number >= self._order.num_steps
+
+
+class FittedModule(KerasModule):
+    """A Keras model whose forward pass includes the loss it was compiled with."""
+
+    def forward(self, *data: Any, **named: Any) -> Any:
+        """(loss, outputs) of inputs, targets and sample weights."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        model = self.keras_model
+        trained, kept = model.trainable_variables, model.non_trainable_variables
+        values = [*self._values(trained), *(value.clone() for value in self._values(kept))]
+        mapping = zip([*trained, *kept], values, strict=True)
+        # Losses of regularisers are then those of the weights that are trained.
+        with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
+            options = {"training": self.training} if model._call_has_training_arg else {}
+            outputs = model(x, **options)
+            loss = model._compute_loss(
+                x=x, y=y, y_pred=outputs, sample_weight=sample_weight, training=self.training
+            )
+        with torch.no_grad():
+            for variable, value in zip(kept, self._values(kept), strict=True):
+                value.copy_(scope.get_current_value(variable))
+            for variable in model.metrics_variables:
+                updated = scope.get_current_value(variable)
+                if updated is not None:
+                    variable.assign(updated)
+        return loss, outputs
+
+
+class Fitting:
+    """How one Keras model trains in one session."""
+
+    def __init__(self, session: "Session", module: FittedModule, steps: KerasSteps) -> None:
+        self.session = session
+        self._module, self._steps = module, steps
+        self._model = module.keras_model
+        self.trained: nn.Module = module
+        self.batches: SessionBatches | None = None
+        self._forgotten = False
+
+    def train_step(self, data: Any) -> Any:
+        """One step of the job, however many attempts it takes, and others behind it, if members go
+        back. Returns Keras's logs."""
+        batches = self._present_batches()
+        if not self._shared and not self._forgotten:
+            # From here on the members hold them, in a generation that stands.
+            self._forgotten = True
+            self._module.forget_weights()
+        target = self.session.step_number + 1
+        while True:
+            batches.attempt()
+            with self.session.step():
+                loss, outputs = self.trained(*data)
+                self.session.backward(loss)
+                if self._steps.max_norm:
+                    self.session.clip_grad_norm(self._steps.max_norm)
+            if self.session.step_number >= target and not batches.last_is_done:
+                break
+            again = batches.take()
+            if again is None:
+                self._end()
+                break
+            data = again
+        return self._log(data, loss, outputs)
+
+    def _log(self, data: Any, loss: Any, outputs: Any) -> Any:
+        model = self._model
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with torch.no_grad():
+            count = next(part for part in keras.tree.flatten(x) if part is not None).shape[0]
+            model._loss_tracker.update_state(loss.detach(), sample_weight=count)
+            return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+
+    def _end(self) -> None:
+        """All members are here: the model shows what was trained."""
+        self._model.stop_training = True
+        self._module.give_back(self.session.state_dict())
+
+    def _present_batches(self) -> SessionBatches:
+        if self.batches is None:
+            raise InvalidSpec(
+                "fit was given batches of its own",
+                expected="model.fit(SessionBatches(model, dataset, ...), epochs=...)",
+            )
+        return self.batches
+
+    @property
+    def _shared(self) -> bool:
+        """Whether what is trained is what the Keras model shows."""
+        return self.session.strategy.name in IN_PLACE
+
+    def check_shown(self) -> None:
+        """Raise InvalidSpec unless the Keras model shows the weights as they are trained."""
+        ended = self.batches is not None and self.batches.ended
+        if not ended and not self._shared:
+            raise InvalidSpec(
+                "the Keras model has its weights back only when the job is done",
+                seen=f"an evaluation within fit under strategy {self.session.strategy.name}",
+                expected=", ".join(sorted(IN_PLACE)),
+                fix="Evaluate behind fit, or leave out validation_data.",
+            )
+
+
+def distribute(session: "Session", model: Any, strategy: str | Strategy, **options: Any) -> Any:
+    """Let a compiled Keras model's `fit` train with the session; see the module.
+
+    `options` are those of `Session.distribute`. The model keeps its own optimizer, whose state
+    lies where the strategy puts it. Raises InvalidSpec for a model that is not built and compiled,
+    has constraints on its weights, or under a strategy whose members do not step together or need
+    both passes in one call; and UnsupportedOptimizer, see `KerasSteps`.
+    """
+    chosen = find_strategy(strategy)
+    _refuse(model, chosen)
+    module = FittedModule(model)
+    steps = KerasSteps(model.optimizer, [(v, v.value) for v in model.trainable_variables])
+    fitting = Fitting(session, module, steps)
+    fitting.trained, _ = session.distribute(module, steps, chosen, **options)
+    model.__dict__[_MARK] = fitting
+    for name, body in (("train_step", _train_step), ("test_step", _test_step)):
+        model.__dict__[f"shoal_plain_{name}"] = getattr(model, name)
+        model.__dict__[name] = types.MethodType(body, model)
+    # Made of the step that the model had.
+    model.train_function = model.test_function = None
+    return model
+
+
+def _train_step(model: Any, data: Any) -> Any:
+    return model.__dict__[_MARK].train_step(data)
+
+
+def _test_step(model: Any, data: Any) -> Any:
+    model.__dict__[_MARK].check_shown()
+    return model.__dict__["shoal_plain_test_step"](data)
+
+
+def _fitting_of(model: Any) -> Fitting:
+    found = model.__dict__.get(_MARK)
+    if not isinstance(found, Fitting):
+        raise InvalidSpec(
+            "the Keras model is in no session",
+            seen=type(model).__name__,
+            expected="session.distribute(model, model.optimizer) before its batches",
+        )
+    return found
+
+
+def _refuse(model: Any, strategy: Strategy) -> None:
+    compiled = model.compiled and model.optimizer is not None
+    if not model.built or not compiled:
+        raise InvalidSpec(
+            "the Keras model cannot be distributed yet",
+            seen=f"built={model.built} compiled={compiled}",
+            expected="a model that is built and compiled with an optimizer",
+        )
+    if not strategy.synchronous or strategy.name in ("pipeline", "hybrid"):
+        raise InvalidSpec(
+            "fit computes a forward pass and then a backward pass, with all members together",
+            seen=f"strategy {strategy.name}",
+            expected="ddp, zero1, zero2, zero3, fsdp, tensor, local-sgd or diloco",
+        )
+    if type(model).train_step is not keras.Model.train_step:
+        raise InvalidSpec(
+            "a train_step of the model's own cannot be put into a session's step",
+            seen=f"{type(model).__name__}.train_step",
+            expected="that of keras.Model; compute_loss may be the model's own",
+            fix="Train a KerasModule in a loop of your own.",
+        )
+    bound = [v.path for v in model.trainable_variables if v.constraint is not None]
+    if bound:
+        raise InvalidSpec(
+            "constraints need whole weights, which a member may not hold",
+            seen=", ".join(bound[:5]),
+            expected="weights without constraints",
+        )
+
+
+__all__ = ["FittedModule", "SessionBatches", "distribute"]

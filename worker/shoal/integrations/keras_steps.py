@@ -1,0 +1,229 @@
+"""A Keras optimizer where a torch one is expected: its rules, on whatever a member holds.
+
+A strategy gives a torch optimizer new parameters in each generation, which may be parts, and hands
+its state from member to member by the parameters' names. So the state lives here, as torch keeps
+it; a Keras optimizer is made anew over the parameters of each generation, with that memory for its
+variables.
+"""
+
+import json
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import keras
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoal.integrations.keras_sharded import check_elementwise
+from shoal_proto.errors import UnsupportedOptimizer
+
+_STEPS = "iteration"
+_SHARED = "shared_"
+
+
+class KerasSteps(Optimizer):
+    """Steps parameters as the Keras optimizer would, which keeps its learning rate and counter.
+
+    Raises UnsupportedOptimizer for one that needs more than an element, its gradient and its state,
+    but for `global_clipnorm`, which is left to the session: see `max_norm`.
+    """
+
+    elementwise = True
+    """See `shoal.strategies.elementwise`."""
+
+    def __init__(self, optimizer: Any, parameters: Sequence[tuple[Any, nn.Parameter]]) -> None:
+        """`parameters`: each behind the model's variable that it stands for."""
+        _refuse(optimizer)
+        self._own = optimizer
+        self._variables = [variable for variable, _ in parameters]
+        self.max_norm: float | None = optimizer.global_clipnorm
+        config = optimizer.get_config()
+        self._config = {**config, "global_clipnorm": None}
+        self._rate = _rate_of(optimizer)
+        # In a group of its own each, by which it is known; members compare what a group says.
+        rate = {} if self._rate is None else {"lr": self._rate}
+        groups: list[dict[str, Any]] = [{"params": [p], **rate} for _, p in parameters]
+        groups[0]["keras"] = json.dumps({**config, "name": ""}, sort_keys=True, default=str)
+        super().__init__(groups, {})
+        self._bound: list[Tensor] = []
+        self._twin: Any = None
+        self._parts: dict[nn.Parameter, Any] = {}
+        # Else `fit` would make it state of its own, of whole weights.
+        optimizer.built = True
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step of every parameter that has a gradient."""
+        held = {
+            group["params"][0]: variable
+            for group, variable in zip(self.param_groups, self._variables, strict=True)
+            if group["params"]
+        }
+        self._agree_on_rate()
+        self._bind(held)
+        live = [parameter for parameter in held if parameter.grad is not None]
+        if live:
+            gradients = [_local(parameter.grad) for parameter in live]
+            self._twin.apply(gradients, [self._parts[parameter] for parameter in live])
+            self._keep(live)
+        return None
+
+    def _agree_on_rate(self) -> None:
+        """The rate is the group's, which members hand on, unless the script has set another."""
+        if self._rate is None:
+            return
+        now = _rate_of(self._own)
+        if now == self._rate:
+            self._own.learning_rate = self.param_groups[0]["lr"]
+        for group in self.param_groups:
+            group["lr"] = _rate_of(self._own)
+        self._rate = _rate_of(self._own)
+
+    def _bind(self, held: Mapping[nn.Parameter, Any]) -> None:
+        """Make the Keras optimizer of these parameters and of the state that there is of them."""
+        # In each generation there are others; a member that takes another's state has new ones.
+        memory = self._memory(held)
+        if len(memory) == len(self._bound) and all(map(operator.is_, memory, self._bound)):
+            self._take_shared(held)
+            return
+        own = type(self._own)
+        kind: Any = type(own.__name__, (_Bindable, own), {"__module__": own.__module__})
+        twin = kind.from_config(self._config)
+        self._parts = {p: _part(p, variable) for p, variable in held.items()}
+        twin.__dict__["shoal_slots"] = []
+        twin.__dict__["shoal_decays"] = {
+            id(self._parts[p]): self._own._use_weight_decay(v) for p, v in held.items()
+        }
+        if self._rate is not None:
+            twin.__dict__["_learning_rate"] = self._own._learning_rate
+        twin.build(list(self._parts.values()))
+        owners = {id(part): parameter for parameter, part in self._parts.items()}
+        for part, name, slot in twin.__dict__["shoal_slots"]:
+            self._give_memory(owners[id(part)], name, slot)
+        self._twin = twin
+        self._take_shared(held)
+        self._bound = self._memory(held)
+
+    def _memory(self, held: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Parameters, and the tensors of their state."""
+        return [
+            each
+            for parameter in held
+            for each in (parameter, *self.state.get(parameter, {}).values())
+            if isinstance(each, Tensor)
+        ]
+
+    def _give_memory(self, parameter: nn.Parameter, name: str, slot: Any) -> None:
+        """Let a variable of the Keras optimizer lie in the state, or the state in the variable."""
+        state = self.state[parameter]
+        if name in state:
+            slot._value = nn.Parameter(_local(state[name]), requires_grad=False)
+        else:
+            state[name] = _like(parameter, slot.value.detach())
+
+    def _take_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
+        """What the optimizer counts for all parameters together is kept beside each of them."""
+        stepped = [self.state[p] for p in held if _STEPS in self.state.get(p, {})]
+        state: Mapping[str, Any] = stepped[0] if stepped else {}
+        self._twin._iterations.assign(state.get(_STEPS, 0))
+        for index, variable in enumerate(self._shared()):
+            if f"{_SHARED}{index}" in state:
+                variable.assign(state[f"{_SHARED}{index}"])
+
+    def _keep(self, live: list[nn.Parameter]) -> None:
+        steps = int(self._twin._iterations)
+        self._own._iterations.assign(steps)
+        for parameter in live:
+            self.state[parameter][_STEPS] = steps
+            for index, variable in enumerate(self._shared()):
+                self.state[parameter][f"{_SHARED}{index}"] = float(variable)
+
+    def _shared(self) -> list[Any]:
+        twin = self._twin
+        known = {id(slot) for _, _, slot in twin.__dict__["shoal_slots"]}
+        known |= {id(twin._iterations), id(twin._learning_rate)}
+        return [v for v in twin.variables if id(v) not in known and v.name != "learning_rate"]
+
+
+class _Bindable:
+    """Goes before a Keras optimizer's class; tells which of its variables belong to which part."""
+
+    def add_variable_from_reference(
+        self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
+    ) -> Any:
+        made = super().add_variable_from_reference(reference_variable, name, initializer)  # type: ignore[misc]
+        self.__dict__["shoal_slots"].append((reference_variable, name or "var", made))
+        return made
+
+    def _use_weight_decay(self: Any, variable: Any) -> bool:
+        decays: bool = self.__dict__["shoal_decays"][id(variable)]
+        return decays
+
+
+def _refuse(optimizer: Any) -> None:
+    check_elementwise(optimizer)
+    for option, fix in (
+        ("clipnorm", "Use global_clipnorm, or clipvalue."),
+        ("gradient_accumulation_steps", "Raise global_batch_size."),
+        ("loss_scale_factor", "Leave it out: gradients are of full precision."),
+    ):
+        if getattr(optimizer, option):
+            raise UnsupportedOptimizer(
+                f"a session does not keep {option} exact",
+                seen=f"{option}={getattr(optimizer, option)}",
+                expected="None",
+                fix=fix,
+            )
+    if int(optimizer._iterations):
+        raise UnsupportedOptimizer(
+            "the optimizer has state already",
+            seen=f"{int(optimizer._iterations)} steps",
+            expected="a fresh one",
+            fix="Distribute the model between compile() and the first step.",
+        )
+
+
+def _rate_of(optimizer: Any) -> float | None:
+    """The learning rate, if it is a number and no schedule: that follows the steps by itself."""
+    rate = optimizer._learning_rate
+    return float(rate) if isinstance(rate, keras.Variable) else None
+
+
+def _part(parameter: nn.Parameter, variable: Any) -> Any:
+    """A Keras variable in the memory of what this member holds of the parameter."""
+    memory = nn.Parameter(_local(parameter), requires_grad=False)
+    part = keras.Variable(memory, dtype=variable.dtype, name=variable.name)
+    part._value = memory
+    part._path = variable.path
+    return part
+
+
+def _local(tensor: Any) -> Tensor:
+    held: Tensor = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
+
+
+def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """The tensor as state of the parameter: where that is a part of a whole, as the same part."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+__all__ = ["KerasSteps"]
