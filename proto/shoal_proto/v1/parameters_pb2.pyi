@@ -287,7 +287,11 @@ class PushRequest(_message.Message):
     @_builtins.property
     def header(self) -> Global___PushHeader: ...
     @_builtins.property
-    def piece(self) -> Global___Piece: ...
+    def piece(self) -> Global___Piece:
+        """Of the gradient of each shard; where the job compensates for delay, of the values that it was
+        computed on behind it (see StalenessPolicy).
+        """
+
     def __init__(
         self,
         *,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
@@ -238,7 +239,7 @@ class LiveShard:
 
         Raises InternalError if the image is not whole or not of a dense shard.
         """
-        spec = DenseSpec.FromString(image.spec)
+        spec = _dense_spec(image)
         num_elements = sum(block.num_elements for block in spec.shard.blocks)
         values = image.tensors.get(VALUES)
         if image.kind != KIND or values is None or values.numel() != num_elements:
@@ -274,3 +275,14 @@ class LiveShard:
     def memory_bytes(self) -> int:
         """Bytes of values and optimizer state."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
+
+
+def _dense_spec(image: Image) -> DenseSpec:
+    try:
+        return DenseSpec.FromString(image.spec)
+    except DecodeError as error:
+        raise InternalError(
+            f"the image of shard {image.shard_id} does not say what it was made from",
+            seen=repr(error),
+            expected="a DenseSpec",
+        ) from error
