@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import (
     ConflictView,
+    CopyView,
     EpochSamplesView,
     GenerationView,
     HealthView,
@@ -133,6 +134,10 @@ def shards(*, silent: str = "") -> ShardsView:
                 state="unreachable" if down else "serving",
                 error=f"no answer from {server_id} in time" if down else "",
                 memory_bytes=0 if down else 150 << 20,
+                num_copies=0 if down else 2,
+                unfinished_bytes=0 if down else 3 << 20,
+                refused_by_epoch=0 if down else 7,
+                partial_pushes=0 if down else 1,
             )
         )
     placed = []
@@ -153,9 +158,12 @@ def shards(*, silent: str = "") -> ShardsView:
                 pushes=811 if live else 0,
                 duplicates=2 if live else 0,
                 staleness_counts=(300, 400, 111) if live else (),
+                copies=(CopyView(server_id=f"ps{1 - shard_id % 2}", version=810),) if live else (),
+                lag=2 + shard_id if live else 0,
+                unreplicated_bytes=4096 if live else 0,
             )
         )
-    return ShardsView(servers=tuple(servers), shards=tuple(placed))
+    return ShardsView(servers=tuple(servers), shards=tuple(placed), skew=1.25)
 
 
 def samples() -> SamplesView:

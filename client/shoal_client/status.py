@@ -166,8 +166,9 @@ def _print_members(console: Console, members: Json) -> None:
     # In a narrow terminal the words that explain a wait need the room.
     wide = console.width >= WIDE
     stale = any((entry["health"] or {}).get("staleness_steps") is not None for entry in members)
+    bounded = any(entry["member"]["clock"] is not None for entry in members)
     names = ["member", "rank>", "state", "step>", "loss>", "samples/s>", "seen>"]
-    names += ["host"] * wide + ["stale>"] * stale
+    names += ["host"] * wide + ["stale>"] * stale + ["round>"] * bounded
     table = _table(*names)
     table.add_column("waits for", overflow="fold", ratio=1)
     now_s = time.time()
@@ -183,6 +184,7 @@ def _print_members(console: Console, members: Json) -> None:
             _duration(now_s - member["last_seen_unix_s"]),
             *([escape(member["host"])] * wide),
             *([_number(health.get("staleness_steps"), ".1f")] * stale),
+            *([_number(member["clock"], "d")] * bounded),
             escape(member["waiting_for"]),
         )
     console.print(table if members else "no members", highlight=False)
@@ -216,7 +218,8 @@ def _print_samples(console: Console, samples: Json) -> None:
 
 
 def _print_servers(console: Console, view: Json) -> None:
-    table = _table("server", "state", "address", "shards>", "MiB>", "updates>", "pushes>")
+    names = ["server", "state", "address", "shards>", "copies>", "MiB>", "updates>", "pushes>"]
+    table = _table(*names, "retries>", "refused>", "lag>", "queued MiB>")
     for server in view["servers"]:
         shards = [s for s in view["shards"] if s["server_id"] == server["server_id"]]
         table.add_row(
@@ -224,11 +227,17 @@ def _print_servers(console: Console, view: Json) -> None:
             server["state"],
             escape(server["address"]),
             str(len(shards)),
+            str(server["num_copies"]),
             f"{sum(s['num_bytes'] for s in shards) / 2**20:.1f}",
             str(sum(s["version"] for s in shards)),
             str(sum(s["pushes"] for s in shards)),
+            str(sum(s["duplicates"] for s in shards)),
+            str(sum(s["refused"] for s in shards) + server["refused_by_epoch"]),
+            str(max((s["lag"] for s in shards), default=0)),
+            f"{server['unfinished_bytes'] / 2**20:.1f}",
         )
     console.print(table, highlight=False)
+    console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
 
 
 def _table(*columns: str) -> Table:

@@ -73,8 +73,27 @@ def test_status_shows_every_job_with_members_generations_and_servers(
     for text in ("digits", "running", "w1", "1300", "nothing: it trains", "unreachable", "NaN"):
         assert text in shown
     assert "5000 of 14370 completed" in shown
+    assert "skew of parameter bytes over servers: 1.250" in shown
+    assert "round" not in shown
     assert reason in shown
     assert "all 3 members accepted generation 3" in shown
+
+
+def test_status_shows_the_rounds_of_members_with_a_bound(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what one that is ahead waits for."""
+    reason = "w0 in round 13: its own next is 17, the bound 3"
+    slow = status_world.member("w0", 0, clock=13)
+    world.change(
+        "digits", members=(slow, status_world.member("w1", 1, clock=17, waiting_for=reason))
+    )
+    assert shoal("status", "--http", url) == 0
+    shown = capsys.readouterr().out
+    assert "round" in shown
+    assert reason in shown
+    assert shoal("why", "w1", "--job", "digits", "--http", url) == 0
+    assert f"waits for: {reason}" in capsys.readouterr().out
 
 
 def test_status_of_one_job_leaves_the_others_out(
@@ -92,7 +111,7 @@ def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFix
     (job,) = json.loads(capsys.readouterr().out)
     assert job["summary"]["job"] == "digits"
     assert len(job["members"]) == 3
-    assert job["shards"] == {"servers": [], "shards": []}
+    assert job["shards"] == {"servers": [], "shards": [], "skew": 1.0}
 
 
 def test_status_without_jobs_says_so(

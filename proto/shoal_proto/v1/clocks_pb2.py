@@ -4,15 +4,18 @@
 # source: shoal_proto/v1/clocks.proto
 # Protobuf Python Version: 6.31.1
 """Generated protocol buffer code."""
-
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import descriptor_pool as _descriptor_pool
 from google.protobuf import runtime_version as _runtime_version
 from google.protobuf import symbol_database as _symbol_database
 from google.protobuf.internal import builder as _builder
-
 _runtime_version.ValidateProtobufRuntimeVersion(
-    _runtime_version.Domain.PUBLIC, 6, 31, 1, "", "shoal_proto/v1/clocks.proto"
+    _runtime_version.Domain.PUBLIC,
+    6,
+    31,
+    1,
+    '',
+    'shoal_proto/v1/clocks.proto'
 )
 # @@protoc_insertion_point(imports)
 
@@ -22,23 +25,21 @@ _sym_db = _symbol_database.Default()
 from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(
-    b'\n\x1bshoal_proto/v1/clocks.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto"\x8e\x01\n\x0e\x41\x64vanceRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0e\n\x06\x65nters\x18\x03 \x01(\x08\x12\r\n\x05\x62ound\x18\x04 \x01(\x04\x12\x0e\n\x06pulled\x18\x05 \x01(\x08\x12\x0e\n\x06\x62\x65gins\x18\x07 \x01(\x08\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01"O\n\x0c\x41\x64vanceReply\x12\r\n\x05\x63lock\x18\x01 \x01(\x04\x12\x0f\n\x07\x61llowed\x18\x02 \x01(\x08\x12\x0f\n\x07slowest\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t"<\n\x0bRestRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\r\n\x05\x63lock\x18\x02 \x01(\x04"\x0b\n\tRestReply2y\n\x06\x43locks\x12;\n\x07\x41\x64vance\x12\x18.shoal.v1.AdvanceRequest\x1a\x16.shoal.v1.AdvanceReply\x12\x32\n\x04Rest\x12\x15.shoal.v1.RestRequest\x1a\x13.shoal.v1.RestReplyb\x06proto3'
-)
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bshoal_proto/v1/clocks.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\"\x8e\x01\n\x0e\x41\x64vanceRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\x12\x0e\n\x06\x65nters\x18\x03 \x01(\x08\x12\r\n\x05\x62ound\x18\x04 \x01(\x04\x12\x0e\n\x06pulled\x18\x05 \x01(\x08\x12\x0e\n\x06\x62\x65gins\x18\x07 \x01(\x08\x12\x0e\n\x06wait_s\x18\x06 \x01(\x01\"O\n\x0c\x41\x64vanceReply\x12\r\n\x05\x63lock\x18\x01 \x01(\x04\x12\x0f\n\x07\x61llowed\x18\x02 \x01(\x08\x12\x0f\n\x07slowest\x18\x03 \x01(\x04\x12\x0e\n\x06reason\x18\x04 \x01(\t\"<\n\x0bRestRequest\x12\x1e\n\x05token\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Token\x12\r\n\x05\x63lock\x18\x02 \x01(\x04\"\x0b\n\tRestReply2y\n\x06\x43locks\x12;\n\x07\x41\x64vance\x12\x18.shoal.v1.AdvanceRequest\x1a\x16.shoal.v1.AdvanceReply\x12\x32\n\x04Rest\x12\x15.shoal.v1.RestRequest\x1a\x13.shoal.v1.RestReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, "shoal_proto.v1.clocks_pb2", _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.clocks_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
-    DESCRIPTOR._loaded_options = None
-    _globals["_ADVANCEREQUEST"]._serialized_start = 73
-    _globals["_ADVANCEREQUEST"]._serialized_end = 215
-    _globals["_ADVANCEREPLY"]._serialized_start = 217
-    _globals["_ADVANCEREPLY"]._serialized_end = 296
-    _globals["_RESTREQUEST"]._serialized_start = 298
-    _globals["_RESTREQUEST"]._serialized_end = 358
-    _globals["_RESTREPLY"]._serialized_start = 360
-    _globals["_RESTREPLY"]._serialized_end = 371
-    _globals["_CLOCKS"]._serialized_start = 373
-    _globals["_CLOCKS"]._serialized_end = 494
+  DESCRIPTOR._loaded_options = None
+  _globals['_ADVANCEREQUEST']._serialized_start=73
+  _globals['_ADVANCEREQUEST']._serialized_end=215
+  _globals['_ADVANCEREPLY']._serialized_start=217
+  _globals['_ADVANCEREPLY']._serialized_end=296
+  _globals['_RESTREQUEST']._serialized_start=298
+  _globals['_RESTREQUEST']._serialized_end=358
+  _globals['_RESTREPLY']._serialized_start=360
+  _globals['_RESTREPLY']._serialized_end=371
+  _globals['_CLOCKS']._serialized_start=373
+  _globals['_CLOCKS']._serialized_end=494
 # @@protoc_insertion_point(module_scope)

@@ -59,22 +59,7 @@ class AdvanceRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "begins",
-        b"begins",
-        "bound",
-        b"bound",
-        "clock",
-        b"clock",
-        "enters",
-        b"enters",
-        "pulled",
-        b"pulled",
-        "token",
-        b"token",
-        "wait_s",
-        b"wait_s",
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begins", b"begins", "bound", b"bound", "clock", b"clock", "enters", b"enters", "pulled", b"pulled", "token", b"token", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -108,9 +93,7 @@ class AdvanceReply(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal[
-        "allowed", b"allowed", "clock", b"clock", "reason", b"reason", "slowest", b"slowest"
-    ]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed", b"allowed", "clock", b"clock", "reason", b"reason", "slowest", b"slowest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

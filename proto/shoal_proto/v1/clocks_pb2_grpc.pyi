@@ -19,6 +19,7 @@ else:
 _T = _typing.TypeVar("_T")
 
 class _MaybeAsyncIterator(_abc.AsyncIterator[_T], _abc.Iterator[_T], metaclass=_abc_1.ABCMeta): ...
+
 class _ServicerContext(_grpc.ServicerContext, _aio.ServicerContext):  # type: ignore[misc, type-arg]
     ...
 
@@ -78,6 +79,4 @@ class ClocksServicer(metaclass=_abc_1.ABCMeta):
         enters again. To be repeated now and then while it rests, for a coordinator that is new.
         """
 
-def add_ClocksServicer_to_server(
-    servicer: ClocksServicer, server: _typing.Union[_grpc.Server, _aio.Server]
-) -> None: ...
+def add_ClocksServicer_to_server(servicer: ClocksServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,6 +22,11 @@ class Budget:
         self._max_bytes = max_bytes
         self._held_bytes = 0
 
+    @property
+    def held_bytes(self) -> int:
+        """What is held now."""
+        return self._held_bytes
+
     def reserve(self, num_bytes: int) -> None:
         """Raises Overloaded when too much is held already; a single shard always gets through."""
         if self._held_bytes and self._held_bytes + num_bytes > self._max_bytes:

@@ -29,6 +29,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.cuts import Cuts
+from shoal_server.parameters.description import Tally, add_shard
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
@@ -60,6 +61,7 @@ class Servicer(ParametersServicer):
         self._cuts = cuts
         self._run = run
         self._budget = budget
+        self._tally = Tally()
 
     async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
         first = await anext(requests, CreateRequest())
@@ -155,10 +157,23 @@ class Servicer(ParametersServicer):
             raise _no_header("PushHeader")
         session = await self._fence.check(first.header.token)
         push = IncomingPush(first.header, session, self._fence.is_live, self._run)
-        passing = self._cuts.passing(first.header.token.job, session, first.header.sequence)
-        async with passing, aclosing(self._pushed(push, requests)) as replies:
+        async with (
+            self._cuts.passing(
+                first.header.token.job,
+                session,
+                first.header.sequence,
+                frozenset(first.header.all_shard_ids) or None,
+            ) as passage,
+            aclosing(self._pushed(push, requests)) as replies,
+        ):
+            outcomes = []
             async for reply in replies:
+                if reply.HasField("outcome"):
+                    outcomes.append(reply.outcome)
+                if reply.outcome.HasField("error"):
+                    passage.answered(reply.outcome.shard_id, reply.outcome.error)
                 yield reply
+            self._tally.count(first.header.token.job, outcomes)
 
     async def _pushed(
         self, push: IncomingPush, requests: AsyncIterator[PushRequest]
@@ -177,11 +192,12 @@ class Servicer(ParametersServicer):
                     yield reply
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
-        reply = DescribeReply(server_id=self._custody.me.server_id)
+        reply = DescribeReply(
+            server_id=self._custody.me.server_id, unfinished_bytes=self._budget.held_bytes
+        )
         for held in self._catalog.shards(request.job):
-            if held.role is Role.PRIMARY and isinstance(held.state, LiveShard):
-                reply.shards.append(held.state.describe(held.job))
-            reply.memory_bytes += held.state.memory_bytes
+            add_shard(reply, held, self._custody.holding(held.job, held.shard_id))
+        self._tally.fill(reply, request.job)
         return reply
 
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:

@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
+from shoal_server.status import shard_metrics
 from shoal_server.status.reading import Reading
 from shoal_server.status.views import JobView, ShardsView
 
@@ -69,7 +70,7 @@ class _Snapshot(Collector):
         yield from self._jobs()
         yield from self._members()
         yield from self._samples()
-        yield from self._shards()
+        yield from shard_metrics.collect(self.shards)
 
     def _jobs(self) -> Iterator[Metric]:
         phase = GaugeMetricFamily(
@@ -153,26 +154,3 @@ class _Snapshot(Collector):
             for name in names:
                 counters[name].add_metric([job.job], getattr(samples, name))
         yield from (in_flight, *counters.values())
-
-    def _shards(self) -> Iterator[Metric]:
-        labels = ["job", "server", "shard"]
-        size = GaugeMetricFamily("shoal_shard_size_bytes", "Parameter bytes.", labels=labels)
-        counters = {
-            "version": CounterMetricFamily("shoal_shard_updates", "Updates.", labels=labels),
-            "pushes": CounterMetricFamily("shoal_shard_pushes", "Pushes received.", labels=labels),
-            "duplicates": CounterMetricFamily(
-                "shoal_shard_duplicate_pushes", "Pushes that were retries.", labels=labels
-            ),
-            "refused": CounterMetricFamily(
-                "shoal_shard_refused_pushes", "Pushes refused.", labels=labels
-            ),
-        }
-        for job, view in self.shards.items():
-            for shard in view.shards:
-                if not shard.created:
-                    continue  # its server is silent: a count of 0 would look like a restart
-                key = [job, shard.server_id, str(shard.shard_id)]
-                size.add_metric(key, shard.num_bytes)
-                for field, counter in counters.items():
-                    counter.add_metric(key, getattr(shard, field))
-        yield from (size, *counters.values())

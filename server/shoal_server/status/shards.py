@@ -16,7 +16,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.etcd import keys, shard_map
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.rpc import CHANNEL_OPTIONS
-from shoal_server.status.views import ServerView, ShardsView, ShardView
+from shoal_server.status.views import CopyView, ServerView, ShardsView, ShardView
 
 log = structlog.get_logger(__name__)
 
@@ -105,12 +105,22 @@ def _view(shards: Sequence[Shard], answers: Sequence[_Answer], present: set[str]
         if answer.reply is not None
         for state in answer.reply.shards
     }
+    views = tuple(
+        _shard_view(shard, states.get((shard.server_id, shard.shard_id))) for shard in shards
+    )
     return ShardsView(
         servers=tuple(_server_view(answer, present) for answer in answers),
-        shards=tuple(
-            _shard_view(shard, states.get((shard.server_id, shard.shard_id))) for shard in shards
-        ),
+        shards=views,
+        skew=_skew(views),
     )
+
+
+def _skew(shards: Sequence[ShardView]) -> float:
+    led: dict[str, int] = {}
+    for shard in shards:
+        led[shard.server_id] = led.get(shard.server_id, 0) + shard.num_bytes
+    total = sum(led.values())
+    return max(led.values()) * len(led) / total if total else 1.0
 
 
 def _server_view(answer: _Answer, present: set[str]) -> ServerView:
@@ -118,17 +128,26 @@ def _server_view(answer: _Answer, present: set[str]) -> ServerView:
         state = "serving"
     else:
         state = "unreachable" if answer.server_id in present else "gone"
+    reply = answer.reply or DescribeReply()
     return ServerView(
         server_id=answer.server_id,
         address=answer.address,
         state=state,
         error=answer.error,
-        memory_bytes=answer.reply.memory_bytes if answer.reply else 0,
+        memory_bytes=reply.memory_bytes,
+        num_copies=reply.num_copies,
+        unfinished_bytes=reply.unfinished_bytes,
+        refused_by_epoch=reply.refused_by_epoch,
+        partial_pushes=reply.partial_pushes,
     )
 
 
 def _shard_view(shard: Shard, state: ShardState | None) -> ShardView:
     state = state or ShardState()
+    copies = tuple(
+        CopyView(server_id=copy.server_id, version=copy.version, joining=copy.joining)
+        for copy in state.copies
+    )
     return ShardView(
         shard_id=shard.shard_id,
         server_id=shard.server_id,
@@ -143,4 +162,7 @@ def _shard_view(shard: Shard, state: ShardState | None) -> ShardView:
         duplicates=state.duplicates,
         refused=state.refused,
         staleness_counts=tuple(state.staleness_counts),
+        copies=copies,
+        lag=max((state.version - c.version for c in copies if not c.joining), default=0),
+        unreplicated_bytes=state.unreplicated_bytes,
     )

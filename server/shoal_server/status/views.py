@@ -178,6 +178,26 @@ class ServerView(View):
     """serving, unreachable (registered but silent), or gone (its lease ran out)."""
     error: str = ""
     memory_bytes: int = 0
+    """Values and optimizer state of the job, of copies too."""
+    num_copies: int = 0
+    """Shards of the job that it keeps a copy of."""
+    unfinished_bytes: int = 0
+    """Data of pushes that it received and has not applied yet, of all jobs."""
+    refused_by_epoch: int = 0
+    """Parts of pushes that came by an outdated shard map; their senders have sent them again."""
+    partial_pushes: int = 0
+    """Pushes of which some shards were applied here and others refused, to be sent again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyView(View):
+    """A server that keeps a copy of a shard."""
+
+    server_id: str
+    version: int
+    """The newest that it is known to have."""
+    joining: bool = False
+    """It is still being brought in step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,6 +223,12 @@ class ShardView(View):
     refused: int = 0
     staleness_counts: tuple[int, ...] = ()
     """staleness_counts[i]: pushes of staleness i; the last holds all above."""
+    copies: tuple[CopyView, ...] = ()
+    """Who else has it."""
+    lag: int = 0
+    """Updates that the copy furthest behind has not received; of those in step."""
+    unreplicated_bytes: int = 0
+    """Data of pushes on their way to a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +237,8 @@ class ShardsView(View):
 
     servers: tuple[ServerView, ...]
     shards: tuple[ShardView, ...]
+    skew: float = 1.0
+    """Parameter bytes of the server that leads most of them, to the mean over the servers."""
 
 
 @dataclass(frozen=True, kw_only=True)

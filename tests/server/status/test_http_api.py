@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import AsyncIterator
 
 import httpx
@@ -250,7 +251,11 @@ async def test_only_the_newest_events_are_kept(world: World, http: httpx.AsyncCl
 
 async def test_shards_are_shown_with_their_state(world: World, http: httpx.AsyncClient) -> None:
     """The map and what each server says; a job without shards has empty lists."""
-    assert (await http.get("/api/v1/jobs/digits/shards")).json() == {"servers": [], "shards": []}
+    assert (await http.get("/api/v1/jobs/digits/shards")).json() == {
+        "servers": [],
+        "shards": [],
+        "skew": 1.0,
+    }
     world.shards_of["digits"] = status_world.shards(silent="ps1")
     view = (await http.get("/api/v1/jobs/digits/shards")).json()
     assert [server["state"] for server in view["servers"]] == ["serving", "unreachable"]
@@ -312,6 +317,15 @@ async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.A
     shard = '{job="digits",server="ps1",shard="1"}'
     assert series[f"shoal_shard_updates_total{shard}"] == 813
     assert series[f"shoal_shard_size_bytes{shard}"] == 3_000_000
+    assert series[f"shoal_shard_lag_updates{shard}"] == 3
+    server = '{job="digits",server="ps1"}'
+    assert series[f"shoal_server_unfinished_bytes{server}"] == 3 << 20
+    assert series[f"shoal_server_refused_by_epoch_pushes_total{server}"] == 7
+    assert series['shoal_job_skew_ratio{job="digits"}'] == 1.25
+    staleness = "shoal_job_push_staleness_updates"
+    assert series[f'{staleness}_bucket{{job="digits",le="0"}}'] == 4 * 300
+    assert series[f'{staleness}_bucket{{job="digits",le="+Inf"}}'] == 4 * 811
+    assert series[f'{staleness}_sum{{job="digits"}}'] == 4 * (400 + 2 * 111)
 
 
 async def test_the_series_of_what_is_gone_are_gone(world: World, http: httpx.AsyncClient) -> None:
@@ -325,8 +339,10 @@ async def test_metric_names_end_in_their_unit(world: World, http: httpx.AsyncCli
     """No series without a unit that a reader would have to guess."""
     world.shards_of["digits"] = status_world.shards()
     units = {"bytes", "seconds", "steps", "samples", "members", "bool", "number", "value"}
-    units |= {"total", "second"}
+    units |= {"total", "second", "updates", "shards", "ratio"}
     names = {name.split("{")[0] for name in parse(await http.get("/metrics"))}
+    # The parts of a histogram are named by Prometheus, behind the unit.
+    names = {re.sub("_(bucket|count|sum)$", "", name) for name in names}
     assert {name for name in names if name.rsplit("_", 1)[1] not in units} == set()
 
 

@@ -263,22 +263,27 @@ function server(entry, shards) {
   const total = own.reduce((a, s) => a + s.num_bytes, 0);
   const updates = own.reduce((a, s) => a + s.version, 0);
   const weight = (s) => String(s.created ? Math.max(s.num_bytes, 1) : s.num_elements * 4);
-  const column = (name) => h("th", { scope: "col", class: name === "Parameters" ? null : "num" }, name);
+  const words = ["Copies", "Parameters"];
+  const column = (name) => h("th", { scope: "col", class: words.includes(name) ? null : "num" }, name);
   return h("div", { class: "server" },
     h("h3", null, entry.server_id, pill(entry.state),
       h("small", null, `${entry.address} · ${plural(own.length, "shard")}`
-        + ` · ${bytes(total)} · ${count(updates)} updates`)),
+        + ` · ${bytes(total)} · ${count(updates)} updates · copies of ${plural(entry.num_copies, "shard")}`
+        + ` · ${bytes(entry.memory_bytes)} in memory · ${bytes(entry.unfinished_bytes)} queued`
+        + ` · ${count(entry.refused_by_epoch)} refused by epoch · ${count(entry.partial_pushes)} partial`)),
     entry.error && h("p", { class: "error" }, entry.error),
     h("div", { class: "blocks", "aria-hidden": "true" }, own.map((s) => h("span", {
       class: s.created ? null : "missing", style: { flexGrow: weight(s) },
       title: `shard ${s.shard_id}: ${bytes(s.num_bytes)}, version ${s.version}` }))),
     h("details", null, h("summary", null, "Shards"), h("div", { class: "scroll" }, h("table", null,
-      h("thead", null, h("tr", null, ["Shard", "Version", "Size", "Pushes", "Retries", "Refused",
-        "Mean staleness", "Parameters"].map(column))),
+      h("thead", null, h("tr", null, ["Shard", "Epoch", "Version", "Size", "Pushes", "Retries",
+        "Refused", "Mean staleness", "Lag", "Copies", "Parameters"].map(column))),
       h("tbody", null, own.map((s) => h("tr", null,
         h("th", { scope: "row", class: "num" }, String(s.shard_id)),
-        [count(s.version), bytes(s.num_bytes), count(s.pushes), count(s.duplicates),
-          count(s.refused), staleness(s)].map((text) => h("td", { class: "num" }, text)),
+        [String(s.epoch), count(s.version), bytes(s.num_bytes), count(s.pushes), count(s.duplicates),
+          count(s.refused), staleness(s), s.copies.length ? count(s.lag) : "–"].map((text) =>
+          h("td", { class: "num" }, text)),
+        h("td", null, s.copies.map((c) => c.server_id + (c.joining ? " (joining)" : "")).join(", ") || "none"),
         h("td", { class: "why" }, s.parameters.join(", ")))))))));
 }
 
@@ -289,7 +294,8 @@ function shards(state) {
   if (!state.shards || state.shards.shards.length === 0) return null;
   const { servers } = state.shards;
   return section("Shards",
-    `${plural(state.shards.shards.length, "shard")} on ${plural(servers.length, "server")}`,
+    `${plural(state.shards.shards.length, "shard")} on ${plural(servers.length, "server")},`
+      + ` skew ${significant(state.shards.skew)}`,
     servers.map((entry) => server(entry, state.shards.shards)));
 }
 

@@ -1,0 +1,106 @@
+"""Metrics of parameter servers and their shards. Absent while a server is silent: a count of 0
+would look like a restart."""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, zip_longest
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+
+from shoal_server.status.views import ServerView, ShardsView, ShardView
+
+SHARD_COUNTERS = {
+    "version": ("shoal_shard_updates", "Updates."),
+    "pushes": ("shoal_shard_pushes", "Pushes received."),
+    "duplicates": ("shoal_shard_duplicate_pushes", "Pushes that were retries."),
+    "refused": ("shoal_shard_refused_pushes", "Pushes refused."),
+}
+SHARD_GAUGES = {
+    "num_bytes": ("shoal_shard_size_bytes", "Parameter bytes."),
+    "lag": ("shoal_shard_lag_updates", "Updates that the copy furthest behind has not received."),
+    "unreplicated_bytes": ("shoal_shard_unreplicated_bytes", "Pushes on their way to a copy."),
+}
+SERVER_GAUGES = {
+    "memory_bytes": ("shoal_server_memory_bytes", "Values and optimizer state, of copies too."),
+    "unfinished_bytes": ("shoal_server_unfinished_bytes", "Pushes received and not yet applied."),
+    "num_copies": ("shoal_server_copied_shards", "Shards that it keeps a copy of."),
+}
+SERVER_COUNTERS = {
+    "refused_by_epoch": (
+        "shoal_server_refused_by_epoch_pushes",
+        "Parts of pushes refused for an outdated shard map.",
+    ),
+    "partial_pushes": ("shoal_server_partial_pushes", "Pushes applied to some shards only."),
+}
+
+
+def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
+    """All families, of the shards of each job."""
+    shards = [(job, shard) for job, view in views.items() for shard in view.shards if shard.created]
+    servers = [
+        (job, server)
+        for job, view in views.items()
+        for server in view.servers
+        if server.state == "serving"
+    ]
+    yield from _shards(shards)
+    yield from _servers(servers)
+    skew = GaugeMetricFamily(
+        "shoal_job_skew_ratio", "Parameter bytes of the fullest server to the mean.", labels=["job"]
+    )
+    for job, view in views.items():
+        skew.add_metric([job], view.skew)
+    yield skew
+    yield _staleness(views)
+
+
+def _shards(shards: list[tuple[str, ShardView]]) -> Iterator[Metric]:
+    labels = ["job", "server", "shard"]
+    for field, (name, text) in SHARD_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for job, shard in shards:
+            gauge.add_metric([job, shard.server_id, str(shard.shard_id)], getattr(shard, field))
+        yield gauge
+    for field, (name, text) in SHARD_COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for job, shard in shards:
+            counter.add_metric([job, shard.server_id, str(shard.shard_id)], getattr(shard, field))
+        yield counter
+
+
+def _servers(servers: list[tuple[str, ServerView]]) -> Iterator[Metric]:
+    labels = ["job", "server"]
+    for field, (name, text) in SERVER_GAUGES.items():
+        gauge = GaugeMetricFamily(name, text, labels=labels)
+        for job, server in servers:
+            gauge.add_metric([job, server.server_id], getattr(server, field))
+        yield gauge
+    for field, (name, text) in SERVER_COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=labels)
+        for job, server in servers:
+            counter.add_metric([job, server.server_id], getattr(server, field))
+        yield counter
+
+
+def _staleness(views: Mapping[str, ShardsView]) -> Metric:
+    """By how many updates of others the pushes of a job were late, over all its shards."""
+    histogram = HistogramMetricFamily(
+        "shoal_job_push_staleness_updates",
+        "Updates of others between a gradient's values and its push, a shard each.",
+        labels=["job"],
+    )
+    for job, view in views.items():
+        counts = [shard.staleness_counts for shard in view.shards if shard.staleness_counts]
+        if not counts:
+            continue
+        totals = [sum(each) for each in zip_longest(*counts, fillvalue=0)]
+        bounds = [*map(str, range(len(totals) - 1)), "+Inf"]
+        buckets = list(zip(bounds, accumulate(map(float, totals)), strict=True))
+        # What is above the last bound counts as the bound: the true sum is not kept.
+        late = sum(i * count for i, count in enumerate(totals))
+        histogram.add_metric([job], buckets=buckets, sum_value=float(late))
+    return histogram
