@@ -21,7 +21,8 @@ from shoal.backends.in_memory_run import run_in_memory
 from shoal.layouts.base import World
 from shoal.layouts.replicated import Replicated
 from shoal.layouts.sharded import Sharded
-from shoal.planning.figures import Plan
+from shoal.planning.figures import GroupFigures, Plan
+from shoal.planning.table import fold
 from shoal.strategies.base import Strategy
 from shoal.strategies.ddp import DDP
 from shoal.strategies.fsdp import FSDP, Zero2, Zero3
@@ -234,6 +235,26 @@ def test_a_plan_is_a_table() -> None:
     assert "0-1 15 KiB 55.2 KiB 15 KiB 55.2 KiB 30 KiB 140 KiB" in lines
     assert "2 15 KiB 55.2 KiB 15 KiB 55.2 KiB 26.8 KiB 137 KiB" in lines
     assert "0-2 all_gather forward 2 45 KiB" in lines
+
+
+def titles_of(*groups: tuple[str, int]) -> list[str]:
+    made = [GroupFigures(title=t, num_parameters=2, num_bytes=size) for t, size in groups]
+    folded = fold(made)
+    assert sum(group.num_bytes for group in folded) == sum(size for _, size in groups)
+    return [group.title for group in folded]
+
+
+def test_layers_that_repeat_are_one_row() -> None:
+    """Where only one number tells them apart, and there are three or more in a row."""
+    blocks = [(f"h.{i}.{name}", size) for i in range(4) for name, size in (("fc", 8), ("out", 4))]
+    assert titles_of(("wte", 9), *blocks, ("head", 9)) == ["wte", "h.0-3.fc", "h.0-3.out", "head"]
+    assert titles_of(("h.0", 1), ("h.1", 1)) == ["h.0", "h.1"]
+    assert titles_of(("h.0", 1), ("h.1", 2), ("h.2", 1)) == ["h.0", "h.1", "h.2"]
+    assert titles_of(("stage 0: 0 to 1", 4), ("stage 1: 2 to 3", 4), ("stage 2: 4 to 5", 4)) == [
+        "stage 0: 0 to 1",
+        "stage 1: 2 to 3",
+        "stage 2: 4 to 5",
+    ]
 
 
 def test_a_step_on_the_meta_device_leaves_the_optimizer_as_it_was() -> None:

@@ -13,7 +13,7 @@ from shoal.layouts.hybrid import HybridPlan, buckets, plan_of_stage
 from shoal.layouts.meta import on_meta, to_meta
 from shoal.layouts.schedules import Feed, num_microbatches
 from shoal.layouts.stages import Stage
-from shoal.layouts.tensor_figures import split_alone, tensor_groups
+from shoal.layouts.tensor_figures import first_alike, split_alone, tensor_groups
 from shoal.planning.figures import (
     BACKWARD,
     FORWARD,
@@ -127,6 +127,7 @@ class MeshFigures:
         start, stop = share(0, samples.num_samples, copy, self._mesh.data)
         # A rank without a share has one sample all the same.
         num_samples = max(stop - start, 1)
+        split = first_alike(self._plan.tensor, split)
         key = split, num_samples
         if key not in self._passes:
             inputs = samples.samples(whole, 0, num_samples)

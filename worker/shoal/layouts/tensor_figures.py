@@ -16,13 +16,25 @@ NOTE = "without inputs, activations and their gradients, which the ranks exchang
 
 def tensor_figures(subject: Subject, tensor_plan: TensorPlan) -> Plan:
     """Gradients of replicated parameters are whole on every rank."""
-    ranks = tuple(_rank(subject, tensor_plan, rank) for rank in range(subject.world_size))
+    # Of ranks that hold parts of the same shapes one is enough.
+    firsts = [first_alike(tensor_plan, rank) for rank in range(subject.world_size)]
+    ranks = {first: _rank(subject, tensor_plan, first) for first in set(firsts)}
     return Plan(
         strategy="tensor",
         groups=tensor_groups(tensor_plan),
-        ranks=ranks,
+        ranks=tuple(ranks[first] for first in firsts),
         notes=() if subject.inputs is not None else (NOTE,),
     )
+
+
+def first_alike(tensor_plan: TensorPlan, rank: int) -> int:
+    """The first rank that holds parts of the same shapes as this one, and so does the same."""
+
+    def shapes(of: int) -> list[tuple[int, ...]]:
+        parts = [part for entry in tensor_plan.entries for part in entry.parts.values()]
+        return [part.shape_on(of, tensor_plan.degree) for part in parts]
+
+    return next(other for other in range(rank + 1) if shapes(other) == shapes(rank))
 
 
 def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
@@ -114,4 +126,4 @@ def _collectives(
     )
 
 
-__all__ = ["split_alone", "tensor_figures", "tensor_groups"]
+__all__ = ["first_alike", "split_alone", "tensor_figures", "tensor_groups"]

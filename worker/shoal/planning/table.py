@@ -1,11 +1,14 @@
 """A plan as a person reads it."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
-from shoal.planning.figures import Collective, Plan, RankFigures
+from shoal.planning.figures import Collective, GroupFigures, Plan, RankFigures
 
 MAX_GROUPS = 60
+MIN_FOLDED = 3
 _MOVED = ("rank", "collective", "when", "calls", "bytes")
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -23,22 +26,61 @@ def render(plan: Plan) -> str:
 
 
 def _group_rows(plan: Plan) -> list[Sequence[str]]:
+    folded = fold(plan.groups)
     rows: list[Sequence[str]] = [
         (group.title, str(group.num_parameters), _size(group.num_bytes))
-        for group in plan.groups[:MAX_GROUPS]
+        for group in folded[:MAX_GROUPS]
     ]
-    left = plan.groups[MAX_GROUPS:]
+    left = folded[MAX_GROUPS:]
     if left:
-        rows.append(
-            (
-                f"and {len(left)} more",
-                str(sum(group.num_parameters for group in left)),
-                _size(sum(group.num_bytes for group in left)),
-            )
+        rows.append((f"and {len(left)} more", *_together(left)))
+    return [*rows, (f"all {len(plan.groups)}", *_together(plan.groups))]
+
+
+def _together(groups: Sequence[GroupFigures]) -> tuple[str, str]:
+    whole = sum(group.num_bytes for group in groups)
+    return str(sum(group.num_parameters for group in groups)), _size(whole)
+
+
+def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
+    """Groups of one size whose titles differ in one number only become one, where the first was.
+
+    "layers.0", "layers.1" and "layers.2" become "layers.0-2", with the figures of all three. Fewer
+    than three stay as they are, and so do numbers with a gap.
+    """
+    alike: dict[_Kind, dict[int, int]] = {}
+    for index, group in enumerate(groups):
+        for kind, number in _kinds(group):
+            alike.setdefault(kind, {})[number] = index
+    found = dict(enumerate(groups))
+    for kind, places in sorted(alike.items(), key=lambda item: -len(item[1])):
+        numbers, own = list(places), list(places.values())
+        in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        if len(own) < MIN_FOLDED or not in_a_row or not found.keys() >= set(own):
+            continue
+        for index in own:
+            del found[index]
+        found[own[0]] = GroupFigures(
+            title=f"{kind.before}{numbers[0]}-{numbers[-1]}{kind.behind}",
+            num_parameters=len(own) * kind.num_parameters,
+            num_bytes=len(own) * kind.num_bytes,
         )
-    whole = sum(group.num_bytes for group in plan.groups)
-    parameters = sum(group.num_parameters for group in plan.groups)
-    return [*rows, (f"all {len(plan.groups)}", str(parameters), _size(whole))]
+    return [found[index] for index in sorted(found)]
+
+
+class _Kind(NamedTuple):
+    """What a group is like apart from one number in its title."""
+
+    before: str
+    behind: str
+    num_parameters: int
+    num_bytes: int
+
+
+def _kinds(group: GroupFigures) -> Iterator[tuple[_Kind, int]]:
+    for found in re.finditer(r"\d+", group.title):
+        before, behind = group.title[: found.start()], group.title[found.end() :]
+        yield _Kind(before, behind, group.num_parameters, group.num_bytes), int(found[0])
 
 
 def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
@@ -111,4 +153,4 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B" if not unit else f"{size:.3g} {_UNITS[unit]}"
 
 
-__all__ = ["render"]
+__all__ = ["fold", "render"]
