@@ -1,0 +1,76 @@
+"""Sessions with a bound on staleness while members are killed: what becomes of pace and samples."""
+
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import pytest
+import rank_bodies
+from rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
+from ranks import Rank, Ranks
+
+from shoal_client.local.cluster import LocalCluster
+
+IN_FLIGHT = 3
+"""Batches that one member may hold: trained on but not reported, trained on now, leased ahead."""
+
+
+def trained(ranks: list[Rank]) -> Counter[tuple[int, int]]:
+    """How often each sample of each epoch was in a step that was committed."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in ranks:
+        batch: list[tuple[int, int]] = []
+        for kind, data in rank.seen:
+            if kind == "tried":
+                batch = [(data["epoch"], index) for index in data["indices"]]
+            elif kind == "committed":
+                found.update(batch)
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["ssp", "bsp"])
+def test_a_killed_member_holds_nobody_up_and_costs_no_sample(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Two are killed, one of which comes back: the rest of the job goes on at once, every sample is
+    trained on, and no more a second time than the books say and the dead had in flight."""
+    job = f"{strategy}-kills"
+    gate = tmp_path / "gate"
+    os.mkfifo(gate)
+
+    def start(name: str, fault: str = "", at_step: int = 0) -> Rank:
+        run = Run(
+            coordinator=cluster.coordinator,
+            job=job,
+            member_id=name,
+            desired_members=3,
+            strategy=strategy,
+            fault=fault,
+            at_step=at_step,
+            hold_at=5 if name == "a" else -1,
+            gate=str(gate),
+        )
+        return ranks.start(rank_bodies.train, run)
+
+    with Ranks() as ranks:
+        stays = start("a")
+        killed = [start("b", "kill in forward", 2), start("c", "kill in backward", 3)]
+        for each in killed:
+            assert each.join() == -signal.SIGKILL
+            each.drain()
+        stays.expect("holds")
+        again = start("b")
+        again.expect("tried")
+        gate.write_bytes(b"")
+        stays.expect("finished")
+        again.expect("finished")
+        found = trained([stays, again, *killed])
+        path = f"{cluster.http_url}/api/v1/jobs/{job}"
+        samples = httpx.get(path, trust_env=False).json()["samples"]
+    total = NUM_SAMPLES * EPOCHS
+    assert len(found) == total, "a sample was lost"
+    assert (samples["completed"], samples["exhausted"]) == (total, True)
+    assert found.total() - total <= samples["repeated_max"]
+    assert samples["repeated_max"] <= IN_FLIGHT * BATCH_SIZE * len(killed)
