@@ -13,7 +13,7 @@ from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
-from shoal_server.coordinator.shard_keeper import ShardKeeper
+from shoal_server.coordinator.shard_keeper import Restore, ShardKeeper
 from shoal_server.coordinator.shards import ShardsService
 from shoal_server.core.clocks import Who
 from shoal_server.etcd import keys
@@ -58,6 +58,8 @@ class ParameterServers:
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers")
         self._stacks: dict[str, AsyncExitStack] = {}
         self.servers: dict[str, Running] = {}
+        self.restore_lost: Restore | None = None
+        """Asked before shards that nobody has any more begin anew."""
         self.coordinator = ""
         self.store: KeyValueStore
 
@@ -99,9 +101,12 @@ class ParameterServers:
         await server.start()
         self.coordinator_server = server
         stack.push_async_callback(server.stop, None)
-        await stack.enter_async_context(ShardKeeper(self.store).working())
+        await stack.enter_async_context(ShardKeeper(self.store, self._restore).working())
         for i in range(self._num_servers):
             await self._add(f"ps-{i}", **self._changes)
+
+    async def _restore(self, job: str) -> bool:
+        return self.restore_lost is not None and await self.restore_lost(job)
 
     async def _lost(self, job: str, who: Who, reason: str) -> None:
         raise AssertionError(f"{who.member_id} of {job} was declared lost: {reason}")

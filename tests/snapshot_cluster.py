@@ -14,6 +14,7 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.coordinator.server_calls import ServerCalls
 from shoal_server.coordinator.snapshot_restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshot_taking import JobState, SnapshotTaker, Taken
+from shoal_server.coordinator.snapshots import SnapshotPolicy, SnapshotService
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import Storage
@@ -59,6 +60,9 @@ class Snapshots:
         return self._servers.run(
             self._restorer.restore(self.library, number, under_members=under_members)
         )
+
+    def service(self, policy: SnapshotPolicy) -> SnapshotService:
+        return SnapshotService(policy, self._taker, self._restorer, lambda: None)
 
     def close(self) -> None:
         self._servers.run(self._calls.close())

@@ -1,7 +1,8 @@
 """Snapshots under load hold each push whole, and bring everything back on any servers."""
 
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from parameter_servers import ParameterServers
 from snapshot_cluster import ADAM, Pusher, Snapshots, elements
 
 from shoal_proto.errors import (
+    InvalidSpec,
     JobInUse,
     NoServers,
     ProposalConflict,
@@ -17,6 +19,7 @@ from shoal_proto.errors import (
     SnapshotFailed,
 )
 from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_server.coordinator.snapshots import SnapshotPolicy
 from shoal_server.etcd import keys
 from shoal_server.parameters import image_file
 from shoal_server.parameters.image import Image
@@ -184,6 +187,61 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
         snapshots.restore()
     assert raised.value.details == {"file": manifest.parts[2].file, "shard": "2"}
     assert servers.run(servers.store.get(keys.holdings("job"))) is None
+
+
+def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """Its members are still there: what they push next counts, though it is of later values."""
+    servers, snapshots = start(opened, tmp_path)
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
+    member = pusher(opened, servers, "m")
+    for _ in range(3):
+        member.push()
+    snapshots.take()
+    member.push()
+    assert elements(member.values) == {-4.0}
+    servers.restore_lost = snapshots.service(policy).restore_lost
+    for name in ("ps-0", "ps-1"):
+        servers.stop(name)
+    for name in ("ps-0", "ps-1", "ps-2"):
+        servers.add(name)
+    member.push()
+    assert elements(member.values) == {-4.0}
+    assert {each.server_id for each in member.client.fetch_map().shards} == set(servers.servers)
+
+
+def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
+    assert servers.run(snapshots.service(policy).restore_lost("job")) is False
+    assert servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job")) is False
+
+
+def test_snapshots_are_taken_and_removed_as_the_policy_says(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m").start()
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"), every_s=0.2, num_kept=2)
+    working = AsyncExitStack()
+    servers.run(working.enter_async_context(snapshots.service(policy).working(servers.store)))
+    give_up_s = time.monotonic() + 60.0
+    while (newest := snapshots.library.newest()) is None or newest.number < 5:
+        assert time.monotonic() < give_up_s
+        member.wait_for_more(1)
+    servers.run(working.aclose())
+    member.stop()
+    manifests = snapshots.library.list()
+    assert 2 <= len(manifests) <= 3 and manifests[0].number >= 3
+    for manifest in manifests:
+        assert len(images(snapshots.library, manifest)) == 6
+
+
+@pytest.mark.parametrize("fields", [{"every_s": 5.0}, {"num_kept": 0}, {"every_s": -1.0}])
+def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(InvalidSpec):
+        SnapshotPolicy(**fields)  # type: ignore[arg-type]
 
 
 def test_another_model_is_not_overwritten(opened: ExitStack, tmp_path: Path) -> None:

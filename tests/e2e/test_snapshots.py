@@ -1,0 +1,108 @@
+"""`shoal snapshot` while members push, and `shoal restore` in another cluster, as users do it."""
+
+import json
+import re
+from array import array
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from e2e.conftest import Shoal, finish
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.membership import Member, Membership
+from shoal_client.parameters import ParameterClient
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+
+# Seconds on an idle machine; the bound is for one that is busy with other tests.
+pytestmark = pytest.mark.timeout(300)
+
+NUM_ELEMENTS = 1000
+SCHEMA = [
+    ParameterSpec(name=f"w{group}", shape=[NUM_ELEMENTS], dtype="float32", group=group)
+    for group in range(4)
+]
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)] * 4)
+
+
+def buffers(value: float) -> dict[str, memoryview]:
+    return {spec.name: memoryview(array("f", [value] * NUM_ELEMENTS)).cast("B") for spec in SCHEMA}
+
+
+def numbers(values: dict[str, memoryview]) -> set[float]:
+    return {value for data in values.values() for value in data.cast("f")}
+
+
+class Joined:
+    """A member of the job `snapped` that is in its job from the beginning of the block."""
+
+    def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
+        spec = JobSpec(job="snapped", min_members=1, max_members=2, desired_members=1)
+        self.membership = Membership(
+            Member(
+                coordinators=[cluster.coordinator],
+                spec=spec,
+                member_id="m",
+                incarnation=new_incarnation(),
+                info=MemberInfo(host="localhost", address="127.0.0.1"),
+            )
+        )
+        self.membership.attend()
+        self.client = ParameterClient([cluster.coordinator], lambda: self.membership.token)
+        stack.callback(self.client.close)
+        self.client.place(SCHEMA)
+        self.client.create(SGD, buffers(0.0))
+        self.values = buffers(0.0)
+        self.client.pull(self.values)
+
+    def push(self) -> None:
+        self.client.push(buffers(1.0), into=self.values)
+
+
+def started(stack: ExitStack, directory: Path, num_servers: int) -> LocalCluster:
+    config = LocalClusterConfig(directory=directory, num_parameter_servers=num_servers)
+    return stack.enter_context(LocalCluster(config))
+
+
+def test_a_job_goes_on_in_another_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        cluster = started(stack, tmp_path / "first", 2)
+        asked = ("--coordinator", cluster.coordinator)
+        member = Joined(cluster, stack)
+        taking = shoal_command.start("snapshot", "snapped", "--to", "snapshots", *asked)
+        while taking.poll() is None:
+            member.push()
+        code, said = finish(taking)
+        assert code == 0, said
+        assert re.match(
+            rf"snapshot 1 of job snapped at {tmp_path}/snapshots: 4 shards, [0-9.]+ MiB, of which"
+            r" [0-9.]+ MiB are new; new pushes waited \d+ ms$",
+            said.strip(),
+        )
+        code, said = finish(
+            shoal_command.start("restore", "snapped", "--from", "snapshots", *asked)
+        )
+        assert code == 1 and "has members" in said
+        member.membership.leave(completed=False, reason="the cluster goes")
+
+    with ExitStack() as stack:
+        cluster = started(stack, tmp_path / "second", 3)
+        asked = ("--coordinator", cluster.coordinator)
+        restoring = shoal_command.start("restore", "snapped", "--from", "snapshots", *asked)
+        code, said = finish(restoring)
+        assert code == 0, said
+        assert "4 shards on ps-0, ps-1, ps-2" in said
+        member = Joined(cluster, stack)
+        (value,) = numbers(member.values)
+        member.push()
+        assert numbers(member.values) == {value - 1.0}
+        listed = shoal_command.start("snapshots", "snapped", "--at", "snapshots", "--json", *asked)
+        code, said = finish(listed)
+        assert code == 0, said
+        (snapshot,) = json.loads(said)["snapshots"]
+        assert (snapshot["number"], snapshot["num_shards"]) == ("1", 4)
+        code, said = finish(shoal_command.start("snapshot", "snapped", *asked))
+        assert code == 1 and "--snapshot-url" in said
