@@ -72,13 +72,13 @@ def new_optimizer(name: str) -> Any:
     return made
 
 
-def alone(optimizer: str) -> list[list[float]]:
-    """The weights after the same training by `fit` in one process, without Shoal."""
+def alone(optimizer: str) -> tuple[list[list[float]], float]:
+    """Weights and loss after the same training by `fit` in one process, without Shoal."""
     model = new_model()
     model.compile(optimizer=new_optimizer(optimizer), loss="mse")
     x, y = data()
     model.fit(x, y, batch_size=BATCH, epochs=EPOCHS, shuffle=False, verbose=0)
-    return weights_of(model)
+    return weights_of(model), model.evaluate(x, y, verbose=0)
 
 
 def weights_of(model: Any) -> list[list[float]]:
@@ -133,6 +133,7 @@ def fit(report: Report, run: Fit, **options: Any) -> None:
         report(
             "finished",
             weights=weights_of(model),
+            loss=model.evaluate(*data(), verbose=0),
             step=session.step_number,
             steps=counted.steps,
             losses=counted.losses,

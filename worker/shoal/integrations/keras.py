@@ -1,8 +1,9 @@
 """Keras 3 on the torch backend.
 
-Two ways. `distribute` keeps `model.fit` and Keras's own optimizers, over a fixed set of ranks as
+Three ways. `distribute` keeps `model.fit` and Keras's own optimizers, over a fixed set of ranks as
 torchrun starts them. `KerasModule` makes a plain torch module of a Keras model, which trains with a
-torch optimizer in a loop of your own: in a session, elastic, and under `shoal.distribute`.
+torch optimizer in a loop of your own: in a session, elastic, and under `shoal.distribute`. On it
+stands `shoal.integrations.keras_session`: `fit` in a session.
 """
 
 import copy
