@@ -39,7 +39,7 @@ def build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = nn.Sequential(
         *(nn.Linear(20, 17), nn.Tanh(), nn.Linear(17, 13), nn.Tanh()),
-        *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)),
+        *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 5)),
     )
     if optimizer == "adamw":
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -71,6 +71,20 @@ def checkpoints_of(run: Elastic) -> shoal.Checkpoints | None:
     return shoal.Checkpoints(run.checkpoints, every_steps=CHECKPOINT_STEPS)
 
 
+def is_over(stop_file: str, step: int) -> bool:
+    """Whether the members stop before this step; fails if they should have stopped already."""
+    stop = Path(stop_file) if stop_file else None
+    if stop is None or not stop.exists():
+        return False
+    at_step = int(stop.read_text())
+    assert step <= at_step, "the test decided too late"
+    return step == at_step
+
+
+PLACES = ("forward", "backward", "optimizer", "hook", "gradient")
+"""Where a fault can be planted."""
+
+
 class Planted(Exception):
     """A bug in a user's code."""
 
@@ -87,20 +101,37 @@ class RaisesInBackward(torch.autograd.Function):
         raise Planted("backward")
 
 
+class Explodes(torch.autograd.Function):
+    """Lets its input through, and gradients that are not finite."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
 def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
-    """Let this process raise at that place of the step that now begins, whatever part it holds."""
+    """Let this process fail at that place of the step that now begins, whatever part it holds."""
 
     def bang(*_: Any) -> None:
         raise Planted(place)
 
+    def passing(function: type[torch.autograd.Function]) -> None:
+        nn.modules.module.register_module_forward_hook(
+            lambda module, inputs, output: (
+                function.apply(output) if isinstance(output, Tensor) else output  # type: ignore[no-untyped-call]
+            )
+        )
+
     if place == "forward":
         nn.modules.module.register_module_forward_pre_hook(bang)
     elif place == "backward":
-        nn.modules.module.register_module_forward_hook(
-            lambda module, inputs, output: (
-                RaisesInBackward.apply(output) if isinstance(output, Tensor) else output
-            )
-        )
+        passing(RaisesInBackward)
+    elif place == "gradient":
+        passing(Explodes)
     elif place == "optimizer":
         optimizer.register_step_pre_hook(bang)
     elif place == "hook":
@@ -118,9 +149,7 @@ def train(report: Report, run: Elastic) -> None:
         )
         batches = session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS)
         for batch in batches:
-            stop = Path(run.stop_file)
-            if stop.exists() and batch.step >= int(stop.read_text()):
-                assert batch.step == int(stop.read_text()), "the test decided too late"
+            if is_over(run.stop_file, batch.step):
                 break
             tried = {"step": batch.step, "generation": session.generation}
             share = session.strategy.data_share(session._present())

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.backends.base import Waiting
+from shoal.layouts.gradients import check_gradients
 from shoal.state.pieces import Box, Piece
 from shoal.strategies.base import LossFunction
 from shoal.strategies.state import persistent_buffers
@@ -118,7 +119,7 @@ class Layout(ABC):
 
         `weight` is its share of the global batch times `data_count`.
         """
-        (loss * weight).backward()  # type: ignore[no-untyped-call]
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
@@ -133,6 +134,14 @@ class Layout(ABC):
 
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
         """Complete the gradients: from here on those of `parameters` are the global batch's."""
+
+    def check(self) -> None:
+        """Raise unless the gradients are finite. Called behind `reduce`; may communicate.
+
+        As it stands: NonFiniteGradient on the ranks whose parts are not; the others find out when
+        those leave.
+        """
+        check_gradients(self.parameters, self.step)
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right behind `optimizer.step()`. May communicate."""

@@ -1,18 +1,21 @@
 """What is asked of all gradients of a layout at once."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.layouts.base import Layout
 from shoal_proto.errors import NonFiniteGradient
+
+if TYPE_CHECKING:
+    from shoal.layouts.base import Layout
 
 
 @torch.no_grad()
-def clip(layout: Layout, max_norm: float) -> Tensor:
+def clip(layout: "Layout", max_norm: float) -> Tensor:
     """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
 
     Collective. As torch.nn.utils.clip_grad_norm_ does on one process: each element of each
@@ -40,13 +43,18 @@ def check_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
     """Raise NonFiniteGradient, by name, unless this rank's part of all gradients is finite."""
     fault = name_of_fault(parameters)
     if fault:
-        raise _not_finite(
-            f"the gradient of {fault}",
-            step,
-            seen="NaN or Inf in this member's part",
-            expected="finite numbers",
-            parameter=fault,
-        )
+        raise gradient_not_finite(fault, step)
+
+
+def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:
+    """What a rank is told that finds a NaN or Inf in the gradient of this parameter."""
+    return _not_finite(
+        f"the gradient of {name}",
+        step,
+        seen="NaN or Inf in this member's part",
+        expected="finite numbers",
+        parameter=name,
+    )
 
 
 def _not_finite(
@@ -80,4 +88,4 @@ def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor
     return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
 
-__all__ = ["check_gradients", "check_loss", "clip", "name_of_fault"]
+__all__ = ["check_gradients", "check_loss", "clip", "gradient_not_finite", "name_of_fault"]

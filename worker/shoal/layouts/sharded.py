@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shoal.layouts.base import Layout, World, materialise, persistent_buffers
+from shoal.layouts.base import Layout, World, materialise, persistent_buffers, piece_of
+from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.group_passes import GroupPasses
 from shoal.layouts.grouping import group_modules
+from shoal.layouts.spreading import Spreading
 from shoal.state.pieces import MODEL
+from shoal_proto.errors import GenerationBroken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class Sharded(Layout):
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
         self._passes: list[GroupPasses] = []
+        self._reductions: list[Spreading] = []
         self._shard(model, options)
         materialise(model, world.device)
         self.module = model
@@ -55,15 +59,27 @@ class Sharded(Layout):
             "mp_policy": _policy(options, None),
             "reshard_after_forward": options.free_after_forward,
         }
-        for group in group_modules(model, options.min_group_bytes).groups:
+        grouping = group_modules(model, options.min_group_bytes)
+        for group in grouping.groups:
             modules = [model.get_submodule(path) for path in group.modules]
             fully_shard(modules if len(modules) > 1 else modules[0], **settings)
+            self._reduce_by_spreading(model, modules[0], group.parameters)
             if len(modules) > 1:
                 self._passes.append(GroupPasses(modules))
         # The rest would be gathered again at once: backward begins where forward ends.
         settings["reshard_after_forward"] = False
         first = next(model.parameters())
         fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
+        self._reduce_by_spreading(model, model, grouping.rest.parameters)
+
+    def _reduce_by_spreading(self, model: nn.Module, module: Any, names: Sequence[str]) -> None:
+        if names:
+            reduction = Spreading(names[0])
+            own = dict(model.named_parameters())
+            trained = [own[name] for name in names if own[name].requires_grad]
+            reduction.blind = not all(piece_of(each).tensor.numel() for each in trained)
+            self._reductions.append(reduction)
+            module.set_custom_reduce_scatter(reduction)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -76,7 +92,35 @@ class Sharded(Layout):
     def begin(self) -> None:
         for passes in self._passes:
             passes.begin()
+        for reduction in self._reductions:
+            reduction.forget()
         self._settle()
+
+    def check(self) -> None:
+        """What is not finite in a rank's own gradients is told on all ranks: NonFiniteGradient to
+        that rank, which leaves with it, and GenerationBroken to the others. NonFiniteGradient to
+        all where nobody knows whose it was; to the ranks concerned where only a sum overflowed."""
+        given = (each.parameter for each in self._reductions if each.given)
+        fault = name_of_fault(self._parameters) or next(given, "")
+        if not fault:
+            return
+        if not self._was_spread(fault):
+            raise gradient_not_finite(fault, self.step)
+        at_fault = torch.zeros(self.world.world_size, device=self.world.device)
+        at_fault[self.world.rank] = any(each.own for each in self._reductions)
+        dist.all_reduce(at_fault, group=self.world.group)
+        if not at_fault.any() or at_fault[self.world.rank]:
+            raise gradient_not_finite(fault, self.step)
+        ranks = ", ".join(str(rank) for rank, own in enumerate(at_fault.tolist()) if own)
+        raise GenerationBroken(
+            f"the gradient of rank {ranks} is not finite at step {self.step}; it leaves"
+        )
+
+    def _was_spread(self, name: str) -> bool:
+        """Whether all ranks find a fault in this step, and not this one alone."""
+        gradient: Any = self._parameters[name].grad
+        # An overflow leaves infinities, and seldom everywhere.
+        return gradient is None or bool(gradient.to_local().isnan().all())
 
     def stepped(self) -> None:
         """Give everybody the first rank's buffers, such as running means: the ranks have computed

@@ -16,7 +16,7 @@ from shoal.backends.base import Waiting
 from shoal.checkpoint.reading import read
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.binding import Blueprint, Bound
-from shoal.layouts.gradients import check_gradients, check_loss, clip
+from shoal.layouts.gradients import check_loss, clip
 from shoal.state.exchange import reshard
 from shoal.state.keeping import Keeping
 from shoal.state.pieces import Holding
@@ -241,7 +241,7 @@ class LaidOut(GroupedStrategy):
                 seen="a loss that the distributed model did not compute",
                 expected="the model that session.distribute returned to be called in the step",
             )
-        check_gradients(layout.parameters, self._step)
+        layout.check()
         self._whole = False
         self._optimizer.step()
         layout.stepped()
