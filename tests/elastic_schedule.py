@@ -4,7 +4,7 @@ import random
 import secrets
 import signal
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,30 @@ from typing import Any
 import elastic_bodies
 import torch
 from elastic_bodies import Elastic
+from local_sgd_bodies import LocalRun
 from ranks import Rank, Ranks
+
+from shoal.data import Order
 
 MARGIN_STEPS = 150
 """Between the last step that the test has seen and the one at which members stop."""
+STOP_STEPS = 12
+"""Members stop at a multiple of it: where any round of local steps ends."""
 
 
 class Schedule:
     """Drives one job through changes, each awaited before the next."""
 
-    def __init__(self, ranks: Ranks, run: Elastic, directory: Path, seed: int) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        run: Elastic | LocalRun,
+        directory: Path,
+        seed: int,
+        body: Callable[..., None] = elastic_bodies.train,
+    ) -> None:
         self._ranks = ranks
+        self._body = body
         self._random = random.Random(seed)
         self._stop_file = directory / f"stop-{secrets.token_hex(4)}"
         self._run = replace(run, stop_file=str(self._stop_file))
@@ -41,7 +54,7 @@ class Schedule:
     def add(self, **changes: Any) -> Rank:
         """One more member, whose run has these changes."""
         run = replace(self._run, member_id=next(self._names), **changes)
-        rank = self._ranks.start(elastic_bodies.train, run)
+        rank = self._ranks.start(self._body, run)
         self.alive.append(rank)
         self.all.append(rank)
         return rank
@@ -85,7 +98,8 @@ class Schedule:
             rank.catch_up()
         last = max(data["step"] for _, data in self.committed())
         draft = self._stop_file.with_suffix(".draft")
-        draft.write_text(str(last + MARGIN_STEPS))
+        at_step = -(-(last + MARGIN_STEPS) // STOP_STEPS) * STOP_STEPS
+        draft.write_text(str(at_step))
         draft.rename(self._stop_file)  # all of it at once: members read it at any moment
 
     def finish(self) -> Mapping[str, Any]:
@@ -132,7 +146,7 @@ def check_same_weights(finished: Mapping[str, Any], run: Elastic, tolerance: flo
     return largest
 
 
-def check_each_sample_once(ranks: list[Rank], num_steps: int, batch_size: int) -> None:
+def check_each_sample_once(ranks: list[Rank], num_steps: int, order: Order) -> None:
     """In the trajectory that counts, each step took exactly its own part of the epoch's order.
 
     A step that was rolled back comes again in a later generation; the latest one counts.
@@ -147,7 +161,6 @@ def check_each_sample_once(ranks: list[Rank], num_steps: int, batch_size: int) -
         for kind, data in rank.seen:
             if kind == "tried" and valid.get(data["step"]) == data["generation"]:
                 shares[data["step"]][data["share"]] = data["indices"]
-    order = elastic_bodies.order(batch_size)
     for step in range(num_steps):
         parts = shares[step]
         counts = {count for _, count in parts}

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+import elastic_bodies
 import rank_bodies
+import torch
 from local_sgd_twin import NUM_SAMPLES, Twin, build, loader, strategy_of
 from rank_bodies import Run, session_of
 from ranks import Rank, Report
@@ -15,19 +17,21 @@ from torch import nn
 from shoal.strategies.base import Generation
 from shoal.strategies.local_sgd import LocalSGD
 
-OPTIMIZER = "adamw"
-
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRun(Run):
     """One member's part."""
 
     every_steps: int
+    optimizer: str = "adamw"
+    dtype: torch.dtype = torch.float32
+    stop_file: str = ""
+    """Holds the step at which all members stop, once the test has decided on it."""
 
 
 def train(report: Report, run: LocalRun) -> None:
     """The loop of the README, with a fault in it."""
-    model, optimizer = build(OPTIMIZER, seed=ord(run.member_id))
+    model, optimizer = build(run.optimizer, seed_of(run.member_id), run.dtype)
     strategy = strategy_of(run.strategy, run.every_steps)
     _tell_of_bring_up(strategy, report)
     held = False
@@ -35,22 +39,39 @@ def train(report: Report, run: LocalRun) -> None:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
         dataset = loader()._dataset
         for batch in session.batches(dataset, global_batch_size=run.batch_size, epochs=run.epochs):
+            if elastic_bodies.is_over(run.stop_file, batch.step):
+                break
             if batch.step == run.hold_at and not held:
                 held = True
                 report("holds")
                 Path(run.gate).read_bytes()
             place = {"generation": session.generation, "rank": session.rank}
             source = session._present().record.roster.source_member_id
-            report("tried", step=batch.step, **place, member=run.member_id, source=source)
+            report(
+                "tried",
+                step=batch.step,
+                **place,
+                member=run.member_id,
+                source=source,
+                share=(session.rank, session.world_size),
+                indices=batch.indices,
+            )
+            fault = run.fault if batch.step == run.at_step else ""
+            if fault in elastic_bodies.PLACES:
+                elastic_bodies.plant(fault, optimizer)
             with session.step() as step:
                 loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
-                if batch.step == run.at_step:
-                    rank_bodies.prepare_fault(run.fault, model, optimizer)
+                rank_bodies.prepare_fault(fault, model, optimizer)
                 session.backward(loss)
             if step.committed:
                 report("committed", step=batch.step, **place)
         weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
     report("finished", weights=weights, step=session.step_number)
+
+
+def seed_of(member_id: str) -> int:
+    """Of the weights that a member starts with: another one for each."""
+    return int.from_bytes(member_id.encode())
 
 
 def _tell_of_bring_up(strategy: LocalSGD, report: Report) -> None:
@@ -79,7 +100,13 @@ def twin_of(ranks: Sequence[Rank], run: LocalRun, num_steps: int) -> Twin:
         elif kind == "entering":
             steps[data["generation"], data["member"]] = data["step"]
     numbers = sorted(members)
-    twin = Twin(run.strategy, OPTIMIZER, seed=ord(sources[numbers[0]]), batch_size=run.batch_size)
+    twin = Twin(
+        run.strategy,
+        run.optimizer,
+        seed_of(sources[numbers[0]]),
+        batch_size=run.batch_size,
+        dtype=run.dtype,
+    )
     known: set[str] = set()
     for number, following in zip(numbers, [*numbers[1:], None], strict=True):
         by_rank = [members[number][rank] for rank in sorted(members[number])]

@@ -6,28 +6,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from strategy_runs import PLAIN, Manner, take_step_alone
 from torch import Tensor, nn
 
 from shoal.data import Loader, Order
 from shoal.strategies.local_sgd import DiLoCo, LocalSGD
 
 NUM_SAMPLES = 47
-# Members that are threads would else have a team of threads each.
-torch.set_num_threads(1)
+EPOCHS = 10_000
+"""More than any test trains."""
 
 
 class Net(nn.Module):
-    """With running statistics, a counter and a mask that holds infinities."""
+    """With running statistics, a counter, a mask that holds infinities, and what nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 9), nn.Linear(9, 2)
         self.second.bias.requires_grad_(False)
+        self.idle = nn.Linear(2, 3)
         self.register_buffer("mean", torch.zeros(6))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]).tile(5)[:9])
 
     def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.to(self.mean.dtype)
         if self.training:
             self.seen += 1
             self.mean.lerp_(inputs.detach().mean(0), 0.1)
@@ -36,9 +39,11 @@ class Net(nn.Module):
         return outputs
 
 
-def build(optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(
+    optimizer: str, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A member's own start: another one for each seed."""
-    model = Net()
+    model = Net().to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -48,12 +53,15 @@ def build(optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimiz
     return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
-def loader(batch_size: int = 10, epochs: int = 1000) -> Loader:
+def order(batch_size: int = 10) -> Order:
     """47 samples: the last batch of an epoch has 7, and none divides by three or four."""
+    return Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
+
+
+def loader(batch_size: int = 10) -> Loader:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(NUM_SAMPLES, 6, generator=generator)
-    order = Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=epochs)
-    return Loader((inputs, (inputs.sum(1) > 0).long()), order)
+    return Loader((inputs, (inputs.sum(1) > 0).long()), order(batch_size))
 
 
 def strategy_of(name: str, every_steps: int, **options: Any) -> LocalSGD:
@@ -72,11 +80,20 @@ class _Replica:
 class Twin:
     """What all members have together; `train` is one round."""
 
-    def __init__(self, strategy: str, optimizer: str, seed: int = 0, batch_size: int = 10) -> None:
-        self.model, _ = build(optimizer, seed)
-        self._first = _Replica(*build(optimizer, seed))
+    def __init__(
+        self,
+        strategy: str,
+        optimizer: str,
+        seed: int = 0,
+        *,
+        batch_size: int = 10,
+        manner: Manner = PLAIN,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model, _ = build(optimizer, seed, dtype)
+        self._first = _Replica(*build(optimizer, seed, dtype))
         self._replicas: dict[str, _Replica] = {}
-        self._loader = loader(batch_size)
+        self._loader, self._manner = loader(batch_size), manner
         own = [parameter.requires_grad_() for parameter in self.model.parameters()]
         self._outer = torch.optim.SGD(own, lr=1.0)
         if strategy == "diloco":
@@ -100,11 +117,11 @@ class Twin:
 
     def _step(self, replica: _Replica, step: int, rank: int, world_size: int) -> None:
         batch = self._loader.synchronous(step, rank, world_size)
-        outputs = replica.model(batch.inputs)
         if batch.weight:
-            replica.optimizer.zero_grad()
-            nn.functional.cross_entropy(outputs, batch.targets).backward()
-            replica.optimizer.step()
+            cross_entropy = nn.functional.cross_entropy
+            take_step_alone(replica.model, replica.optimizer, batch, cross_entropy, self._manner)
+        else:
+            replica.model(batch.inputs)
         replica.weight += batch.weight
 
     @torch.no_grad()

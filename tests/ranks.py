@@ -35,20 +35,24 @@ class Rank:
 
     def expect(self, kind: str, timeout_s: float = 60.0) -> dict[str, Any]:
         """The data of the next report of this kind; others are kept in `seen`."""
+        got, data = self.expect_any(kind, "raised", timeout_s=timeout_s)
+        if got != kind:
+            raise AssertionError(f"raised instead of {kind!r}: {data['trace']}")
+        return data
+
+    def expect_any(self, *kinds: str, timeout_s: float = 60.0) -> tuple[str, dict[str, Any]]:
+        """The next report that is of one of these kinds; others are kept in `seen`."""
         while True:
             try:
                 report = self._events.get(timeout=timeout_s)
             except queue.Empty:
-                raise AssertionError(f"no {kind!r} in {timeout_s} s; saw {self.kinds()}") from None
+                raise AssertionError(f"no {kinds} in {timeout_s} s; saw {self.kinds()}") from None
             if report is None:
                 self._events.put(None)
-                raise AssertionError(f"ended without {kind!r}; saw {self.kinds()}")
+                raise AssertionError(f"ended without {kinds}; saw {self.kinds()}")
             self.seen.append(report)
-            got, data = report
-            if got == kind:
-                return data
-            if got == "raised":
-                raise AssertionError(f"raised instead of {kind!r}: {data['trace']}")
+            if report[0] in kinds:
+                return report
 
     def catch_up(self) -> None:
         """Take what has been reported by now, without waiting for more."""

@@ -113,8 +113,9 @@ def check_equal(holdings: list[Holding], training: Training) -> None:
     assert largest_difference(ours, theirs) < TOLERANCE
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "adafactor"])
+@pytest.mark.parametrize(
+    ("optimizer", "world_size"), [("sgd", 2), ("adamw", 4), ("adafactor", 2), ("adafactor", 3)]
+)
 def test_equal_to_one_process(optimizer: str, world_size: int) -> None:
     """Batches of 7 divide by no number of ranks."""
     training = training_of(optimizer, num_steps=50)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_bodies import Elastic
+from elastic_bodies import Elastic, order
 from elastic_schedule import Schedule, check_each_sample_once, check_same_weights
 from ranks import Ranks
 
@@ -59,4 +59,4 @@ def test_changes_leave_no_trace_in_the_weights(
         check_same_weights(finished, run, TOLERANCE)
         for rank in schedule.all:
             rank.drain()
-        check_each_sample_once(schedule.all, finished["step"], run.batch_size)
+        check_each_sample_once(schedule.all, finished["step"], order(run.batch_size))

@@ -1,50 +1,117 @@
 """A member whose code raises: it leaves with its error, and the others train on, exactly."""
 
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import local_sgd_bodies
 import pytest
+import torch
 from elastic_bodies import Elastic
 from elastic_schedule import Schedule, check_same_weights
+from local_sgd_bodies import LocalRun, twin_of
+from local_sgd_twin import EPOCHS
 from ranks import Ranks
 
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
-CASES = [
-    ("ddp", ("forward", "backward", "hook")),
-    ("zero1", ("backward", "optimizer", "hook")),
-    ("fsdp", ("forward", "backward", "optimizer")),
-    ("tensor", ("forward", "backward", "hook")),
-    ("pipeline", ("forward", "backward", "optimizer")),
-]
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
+PLACES = ("forward", "backward", "optimizer", "hook")
 
 
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("strategy", "places"), CASES, ids=str)
-def test_whoever_raises_leaves_and_the_others_train_on(
-    cluster: LocalCluster, tmp_path: Path, strategy: str, places: tuple[str, ...]
-) -> None:
-    """One member after the other raises: in forward, in backward, in the optimizer or behind it."""
-    run = Elastic(
+def elastic(cluster: LocalCluster, strategy: str, num_members: int) -> Elastic:
+    return Elastic(
         coordinator=cluster.coordinator,
         job=f"raises-{secrets.token_hex(4)}",
         member_id="",
-        desired_members=len(places) + 1,
+        desired_members=num_members,
         batch_size=24,
         strategy=strategy,
+        options={"min_split_bytes": 0} if strategy in ("tensor", "hybrid") else {},
     )
+
+
+def lose_all_but_one(schedule: Schedule) -> None:
+    """One member after the other raises: in forward, in backward, in the optimizer, behind it."""
+    faulty = [
+        schedule.add(fault=place, at_step=12 * (number + 1)) for number, place in enumerate(PLACES)
+    ]
+    sound = schedule.add()
+    for place, rank in zip(PLACES, faulty, strict=True):
+        data = rank.expect("raised")
+        assert (data["error"], data["text"]) == ("Planted", place)
+        schedule.alive.remove(rank)
+    assert schedule.alive == [sound]
+    sound.expect("committed")
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whoever_raises_leaves_and_the_others_train_on(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    run = elastic(cluster, strategy, len(PLACES) + 1)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1)
-        faulty = [
-            schedule.add(fault=place, at_step=15 * (number + 1))
-            for number, place in enumerate(places)
-        ]
-        sound = schedule.add()
-        for place, rank in zip(places, faulty, strict=True):
-            data = rank.expect("raised")
-            assert (data["error"], data["text"]) == ("Planted", place)
-            schedule.alive.remove(rank)
-        assert schedule.alive == [sound]
-        sound.expect("committed")
+        lose_all_but_one(schedule)
         check_same_weights(schedule.finish(), run, TOLERANCE)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_whoever_raises_in_a_round_leaves_and_the_others_train_it_again(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    run = LocalRun(
+        coordinator=cluster.coordinator,
+        job=f"raises-{secrets.token_hex(4)}",
+        member_id="",
+        desired_members=len(PLACES) + 1,
+        strategy=strategy,
+        optimizer="sgd",
+        every_steps=4,
+        epochs=EPOCHS,
+        dtype=torch.float64,
+    )
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=local_sgd_bodies.train)
+        lose_all_but_one(schedule)
+        finished = schedule.finish()
+        for rank in schedule.all:
+            rank.drain()
+        expected = twin_of(schedule.all, run, finished["step"]).weights()
+        for name, tensor in expected.items():
+            own = torch.tensor(finished["weights"][name], dtype=tensor.dtype)
+            assert torch.allclose(own, tensor, rtol=0, atol=TOLERANCE), name
+
+
+def fate(rank: Any, before: int) -> Mapping[str, Any]:
+    """What becomes of a member: it raises, or commits in a later generation than `before`."""
+    while True:
+        kind, data = rank.expect_any("raised", "committed")
+        if kind == "raised" or data["generation"] > before:
+            return {"kind": kind, **data}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_gradient_that_is_not_finite_keeps_nobody_waiting(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Though the loss is finite, and only some members' parts of the gradient are hit: whoever is
+    at fault is told so, as is every member that got some of it; all others train on."""
+    run = elastic(cluster, strategy, 3)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1)
+        others = [schedule.add(), schedule.add()]
+        faulty = schedule.add(fault="gradient", at_step=15)
+        assert faulty.expect("raised")["error"] == "NonFiniteGradient"
+        fates = [fate(rank, before=1) for rank in others]
+        told = [each["error"] for each in fates if each["kind"] == "raised"]
+        assert set(told) <= {"NonFiniteGradient"}
+        if strategy in ("ddp", "zero1", "zero2", "fsdp"):
+            assert not told, "the fault is one member's own"
+            schedule.alive.remove(faulty)
+            check_same_weights(schedule.finish(), run, TOLERANCE)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_sgd_twin import Twin, build, loader, strategy_of
+from strategy_runs import PLAIN, Manner, generation_of, over_the_run, take_step
 from torch import Tensor, nn
 
-from shoal.backends.base import Group
 from shoal.backends.in_memory_run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
 from shoal.strategies import find_strategy
@@ -20,28 +21,9 @@ from shoal.strategies.local_sgd import DiLoCo, LocalSGD
 from shoal.strategies.outer import OuterStep
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
 from shoal_proto.v1 import membership_pb2 as pb
-from shoal_proto.v1.identity_pb2 import Token
 
 TOLERANCE = 1e-5
 """fp32; only the order of additions differs."""
-
-
-class TheRunsOwn:
-    """The group that stands already in a run of ranks; the run ends it."""
-
-    def open(self) -> dist.ProcessGroup:
-        group = dist.group.WORLD
-        assert group is not None
-        return group
-
-    def cut(self, reason: str) -> None:
-        raise AssertionError("nobody is lost in these tests")
-
-    def retire(self) -> None:
-        pass
-
-    def keep_for_ever(self) -> None:
-        raise AssertionError("nothing hangs in these tests")
 
 
 @dataclass
@@ -54,18 +36,17 @@ class Member:
     optimizer: torch.optim.Optimizer
     acknowledged: list[int] = field(default_factory=list)
 
-    def train(self, generation: Generation, stop: int, batch_size: int = 10) -> None:
+    def train(
+        self, generation: Generation, stop: int, batch_size: int = 10, manner: Manner = PLAIN
+    ) -> None:
         """Enter the generation and train up to step `stop`."""
         strategy, batches = self.strategy, loader(batch_size)
         strategy.enter(generation)
         while strategy.step < stop:
             step = strategy.step
             batch = batches.synchronous(step, generation.rank, generation.world_size)
-            strategy.begin_step()
-            strategy.forward_backward(
-                batch.inputs, batch.targets, nn.functional.cross_entropy, batch.weight
-            )
-            strategy.end_step(lambda step=step: self.acknowledged.append(step))  # type: ignore[misc]
+            acknowledged = partial(self.acknowledged.append, step)
+            take_step(strategy, batch, nn.functional.cross_entropy, manner, acknowledged)
 
     def weights(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
@@ -74,29 +55,16 @@ class Member:
 def member_of(name: str, strategy: str, optimizer: str, every_steps: int, **options: Any) -> Member:
     """One whose group is that of the run it is in; it starts from weights of its own."""
     made = strategy_of(strategy, every_steps, **options)
-    group: Group = TheRunsOwn()
-    made._new_group = lambda generation: group  # type: ignore[method-assign]
+    over_the_run(made)
     model, own = build(optimizer, seed=ord(name))
     made.distribute(model, own)
     return Member(name, made, model, own)
 
 
-def generation_of(
-    members: Sequence[Member], me: Member, number: int, states: Mapping[str, Any]
-) -> Generation:
-    """As the coordinator would say it; `states` of those that do not receive."""
-    entries = [
-        pb.RosterEntry(
-            member_id=member.name,
-            rank=rank,
-            state=states.get(member.name, pb.STATE_ACTION_RECEIVE),
-        )
-        for rank, member in enumerate(members)
-    ]
-    roster = pb.Roster(generation=number, entries=entries, source_member_id=members[0].name)
-    return Generation(
-        record=pb.GenerationRecord(roster=roster), token=Token(member_id=me.name, generation=number)
-    )
+def among(members: Sequence[Member], me: Member, number: int, keeping: str = "") -> Generation:
+    """The generation of these members as one of them sees it; those of `keeping` have state."""
+    states = dict.fromkeys(keeping, pb.STATE_ACTION_KEEP)
+    return generation_of([member.name for member in members], me.name, number, states)
 
 
 def together(members: Sequence[Member], stop: int, ending: str = "finish", **options: Any) -> None:
@@ -104,11 +72,10 @@ def together(members: Sequence[Member], stop: int, ending: str = "finish", **opt
     "break"."""
     number = options.pop("number", 1)
     keeping = options.pop("keeping", "")
-    states = dict.fromkeys(keeping, pb.STATE_ACTION_KEEP)
 
     def body() -> None:
         me = members[dist.get_rank()]
-        me.train(generation_of(members, me, number, states), stop, **options)
+        me.train(among(members, me, number, keeping), stop, **options)
         if ending == "finish":
             me.strategy.finish()
         elif ending == "hand over":
@@ -138,14 +105,24 @@ def twin_of(names: str, strategy: str, optimizer: str, **options: Any) -> Twin:
     return twin
 
 
+MANNERS = {
+    "clipped and accumulated": Manner(passes=(1, 1, 1, 1, 2), max_norm=0.1),
+    "bf16": Manner(autocast=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("manner", MANNERS.values(), ids=MANNERS)
 @pytest.mark.parametrize("names", ["ab", "abc", "abcd"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
-def test_equal_to_replicas_in_one_process(strategy: str, optimizer: str, names: str) -> None:
-    """50 steps in rounds of seven: the last has one. Shares are uneven."""
+def test_equal_to_replicas_in_one_process(
+    strategy: str, optimizer: str, names: str, manner: Manner
+) -> None:
+    """50 steps in rounds of seven: the last has one. Shares are uneven, one parameter gets no
+    gradient. Each replica clips and rounds by itself, so that bf16 has no tolerance of its own."""
     members = members_of(names, strategy, optimizer, 7)
-    together(members, 50)
-    twin = twin_of(names, strategy, optimizer)
+    together(members, 50, manner=manner)
+    twin = twin_of(names, strategy, optimizer, manner=manner)
     for start in range(0, 50, 7):
         twin.train(names, start, min(start + 7, 50))
     check(members, twin)
@@ -206,7 +183,7 @@ def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
 
     def body() -> None:
         me = members[0]
-        me.strategy.enter(generation_of(members, me, 2, {"a": pb.STATE_ACTION_KEEP}))
+        me.strategy.enter(among(members, me, 2, keeping="a"))
         me.strategy.begin_step()
         batch = loader().synchronous(5, 0, 1)
         me.model(batch.inputs).sum().backward()
@@ -257,7 +234,7 @@ def test_the_state_that_is_shown_is_that_of_the_last_meeting() -> None:
 
     def body() -> None:
         me = members[dist.get_rank()]
-        me.train(generation_of(members, me, 1, {}), 6)
+        me.train(among(members, me, 1), 6)
         shown[me.name] = [me.strategy.state_dict(), me.weights()]
 
     run_in_memory(body, 2)
@@ -311,7 +288,7 @@ def test_who_has_a_gradient_that_is_not_a_number_is_told() -> None:
 
     def body() -> None:
         strategy = member.strategy
-        strategy.enter(generation_of([member], member, 1, {}))
+        strategy.enter(among([member], member, 1))
         strategy.begin_step()
         strategy.backward(member.model(torch.ones(2, 6)).sum() * float("nan"), 1.0)
         strategy.end_step(lambda: None)
@@ -325,7 +302,7 @@ def test_a_loss_that_the_strategy_never_saw_is_told() -> None:
     (member,) = members_of("a", "local-sgd", "sgd", 5)
 
     def body() -> None:
-        member.strategy.enter(generation_of([member], member, 1, {}))
+        member.strategy.enter(among([member], member, 1))
         member.strategy.begin_step()
         member.model(torch.ones(2, 6)).sum().backward()
         member.strategy.end_step(lambda: None)
@@ -344,7 +321,7 @@ def test_half_precision_parameters_are_averaged_in_single() -> None:
     def body() -> None:
         me = members[dist.get_rank()]
         strategy = me.strategy
-        strategy.enter(generation_of(members, me, 1, {}))
+        strategy.enter(among(members, me, 1))
         for _ in range(3):
             strategy.begin_step()
             inputs = torch.full((2, 6), float(dist.get_rank()), dtype=torch.bfloat16)

@@ -3,7 +3,7 @@
 import os
 import secrets
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,9 @@ from typing import Any
 import local_sgd_bodies
 import pytest
 import torch
+from elastic_schedule import Schedule, check_each_sample_once
 from local_sgd_bodies import LocalRun, num_steps_of, twin_of
+from local_sgd_twin import EPOCHS, order
 from ranks import Rank, Ranks
 
 from shoal_client.local.cluster import LocalCluster
@@ -37,15 +39,49 @@ def start(ranks: Ranks, run: LocalRun, names: str) -> list[Rank]:
 
 
 def check_equal_to_the_twin(
-    crew: Sequence[Rank], finished: Sequence[dict[str, Any]], run: LocalRun
+    crew: Sequence[Rank],
+    finished: Sequence[Mapping[str, Any]],
+    run: LocalRun,
+    num_steps: int | None = None,
 ) -> None:
-    num_steps = num_steps_of(run)
+    num_steps = num_steps_of(run) if num_steps is None else num_steps
     expected = twin_of(crew, run, num_steps).weights()
     for each in finished:
         assert each["step"] == num_steps
         for name, tensor in expected.items():
             own = torch.tensor(each["weights"][name], dtype=tensor.dtype)
             assert torch.allclose(own, tensor, rtol=0, atol=TOLERANCE), name
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("strategy", "optimizer"), [("local-sgd", "sgd"), ("diloco", "adamw")])
+def test_changes_leave_no_trace_but_who_trained_which_round(
+    cluster: LocalCluster, tmp_path: Path, strategy: str, optimizer: str
+) -> None:
+    """Kills, joins and drains drawn from a seed. The twin is told who was there, and no more.
+
+    In double precision: there are thousands of rounds, in each of which fp32 rounds otherwise.
+    """
+    with Ranks() as ranks:
+        run = run_of(
+            cluster,
+            strategy=strategy,
+            optimizer=optimizer,
+            every_steps=3,
+            epochs=EPOCHS,
+            dtype=torch.float64,
+        )
+        schedule = Schedule(ranks, run, tmp_path, seed=5, body=local_sgd_bodies.train)
+        schedule.start(3)
+        schedule.kill()
+        schedule.join()
+        schedule.drain()
+        schedule.run(2, smallest=2, largest=4)
+        finished = schedule.finish()
+        for rank in schedule.all:
+            rank.drain()
+        check_equal_to_the_twin(schedule.all, [finished], run, finished["step"])
+        check_each_sample_once(schedule.all, finished["step"], order(run.batch_size))
 
 
 @pytest.mark.parametrize(

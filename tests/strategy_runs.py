@@ -1,0 +1,189 @@
+"""Strategies on ranks that are threads, driven as a session drives them, and one process beside."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.backends.base import Group
+from shoal.data import Batch, Loader, share
+from shoal.strategies.base import Generation, LossFunction, Strategy
+from shoal.strategies.grouped import GroupedStrategy
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+
+# Ranks that are threads would else have a team of threads each.
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manner:
+    """How a step is computed where it is not one pass in the parameters' own dtype."""
+
+    passes: Sequence[int] = (1,)
+    """Backward passes of each step, over and over; each takes a part of a member's samples."""
+    max_norm: float = math.inf
+    """Gradients are scaled down to this norm."""
+    autocast: torch.dtype | None = None
+    """What layers compute in."""
+
+    def clips(self) -> bool:
+        return math.isfinite(self.max_norm)
+
+    def computing(self) -> torch.autocast:
+        return torch.autocast("cpu", dtype=self.autocast, enabled=self.autocast is not None)
+
+    def parts(self, batch: Batch) -> Iterator[tuple[Any, Any, float]]:
+        """(inputs, targets, fraction of the member's samples) of each pass: all members go through
+        as many, if need be with a sample that counts for nothing."""
+        size, passes = len(batch.inputs), self.passes[batch.step % len(self.passes)]
+        for index in range(passes):
+            start, stop = share(0, size, index, passes)
+            part = slice(start, stop) if start < stop else slice(0, 1)
+            yield batch.inputs[part], batch.targets[part], (stop - start) / size
+
+
+PLAIN = Manner()
+
+
+def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
+    """The loss of a part of the samples: the parts' losses add up to the mean of all."""
+    return lambda outputs, targets: loss_function(outputs, targets) * fraction
+
+
+class TheRunsOwn:
+    """The group that stands already in a run of ranks; the run ends it."""
+
+    def open(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def cut(self, reason: str) -> None:
+        raise AssertionError("nobody is lost in these tests")
+
+    def retire(self) -> None:
+        pass
+
+    def keep_for_ever(self) -> None:
+        raise AssertionError("nothing hangs in these tests")
+
+
+def over_the_run(strategy: GroupedStrategy) -> None:
+    """Let all generations of the strategy have the group of the run that they are in."""
+    group: Group = TheRunsOwn()
+    strategy._new_group = lambda generation: group  # type: ignore[method-assign]
+
+
+def generation_of(
+    names: Sequence[str],
+    me: str,
+    number: int = 1,
+    states: Mapping[str, pb.StateAction] | None = None,
+) -> Generation:
+    """As the coordinator would say it to `me`; `states` of those that do not receive."""
+    states = states or {}
+    entries = [
+        pb.RosterEntry(member_id=name, rank=rank, state=states.get(name, pb.STATE_ACTION_RECEIVE))
+        for rank, name in enumerate(names)
+    ]
+    roster = pb.Roster(generation=number, entries=entries, source_member_id=names[0])
+    return Generation(
+        record=pb.GenerationRecord(roster=roster), token=Token(member_id=me, generation=number)
+    )
+
+
+def take_step(
+    strategy: Strategy,
+    batch: Batch,
+    loss_function: LossFunction,
+    manner: Manner = PLAIN,
+    acknowledged: Callable[[], None] = lambda: None,
+) -> None:
+    """One step, as `with session.step():` takes it."""
+    strategy.begin_step()
+    for inputs, targets, fraction in manner.parts(batch):
+        with manner.computing():
+            strategy.forward_backward(
+                inputs, targets, part_of(loss_function, fraction), batch.weight
+            )
+    if manner.clips():
+        strategy.clip_grad_norm(manner.max_norm)
+    strategy.end_step(acknowledged)
+
+
+def take_step_alone(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    loss_function: LossFunction,
+    manner: Manner = PLAIN,
+) -> None:
+    """The same without any distribution."""
+    optimizer.zero_grad()
+    parts = list(manner.parts(batch))
+    for inputs, targets, fraction in parts:
+        with manner.computing():
+            # As ranks do, whose average is taken at the end: in bf16 it rounds otherwise.
+            loss = part_of(loss_function, fraction * len(parts))(model(inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad /= len(parts)
+    if manner.clips():
+        nn.utils.clip_grad_norm_(model.parameters(), manner.max_norm)
+    optimizer.step()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained, by whatever strategy."""
+
+    build: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
+    """Model and optimizer of a seed; that of the first rank is what all start from."""
+    loader: Callable[[], Loader]
+    loss: LossFunction
+    num_steps: int = 50
+    manner: Manner = PLAIN
+    computing: Callable[[nn.Module], nn.Module] = lambda model: model
+    """How one process does by itself what a strategy does within the model."""
+
+
+def by_one_process(run: Run) -> dict[str, Tensor]:
+    """The weights after all steps."""
+    model, optimizer = run.build(0)
+    loader, computing = run.loader(), run.computing(model)
+    for step in range(run.num_steps):
+        batch = loader.synchronous(step, 0, 1)
+        take_step_alone(computing, optimizer, batch, run.loss, run.manner)
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
+    """The body of a rank: what its strategy says the weights are, after all steps."""
+    strategy = made()
+    assert isinstance(strategy, GroupedStrategy)
+    over_the_run(strategy)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, optimizer = run.build(rank)
+    strategy.distribute(model, optimizer)
+    names = [f"m{each}" for each in range(world_size)]
+    generation = generation_of(names, names[rank])
+    strategy.enter(generation)
+    loader, share_of_rank = run.loader(), strategy.data_share(generation)
+    for step in range(run.num_steps):
+        take_step(strategy, loader.synchronous(step, *share_of_rank), run.loss, run.manner)
+    strategy.finish()
+    weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.close()
+    return weights
+
+
+def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """The largest, over all elements of two models."""
+    assert set(ours) == set(theirs), set(ours) ^ set(theirs)
+    return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)
