@@ -1,0 +1,67 @@
+"""What every peer exchanges: 100 MB of fp32 gradients there, 100 MB of values back, SGD between."""
+
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+SHAPES = {f"layer{i}.weight": (1000, 2500) for i in range(10)}
+LR = 0.1
+NUM_BYTES = sum(4 * rows * columns for rows, columns in SHAPES.values())
+"""In one direction."""
+
+Exchange = Callable[[], None]
+"""Push once and receive the values of right after it."""
+
+
+class Peer(Protocol):
+    """A way to exchange. Its module has these two functions."""
+
+    def serve(self, owner: Connection, num_workers: int) -> None:
+        """Hold the parameters, in a process of its own: send the address to `owner` once it
+        serves, and return when the other end of `owner` is closed."""
+        ...
+
+    def connect(self, address: str, number: int, num_workers: int) -> Exchange:
+        """The exchange of worker `number`, in a process of its own."""
+        ...
+
+
+class Parameters:
+    """The values on a server, and SGD on them by the kernel that Shoal takes too."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.values = [torch.zeros(shape) for shape in SHAPES.values()]
+        self._optimizer = torch.optim.SGD(self.values, lr=LR, fused=True)
+        self.lock = threading.Lock()
+
+    def apply(self, gradients: Sequence[Tensor]) -> None:
+        """One step. Whoever calls it holds the lock until the values are sent or copied."""
+        for value, gradient in zip(self.values, gradients, strict=True):
+            value.grad = gradient
+        self._optimizer.step()
+
+
+def new_gradients() -> list[Tensor]:
+    return [torch.full(shape, 0.5) for shape in SHAPES.values()]
+
+
+def await_end(owner: Connection) -> None:
+    """Return when the other end is closed."""
+    owner.poll(None)
+
+
+__all__ = [
+    "LR",
+    "NUM_BYTES",
+    "SHAPES",
+    "Exchange",
+    "Parameters",
+    "Peer",
+    "await_end",
+    "new_gradients",
+]
