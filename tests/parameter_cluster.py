@@ -173,6 +173,13 @@ class ParameterCluster:
         )
         return Server(server_id, config, self._directory / f"{server_id}.log", wires)
 
+    def dismiss(self, server: Server) -> None:
+        """Let a server hand over what it has, and wait until it has ended by itself."""
+        server.send_signal(signal.SIGTERM)
+        server.process.join(START_S)
+        assert server.process.exitcode == 0, server.log_path.read_text()[-4000:]
+        server.incarnation = ""
+
     def await_ready(self) -> None:
         """Wait until every server that was started serves."""
         for server in self.servers.values():
@@ -218,6 +225,10 @@ class ParameterCluster:
             if shard.HasField("joining") or shard.HasField("successor"):
                 return False
         return bool(record.shards)
+
+    def is_spread(self, job: str) -> bool:
+        """Whether it is in step, and every server leads some shard."""
+        return self.is_in_step(job) and len(self.primaries(job)) == len(self.present)
 
     def _read(self, key: str) -> bytes | None:
         reply = KVStub(self._channel).Range(

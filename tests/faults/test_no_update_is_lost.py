@@ -153,6 +153,19 @@ def strike(cluster: ParameterCluster, kind: str, directory: Path, seed: int) -> 
     assert_nothing_lost(work, seed)
 
 
+def test_moves_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
+    """A server that comes is given shards, one that is told to end gives its own away first."""
+    work = new_work(cluster, "adam", tmp_path)
+    with campaign(cluster, work, SEED, NUM_WORKERS) as run:
+        run.await_spread()
+        cluster.start(f"ps-{len(cluster.servers)}")
+        cluster.await_ready()
+        run.await_spread()
+        cluster.dismiss(run.victim())
+        run.await_spread()
+    assert_nothing_lost(work, SEED)
+
+
 def test_no_other_fault_loses_anything(wired: ParameterCluster, tmp_path: Path) -> None:
     """Servers that hang or are cut off are deposed, and change nothing when they are back."""
     strike(wired, "adam", tmp_path, SEED)

@@ -42,6 +42,10 @@ class Campaign:
         """Until each shard has every copy that it can have, and each worker gets through."""
         self.awaited(lambda: self.cluster.is_in_step(self.work.job), "all copies in step")
 
+    def await_spread(self) -> None:
+        """Until, moreover, each server that is there leads some shards."""
+        self.awaited(lambda: self.cluster.is_spread(self.work.job), "shards on all servers")
+
     def await_success(self, since_s: float) -> float:
         """When the first push was acknowledged that was sent after `since_s`."""
 

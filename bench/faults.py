@@ -1,0 +1,140 @@
+"""What random `kill -9` of parameter servers costs and loses, in bench/results/faults.json.
+
+    make bench NAME=faults
+    .venv/bin/python bench/faults.py 1000    # kills instead of the default
+
+Three servers that keep a copy of each other's shards, three workers that push without a pause,
+etcd and a coordinator, all of them processes of this machine. A primary is drawn and killed as
+soon as every shard has its copy again; another server is started in its place. Half of the kills
+with SGD with momentum, half with Adam.
+
+Each worker writes down what it pushed and what it was told. In the end the values must be, to the
+last bit, those of the serial replay of exactly the acknowledged pushes and some whose outcome
+nobody knows: `pushes_lost` and `pushes_applied_twice` count what contradicts it, and any other
+contradiction ends the bench. `failover_p99` goes from the kill until a push that was sent after it
+is acknowledged. `move_pause_p99` is the longest pause between two acknowledged pushes, per planned
+move of shards from one server to another, less the usual time of a push.
+"""
+
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median, quantiles
+
+# The checker and the cluster that may be killed are those of the tests.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+from history.campaign import campaign, judge
+from history.checker import Kind, Report
+from history.events import now_s
+from history.workers import OPTIMIZERS, Success, Work, Worker
+from parameter_cluster import ParameterCluster
+from rows import Row, publish
+
+NUM_KILLS, NUM_MOVES = 200, 30
+NUM_SERVERS, NUM_WORKERS = 3, 3
+SEED = 1
+
+
+class Contradiction(Exception):
+    """What survived is not what was acknowledged, in a way that no figure here stands for."""
+
+
+def new_work(cluster: ParameterCluster, kind: str, directory: Path) -> Work:
+    return Work(
+        coordinators=[cluster.coordinator.grpc],
+        job=f"{directory.name}-{kind}",
+        optimizer=OPTIMIZERS[kind],
+        directory=directory / kind,
+    )
+
+
+def fail_over(kind: str, num_kills: int, directory: Path) -> tuple[list[float], Report]:
+    """Seconds of each failover, and what the checker says."""
+    with ParameterCluster(directory, NUM_SERVERS) as cluster:
+        work = new_work(cluster, kind, directory)
+        with campaign(cluster, work, SEED, NUM_WORKERS) as run:
+            for number in range(num_kills):
+                cluster.await_ready()
+                run.await_in_step()
+                victim = run.kill_one()
+                took_s = run.failovers_s[-1]
+                print(f"{kind}: kill {number + 1}, {victim.server_id}: {took_s:.3f} s", flush=True)
+        return run.failovers_s, judge(work)
+
+
+def move(num_moves: int, directory: Path) -> list[float]:
+    """Seconds that pushes paused for in each planned move: a server comes, or the oldest is asked
+    to leave."""
+    pauses_s = []
+    with ParameterCluster(directory, NUM_SERVERS) as cluster:
+        work = new_work(cluster, "sgd", directory)
+        with campaign(cluster, work, SEED, NUM_WORKERS) as run:
+            for number in range(num_moves):
+                run.await_in_step()
+                since_s = now_s()
+                if number % 2:
+                    cluster.dismiss(cluster.present[0])
+                else:
+                    cluster.start(f"ps-{len(cluster.servers)}")
+                    cluster.await_ready()
+                run.await_spread()
+                run.await_all_succeed()
+                pauses_s.append(max(longest_pause_s(worker, since_s) for worker in run.workers))
+                print(f"move {number + 1}: {pauses_s[-1] * 1e3:.0f} ms", flush=True)
+        report = judge(work)
+    if report.faults:
+        raise Contradiction(str(report))
+    return pauses_s
+
+
+def longest_pause_s(worker: Worker, since_s: float) -> float:
+    """The longest push of a worker from some time on, less a usual one."""
+
+    def took_s(success: Success) -> float:
+        return success.answered_s - success.sent_s
+
+    recent = [success for success in worker.successes if success.answered_s > since_s]
+    return max(map(took_s, recent)) - median(map(took_s, worker.successes))
+
+
+def main() -> None:
+    num_kills = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_KILLS
+    failovers_s: list[float] = []
+    reports = []
+    with tempfile.TemporaryDirectory() as name:
+        for kind in OPTIMIZERS:
+            taken_s, report = fail_over(kind, num_kills // len(OPTIMIZERS), Path(name) / kind)
+            print(f"{kind}: {report}", flush=True)
+            failovers_s += taken_s
+            reports.append(report)
+        pauses_s = move(NUM_MOVES, Path(name) / "move")
+    counted = {Kind.LOST: 0, Kind.TWICE: 0}
+    for report in reports:
+        for fault in report.faults:
+            if fault.kind not in counted:
+                raise Contradiction(str(report))
+            counted[fault.kind] += 1
+    pushed = sum(report.num_acknowledged for report in reports)
+    runs = {"runs": len(failovers_s)}
+    publish(
+        "faults",
+        [
+            Row(metric="pushes_lost", value=counted[Kind.LOST], unit="pushes", **runs),
+            Row(metric="pushes_applied_twice", value=counted[Kind.TWICE], unit="pushes", **runs),
+            Row(metric="pushes_acknowledged", value=pushed, unit="pushes", **runs),
+            Row(metric="failover_p50", value=median(failovers_s), unit="s", **runs),
+            Row(metric="failover_p99", value=p99(failovers_s), unit="s", **runs),
+            Row(metric="move_pause_p50", value=median(pauses_s) * 1e3, unit="ms", runs=NUM_MOVES),
+            Row(metric="move_pause_p99", value=p99(pauses_s) * 1e3, unit="ms", runs=NUM_MOVES),
+        ],
+    )
+
+
+def p99(values: list[float]) -> float:
+    """The 99th percentile; of less than a hundred values, the largest."""
+    return quantiles(values, n=100)[-1] if len(values) >= 100 else max(values)
+
+
+if __name__ == "__main__":
+    main()
