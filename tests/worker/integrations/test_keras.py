@@ -128,6 +128,16 @@ def test_what_cannot_be_distributed_is_refused():
         KerasModule(keras.Sequential([keras.layers.Dense(2)]))
 
 
+def test_a_plan_of_a_keras_model_is_that_of_its_weights():
+    model = keras_ranks.compiled("sgd")
+    plan = shoal.plan(model, "zero2", world_size=2)
+    assert sum(group.num_bytes for group in plan.groups) == 4 * model.count_params()
+    with pytest.raises(InvalidSpec, match="Plan without an optimizer"):
+        shoal.plan(model, "zero2", world_size=2, optimizer=model.optimizer)
+    with pytest.raises(InvalidSpec, match="split by itself"):
+        shoal.plan(model, "tensor", world_size=2)
+
+
 def refused(optimizer_name: str, strategy: str) -> str:
     model = keras_ranks.dense_model()
     kind = getattr(keras.optimizers, optimizer_name)

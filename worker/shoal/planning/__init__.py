@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.integrations.adapting import as_torch, fits_by_itself
 from shoal.planning.figures import Collective, GroupFigures, Plan, RankFigures, Subject
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
@@ -38,8 +39,15 @@ def plan(
             seen=type(found).__name__,
             expected="a strategy that knows its memory and traffic before it runs",
         )
+    if optimizer is not None and fits_by_itself(model, optimizer):
+        raise InvalidSpec(
+            "the state of a Keras optimizer cannot be told beforehand",
+            seen=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer, or none",
+            fix="Plan without an optimizer; its state is then left out.",
+        )
     told: Plan = answer(
-        Subject(model=model, world_size=world_size, optimizer=optimizer, inputs=inputs)
+        Subject(model=as_torch(model), world_size=world_size, optimizer=optimizer, inputs=inputs)
     )
     return told
 

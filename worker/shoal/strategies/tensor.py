@@ -54,7 +54,13 @@ class TensorParallel(LaidOut):
         return derive(model, degree, self._overrides, min_split_bytes=self._min_split_bytes)
 
     def figures(self, subject: Subject) -> Plan:
-        """See `shoal.planning.figures.Planned`; what activations move is not in it."""
+        """See `shoal.planning.figures.Planned`."""
+        if isinstance(subject.model, SplitsItself):
+            raise InvalidSpec(
+                "this model's layers are split by itself, which is not told beforehand",
+                seen=type(subject.model).__name__,
+                expected="a model of torch's own layers",
+            )
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         return tensor_figures(subject, self.plan(subject.model, subject.world_size))
