@@ -18,7 +18,9 @@ class Background:
 
     def start(self, key: object, work: Coroutine[Any, Any, None]) -> None:
         """Run it, unless work of that key is under way."""
-        if key in self._tasks:
+        known = self._tasks.get(key)
+        # One that is done may have looked around for the last time before this was asked for.
+        if known is not None and not known.done():
             work.close()
             return
         task = self._tasks[key] = asyncio.create_task(work)
@@ -32,6 +34,7 @@ class Background:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ended(self, key: object, task: asyncio.Task[None]) -> None:
-        del self._tasks[key]
+        if self._tasks.get(key) is task:
+            del self._tasks[key]
         if not task.cancelled() and task.exception() is not None:
             log.error("background_work_failed", work=str(key), exc_info=task.exception())
