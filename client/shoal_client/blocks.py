@@ -1,13 +1,14 @@
 """Where the bytes of a job's parameters lie in its shards; gathering and scattering them."""
 
-import zlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from shoal_proto import pieces
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShapeMismatch
-from shoal_proto.v1.parameters_pb2 import Piece
+from shoal_proto.pieces import AnyPiece
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
@@ -47,10 +48,10 @@ class ShardBlocks:
         """Indexes of the blocks whose parameter has no buffer."""
         return [i for i, run in enumerate(self._runs) if run.parameter not in buffers]
 
-    def gather(self, buffers: Buffers) -> Iterator[tuple[int, bytes]]:
-        """(offset, data) of pieces that together hold every block that has a buffer, in order.
+    def gather(self, buffers: Buffers) -> Iterator[tuple[int, Sequence[memoryview]]]:
+        """(offset, parts) of pieces that together hold every block that has a buffer, in order.
 
-        Each byte is copied once, out of the caller's buffer.
+        The parts of a piece lie one after the other in the shard; they are the caller's memory.
         """
         parts: list[memoryview] = []
         held = start = 0
@@ -58,7 +59,7 @@ class ShardBlocks:
             source = buffers.get(run.parameter)
             if source is None:
                 if parts:
-                    yield start, b"".join(parts)
+                    yield start, parts
                     parts, held = [], 0
                 continue
             done = 0
@@ -70,18 +71,18 @@ class ShardBlocks:
                 done += size
                 held += size
                 if held == SEND_PIECE_BYTES:
-                    yield start, b"".join(parts)
+                    yield start, parts
                     parts, held = [], 0
         if parts:
-            yield start, b"".join(parts)
+            yield start, parts
 
-    def scatter(self, piece: Piece, buffers: Buffers) -> None:
+    def scatter(self, piece: AnyPiece, buffers: Buffers) -> None:
         """Write a piece's bytes to where they belong. Raises ChecksumMismatch, MalformedMessage."""
         data = memoryview(piece.data)
-        if zlib.crc32(data) != piece.checksum:
+        if crc32(data) != piece.checksum:
             raise ChecksumMismatch(
                 f"a piece of shard {self.shard_id} changed on the way",
-                seen=f"CRC-32 {zlib.crc32(data):#010x} of {len(data)} bytes",
+                seen=f"CRC-32 {crc32(data):#010x} of {len(data)} bytes",
                 expected=f"{piece.checksum:#010x}",
             )
         position, stop = piece.offset_bytes, piece.offset_bytes + len(data)
@@ -135,12 +136,12 @@ def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writ
         )
 
 
-def fill(piece: Piece, shard_id: int, offset_bytes: int, data: bytes) -> None:
-    """Write into a message in place; assigning a Piece would copy its data once more."""
-    piece.shard_id = shard_id
-    piece.offset_bytes = offset_bytes
-    piece.data = data
-    piece.checksum = zlib.crc32(data)
+def encode(field: int, shard_id: int, offset_bytes: int, parts: Sequence[memoryview]) -> bytes:
+    """The serialized message around a piece with these data; each byte is copied once."""
+    checksum = 0
+    for part in parts:
+        checksum = crc32(part, checksum)
+    return pieces.encode(field, shard_id, offset_bytes, parts, checksum)
 
 
-__all__ = ["Buffers", "ShardBlocks", "check_buffers", "fill"]
+__all__ = ["Buffers", "ShardBlocks", "check_buffers", "encode"]

@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from shoal_client.blocks import Buffers, ShardBlocks, check_buffers, fill
+from shoal_client.blocks import Buffers, ShardBlocks, check_buffers, encode
 from shoal_client.channel import Coordinators
+from shoal_client.layouts import without_tables
+from shoal_client.piece_stub import PieceStub
 from shoal_client.shard_servers import Attempt, ShardServers, worst_of
+from shoal_proto import pieces
 from shoal_proto.errors import (
     InternalError,
     MalformedMessage,
@@ -36,7 +39,6 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardData,
     ShardVersion,
 )
-from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import (
     GetMapRequest,
     ParameterSpec,
@@ -45,6 +47,7 @@ from shoal_proto.v1.shards_pb2 import (
     ShardMap,
 )
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+from shoal_proto.v1.tables_pb2 import TableSpec
 
 log = structlog.get_logger(__name__)
 
@@ -98,20 +101,23 @@ class ParameterClient:
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
-        self._servers = ShardServers(timeout_s)
+        self._servers = ShardServers(PieceStub, timeout_s)
         self._map: ShardMap | None = None
         self._blocks: dict[int, ShardBlocks] = {}
         self._versions: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
         self._sequence = 0
 
-    def place(self, parameters: Sequence[ParameterSpec]) -> ShardMap:
+    def place(
+        self, parameters: Sequence[ParameterSpec], tables: Sequence[TableSpec] = ()
+    ) -> ShardMap:
         """The job's shard map, made now if this is the first call for the job.
 
-        Raises ProposalConflict or ShapeMismatch, naming the parameters that differ from the
+        `tables` get shards too: for `shoal_client.tables`, and not in the map given. Raises
+        ProposalConflict or ShapeMismatch, naming the parameters or tables that differ from the
         job's, and NoServers.
         """
-        request = PlaceRequest(token=self._token(), parameters=parameters)
+        request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
         return self._adopt(
             self._coordinators.call(
                 lambda channel: ShardsStub(channel).Place, request, timeout_s=self._timeout_s
@@ -138,7 +144,7 @@ class ParameterClient:
         created: list[int] = []
 
         def attempt(
-            stub: ParametersStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            stub: PieceStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             requests = self._create_requests(optimizer, shards, values)
             created.extend(stub.Create(requests, timeout=timeout_s).created)
@@ -149,15 +155,13 @@ class ParameterClient:
 
     def _create_requests(
         self, optimizer: OptimizerSpec, shards: Sequence[Shard], values: Buffers
-    ) -> Iterator[CreateRequest]:
+    ) -> Iterator[CreateRequest | bytes]:
         yield CreateRequest(
             header=CreateHeader(token=self._token(), optimizer=optimizer, shards=shards)
         )
         for shard in shards:
-            for offset_bytes, data in self._blocks[shard.shard_id].gather(values):
-                request = CreateRequest()
-                fill(request.piece, shard.shard_id, offset_bytes, data)
-                yield request
+            for offset_bytes, parts in self._blocks[shard.shard_id].gather(values):
+                yield encode(pieces.CREATE_REQUEST, shard.shard_id, offset_bytes, parts)
 
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
         """Write the newest values into the buffers.
@@ -170,7 +174,7 @@ class ParameterClient:
         check_buffers(self._known_map(), into, complete=True, writable=True)
 
         def attempt(
-            stub: ParametersStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            stub: PieceStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             items = [PullItem(shard_id=s.shard_id, epoch=s.epoch) for s in shards]
             left_s = max(ready_by_s - time.monotonic(), 0.0)
@@ -215,12 +219,13 @@ class ParameterClient:
             bases=bases or {},
             lr=lr,
             into=into,
+            only=tuple(sorted(only or ())),
             base_versions=dict(self._versions),
             base_epochs=dict(self._epochs),
         )
 
         def attempt(
-            stub: ParametersStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            stub: PieceStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             self._push_once(stub, shards, timeout_s, todo, push)
 
@@ -229,7 +234,7 @@ class ParameterClient:
 
     def _push_once(
         self,
-        stub: ParametersStub,
+        stub: PieceStub,
         shards: Sequence[Shard],
         timeout_s: float,
         todo: set[int],
@@ -239,7 +244,7 @@ class ParameterClient:
         errors: list[ShoalError] = []
         epochs = {shard.shard_id: shard.epoch for shard in shards}
         for reply in stub.Push(self._push_requests(push, shards), timeout=timeout_s):
-            if not reply.HasField("outcome"):
+            if isinstance(reply, pieces.OnlyPiece) or not reply.HasField("outcome"):
                 receiver.take(reply)
                 continue
             outcome = reply.outcome
@@ -261,7 +266,9 @@ class ParameterClient:
         if errors:
             raise worst_of(errors)
 
-    def _push_requests(self, push: "_Push", shards: Sequence[Shard]) -> Iterator[PushRequest]:
+    def _push_requests(
+        self, push: "_Push", shards: Sequence[Shard]
+    ) -> Iterator[PushRequest | bytes]:
         items = [
             PushItem(
                 shard_id=shard.shard_id,
@@ -279,20 +286,20 @@ class ParameterClient:
                 shards=items,
                 lr=push.lr,
                 return_values=push.into is not None,
+                all_shard_ids=push.only,
             )
         )
         for shard in shards:
             blocks = self._blocks[shard.shard_id]
             # What a gradient was computed on follows it, as if the shard went on there.
             for begins, buffers in ((0, push.gradients), (blocks.num_bytes, push.bases)):
-                for offset_bytes, data in blocks.gather(buffers):
-                    request = PushRequest()
-                    fill(request.piece, shard.shard_id, begins + offset_bytes, data)
-                    yield request
+                for offset_bytes, parts in blocks.gather(buffers):
+                    at = begins + offset_bytes
+                    yield encode(pieces.PUSH_REQUEST, shard.shard_id, at, parts)
 
     def _until_done(
         self,
-        attempt: Attempt,
+        attempt: Attempt[PieceStub],
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
@@ -314,7 +321,8 @@ class ParameterClient:
             )
         return self._map
 
-    def _adopt(self, shard_map: ShardMap) -> ShardMap:
+    def _adopt(self, received: ShardMap) -> ShardMap:
+        shard_map = without_tables(received)
         if self._map is None or self._map.schema_digest != shard_map.schema_digest:
             self._blocks = {shard.shard_id: ShardBlocks(shard) for shard in shard_map.shards}
         self._map = shard_map
@@ -340,6 +348,7 @@ class _Push:
     bases: Buffers
     lr: Sequence[float]
     into: Buffers | None
+    only: Sequence[int]
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
 
@@ -361,8 +370,8 @@ class _Receiver:
         self._version = ShardVersion()
         self._left_bytes = 0
 
-    def take(self, reply: ShardData | PushReply) -> None:
-        if reply.HasField("version"):
+    def take(self, reply: ShardData | PushReply | pieces.OnlyPiece) -> None:
+        if not isinstance(reply, pieces.OnlyPiece) and reply.HasField("version"):
             self._version.CopyFrom(reply.version)
             self._left_bytes = reply.version.num_bytes
             return

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 import grpc
 import structlog
@@ -17,7 +18,6 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.status import from_rpc_error
-from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
 log = structlog.get_logger(__name__)
@@ -25,15 +25,18 @@ log = structlog.get_logger(__name__)
 MAX_SERVERS = 64
 """Threads that talk to servers at a time; with more servers, some wait for their turn."""
 
-Attempt = Callable[[ParametersStub, Sequence[Shard], float, set[int]], None]
+Stub = TypeVar("Stub")
+Attempt = Callable[[Stub, Sequence[Shard], float, set[int]], None]
 """One call to one server about some of its shards, within so many seconds. Discards from the set
 the ids of shards that are done; raises for the others."""
 
 
-class ShardServers:
-    """Connections to the parameter servers. For one thread at a time, but for `close`."""
+class ShardServers(Generic[Stub]):
+    """Connections to one service of the parameter servers. For one thread at a time, but for
+    `close`."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, stub_of: Callable[[grpc.Channel], Stub], timeout_s: float) -> None:
+        self._stub_of = stub_of
         self._timeout_s = timeout_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
@@ -44,7 +47,7 @@ class ShardServers:
         self,
         shard_map: Callable[[], ShardMap],
         refetch: Callable[[], None],
-        attempt: Attempt,
+        attempt: Attempt[Stub],
         ready_by_s: float,
         shard_ids: Collection[int] | None = None,
     ) -> int:
@@ -84,13 +87,13 @@ class ShardServers:
                 refetch()
 
     def _at_each(
-        self, attempt: Attempt, shards: Sequence[Shard], todo: set[int], timeout_s: float
+        self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
     ) -> list[ShoalError]:
         *others, last = _by_address(shards).items()
 
         def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
             try:
-                attempt(ParametersStub(self._channel(address)), held, max(timeout_s, 0.01), todo)
+                attempt(self._stub_of(self._channel(address)), held, max(timeout_s, 0.01), todo)
             except grpc.RpcError as rpc_error:
                 return from_rpc_error(rpc_error, address)
             except ShoalError as error:

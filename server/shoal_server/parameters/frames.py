@@ -1,12 +1,12 @@
 """Records and images as messages of a stream, and back; what is large goes in checked pieces."""
 
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.parameters.image import Image, Record
@@ -80,12 +80,12 @@ def _pieces(data: memoryview) -> Iterator[pb.FollowRequest]:
 
 def _fill(message: pb.Bytes, data: memoryview) -> None:
     message.data = bytes(data)
-    message.checksum = zlib.crc32(data)
+    message.checksum = crc32(data)
 
 
 def checked(message: pb.Bytes) -> bytes:
     """The bytes. Raises ChecksumMismatch if they are not those that were sent."""
-    seen = zlib.crc32(message.data)
+    seen = crc32(message.data)
     if seen != message.checksum:
         raise ChecksumMismatch(
             "a piece of a shard changed on its way to the backup",

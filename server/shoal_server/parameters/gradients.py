@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.errors import NonFiniteGradient, ShapeMismatch
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.tensors import wide
 
@@ -29,7 +30,7 @@ class Cutter:
         self._dtype = DTYPES[spec.dtype]
         self._sizes = [block.num_elements for block in spec.blocks]
 
-    def cut(self, blocks: Sequence[int], data: bytes) -> Sequence[Tensor]:
+    def cut(self, blocks: Sequence[int], data: Buffer) -> Sequence[Tensor]:
         """A view of the data for each of the named blocks, which lie in it one after the other.
 
         Raises ShapeMismatch if it is longer or shorter than these.
@@ -46,7 +47,7 @@ class Cutter:
             return ()
         return torch.split(torch.frombuffer(data, dtype=self._dtype), sizes)
 
-    def check_finite(self, blocks: Sequence[int], data: bytes) -> None:
+    def check_finite(self, blocks: Sequence[int], data: Buffer) -> None:
         """Raise NonFiniteGradient, with the parameter's name, or ShapeMismatch."""
         gradients = self.cut(blocks, data)
         if not gradients:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import PushRecord, SessionImage
 from shoal_server.parameters.sessions import SessionTable
 
@@ -40,7 +41,7 @@ class Record:
     """One push as it was applied."""
 
     push: PushRecord
-    data: bytes
+    data: Buffer
     """The gradient, little-endian, as it came."""
 
 

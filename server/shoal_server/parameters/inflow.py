@@ -1,11 +1,11 @@
 """Putting a shard's pieces back together, never holding more than the shard's own size."""
 
-import zlib
 from collections.abc import Sequence
 
 from shoal_proto import MAX_PIECE_BYTES
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, Overloaded, ShapeMismatch
-from shoal_proto.v1.parameters_pb2 import Piece
+from shoal_proto.pieces import AnyPiece, Buffer
 from shoal_proto.v1.shards_pb2 import Shard
 
 DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
@@ -93,14 +93,14 @@ class Inflow:
             self._spans += [(end + start, end + stop) for start, stop in self._spans]
         self.expected_bytes = sum(stop - start for start, stop in self._spans)
         self._received_bytes = 0
-        self._parts: list[bytes] = []
+        self._parts: list[Buffer] = []
         self._position = self._spans[0][0] if self._spans else 0
 
     @property
     def is_complete(self) -> bool:
         return not self._spans
 
-    def take(self, piece: Piece) -> None:
+    def take(self, piece: AnyPiece) -> None:
         """Add the next piece. Raises ShapeMismatch or MalformedMessage if it is not the next."""
         data = piece.data
         left = self._spans[0][1] - self._position if self._spans else 0
@@ -134,14 +134,14 @@ class Inflow:
             fix="Compare shape and dtype with the job's shard map.",
         )
 
-    def join(self) -> bytes:
+    def join(self) -> Buffer:
         """All the bytes; copied only if they came in more than one piece."""
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
 
-def check(piece: Piece) -> None:
+def check(piece: AnyPiece) -> None:
     """Raise ChecksumMismatch if the bytes are not those that were sent."""
-    seen = zlib.crc32(piece.data)
+    seen = crc32(piece.data)
     if seen != piece.checksum:
         raise ChecksumMismatch(
             f"a piece of shard {piece.shard_id} changed on the way",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import JournalDamaged
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import RecordStart
 from shoal_server.parameters.image import Record
 
@@ -67,7 +68,7 @@ def start(first_number: int) -> bytes:
 def encode(entry: Entry, number: int, synced_bytes: int) -> bytes:
     """The bytes of an entry."""
     header = RecordStart(job=entry.job, shard_id=entry.shard_id, epoch=entry.epoch)
-    data = b""
+    data: Buffer = b""
     if entry.record is not None:
         header.record.CopyFrom(entry.record.push)
         data = entry.record.data

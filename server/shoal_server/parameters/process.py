@@ -19,7 +19,6 @@ import torch
 
 from shoal_proto.errors import InvalidSpec, RetryError
 from shoal_proto.incarnation import new_incarnation
-from shoal_proto.v1.parameters_pb2_grpc import add_ParametersServicer_to_server
 from shoal_proto.v1.replication_pb2_grpc import add_ReplicationServicer_to_server
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
@@ -28,6 +27,7 @@ from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
+from shoal_server.parameters import handlers
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.cuts import Cuts
@@ -162,7 +162,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             run=run,
             budget=budget,
         )
-        add_ParametersServicer_to_server(servicer, server)
+        handlers.add(servicer, server)
         maker = TableMaker(store, catalog, custody)
         tables = TablesServicer(maker=maker, fence=fence, cuts=cuts, run=run, budget=budget)
         add_TablesServicer_to_server(tables, server)

@@ -9,11 +9,12 @@ from functools import partial
 
 import structlog
 
+from shoal_proto import pieces
 from shoal_proto.errors import InternalError, InvalidSpec, MalformedMessage, ShoalError
+from shoal_proto.pieces import AnyPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1.parameters_pb2 import (
     Acknowledgement,
-    Piece,
     PushHeader,
     PushItem,
     PushOutcome,
@@ -23,7 +24,7 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Inflow, Reservation
-from shoal_server.parameters.shard import LiveShard, Push, Slice, Values
+from shoal_server.parameters.shard import LiveShard, Push, Values
 from shoal_server.parameters.work import Runner
 
 log = structlog.get_logger(__name__)
@@ -95,7 +96,7 @@ class IncomingPush:
         inflow = Inflow(shard.spec, item.absent_blocks, with_base=shard.needs_base)
         return _Part(item=item, held=held, shard=shard, inflow=inflow)
 
-    def take(self, piece: Piece, reservation: Reservation) -> None:
+    def take(self, piece: AnyPiece, reservation: Reservation) -> None:
         """Add a piece. A shard is applied once a piece of another one, or the end, has come: only
         then is it known that its gradient was not too long."""
         if self._whole is not None and piece.shard_id != self._whole.item.shard_id:
@@ -138,7 +139,7 @@ class IncomingPush:
         done = isinstance(answer, asyncio.Future) and answer.done()
         return done or len(self._pending) >= MAX_PENDING_SHARDS
 
-    async def next_answer(self, reservation: Reservation) -> Iterator[PushReply]:
+    async def next_answer(self, reservation: Reservation) -> Iterator[PushReply | bytes]:
         """Wait for the oldest pending shard; the messages that answer it."""
         shard_id, pending = self._pending.popleft()
         answer = await pending
@@ -223,15 +224,7 @@ def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
     )
 
 
-def fill(piece: Piece, shard_id: int, part: Slice) -> None:
-    """Write into a message in place; assigning a Piece would copy its data once more."""
-    piece.shard_id = shard_id
-    piece.offset_bytes = part.offset_bytes
-    piece.data = part.data
-    piece.checksum = part.checksum
-
-
-def _messages(answer: _Answer) -> Iterator[PushReply]:
+def _messages(answer: _Answer) -> Iterator[PushReply | bytes]:
     yield PushReply(outcome=answer.outcome)
     if answer.values is None:
         return
@@ -242,9 +235,9 @@ def _messages(answer: _Answer) -> Iterator[PushReply]:
         )
     )
     for part in answer.values.pieces:
-        reply = PushReply()
-        fill(reply.piece, shard_id, part)
-        yield reply
+        yield pieces.encode(
+            pieces.PUSH_REPLY, shard_id, part.offset_bytes, (part.data,), part.checksum
+        )
 
 
 def _refusal(shard_id: int, error: ShoalError) -> _Answer:

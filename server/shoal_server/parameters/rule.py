@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.gradients import Cutter
@@ -35,7 +36,7 @@ class UpdateRule:
         """Whether the values that a gradient was computed on have to follow it in a push."""
         return self._staleness.needs_base
 
-    def check(self, blocks: Sequence[int], data: bytes, staleness: int, shard_id: int) -> None:
+    def check(self, blocks: Sequence[int], data: Buffer, staleness: int, shard_id: int) -> None:
         """Raise StalePush, ShapeMismatch or NonFiniteGradient for what must not be applied."""
         self._staleness.admit(staleness, shard_id)
         self._cutter.check_finite(self._spans(blocks), data)
@@ -44,7 +45,7 @@ class UpdateRule:
         """The learning rate for a push; without one of its own, that of the schedule."""
         return self._staleness.scale(self._schedule.lr if asked is None else asked, staleness)
 
-    def apply(self, record: PushRecord, data: bytes) -> None:
+    def apply(self, record: PushRecord, data: Buffer) -> None:
         """Update the blocks that the record names. Depends on nothing but what was applied before.
 
         Raises ShapeMismatch if there is not as much data as the record asks for; then nothing has

@@ -9,7 +9,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing
 from functools import partial
 
+from shoal_proto import pieces
 from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
     CreateReply,
@@ -24,7 +26,6 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardData,
     ShardVersion,
 )
-from shoal_proto.v1.parameters_pb2_grpc import ParametersServicer
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
@@ -34,7 +35,7 @@ from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
 from shoal_server.parameters.optimizers import check_spec
-from shoal_server.parameters.pushes import IncomingPush, dense, fill, not_expected
+from shoal_server.parameters.pushes import IncomingPush, dense, not_expected
 from shoal_server.parameters.shard import LiveShard, Values
 from shoal_server.parameters.work import Runner
 from shoal_server.rpc import Context
@@ -44,7 +45,7 @@ FORMING_S = 10.0
 """How long a call that creates waits for the first backup to have the values."""
 
 
-class Servicer(ParametersServicer):
+class Servicer:
     def __init__(
         self,
         *,
@@ -63,9 +64,11 @@ class Servicer(ParametersServicer):
         self._budget = budget
         self._tally = Tally()
 
-    async def Create(self, requests: AsyncIterator[CreateRequest], context: Context) -> CreateReply:
+    async def Create(
+        self, requests: AsyncIterator[CreateRequest | OnlyPiece], context: Context
+    ) -> CreateReply:
         first = await anext(requests, CreateRequest())
-        if not first.HasField("header"):
+        if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise _no_header("CreateHeader")
         header = first.header
         await self._fence.check(header.token)
@@ -80,7 +83,7 @@ class Servicer(ParametersServicer):
     async def _receive(
         self,
         header: CreateHeader,
-        requests: AsyncIterator[CreateRequest],
+        requests: AsyncIterator[CreateRequest | OnlyPiece],
         reservation: Reservation,
     ) -> list[int]:
         specs = {shard.shard_id: shard for shard in header.shards}
@@ -108,7 +111,9 @@ class Servicer(ParametersServicer):
         await self._catalog.wait_for(header.token.job, created, FORMING_S)
         return created
 
-    async def Pull(self, request: PullRequest, context: Context) -> AsyncIterator[ShardData]:
+    async def Pull(
+        self, request: PullRequest, context: Context
+    ) -> AsyncIterator[ShardData | bytes]:
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
@@ -130,9 +135,9 @@ class Servicer(ParametersServicer):
                 )
             )
             for part in values.pieces:
-                data = ShardData()
-                fill(data.piece, held.shard_id, part)
-                yield data
+                yield pieces.encode(
+                    pieces.SHARD_DATA, held.shard_id, part.offset_bytes, (part.data,), part.checksum
+                )
 
     async def _read_ahead(
         self, reads: Iterable[tuple[Held, int]]
@@ -150,10 +155,10 @@ class Servicer(ParametersServicer):
             yield held, await values
 
     async def Push(
-        self, requests: AsyncIterator[PushRequest], context: Context
-    ) -> AsyncIterator[PushReply]:
+        self, requests: AsyncIterator[PushRequest | OnlyPiece], context: Context
+    ) -> AsyncIterator[PushReply | bytes]:
         first = await anext(requests, PushRequest())
-        if not first.HasField("header"):
+        if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise _no_header("PushHeader")
         session = await self._fence.check(first.header.token)
         push = IncomingPush(first.header, session, self._fence.is_live, self._run)
@@ -168,16 +173,16 @@ class Servicer(ParametersServicer):
         ):
             outcomes = []
             async for reply in replies:
-                if reply.HasField("outcome"):
+                if not isinstance(reply, bytes) and reply.HasField("outcome"):
                     outcomes.append(reply.outcome)
-                if reply.outcome.HasField("error"):
-                    passage.answered(reply.outcome.shard_id, reply.outcome.error)
+                    if reply.outcome.HasField("error"):
+                        passage.answered(reply.outcome.shard_id, reply.outcome.error)
                 yield reply
             self._tally.count(first.header.token.job, outcomes)
 
     async def _pushed(
-        self, push: IncomingPush, requests: AsyncIterator[PushRequest]
-    ) -> AsyncGenerator[PushReply, None]:
+        self, push: IncomingPush, requests: AsyncIterator[PushRequest | OnlyPiece]
+    ) -> AsyncGenerator[PushReply | bytes, None]:
         with Reservation(self._budget) as reservation:
             await push.open(self._catalog)
             async for request in requests:

@@ -6,7 +6,6 @@ and a reader never sees half of one. Nothing here waits for a network or an even
 
 import threading
 import time
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -15,7 +14,9 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord
@@ -46,7 +47,7 @@ class Push:
     base_version: int
     lr: float | None
     blocks: Sequence[int]
-    gradient: bytes
+    gradient: Buffer
     base_epoch: int = 0
     """The shard's epoch when the base version was received; 0: not told."""
 
@@ -204,7 +205,7 @@ class LiveShard:
         pieces = []
         for start in range(0, self.num_bytes, SEND_PIECE_BYTES):
             data = bytes(self._bytes[start : start + SEND_PIECE_BYTES])
-            pieces.append(Slice(start, data, zlib.crc32(data)))
+            pieces.append(Slice(start, data, crc32(data)))
         return Values(version=self._version, num_bytes=self.num_bytes, pieces=pieces)
 
     def keep(self, keeper: Keeper | None) -> None:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_proto.errors import MalformedMessage, NonFiniteGradient, ShapeMismatch
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.parameters.gradients import DTYPES
 from shoal_server.parameters.tables.hashing import Ids, shards_of
@@ -61,7 +62,7 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
 
 
 def read_batch(
-    table: TableSpec, table_index: int, row_ids: bytes, births: bytes, gradient: bytes
+    table: TableSpec, table_index: int, row_ids: bytes, births: bytes, gradient: Buffer
 ) -> Batch:
     """The rows of a push.
 

@@ -12,6 +12,7 @@ import torch
 from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import PushRecord, TableShardSpec
 from shoal_proto.v1.shards_pb2 import Shard
@@ -179,7 +180,7 @@ class TableShard:
         )
         return self._apply(record, batch, push.gradient)
 
-    def _read(self, row_ids: bytes, births: bytes, gradient: bytes) -> Batch:
+    def _read(self, row_ids: bytes, births: bytes, gradient: Buffer) -> Batch:
         return read_batch(self.table, self.spec.table_index, row_ids, births, gradient)
 
     def _staleness(self, push: TablePush) -> int:
@@ -196,7 +197,7 @@ class TableShard:
             fix="Look the rows up again.",
         )
 
-    def _apply(self, record: PushRecord, batch: Batch, data: bytes) -> TableOutcome:
+    def _apply(self, record: PushRecord, batch: Batch, data: Buffer) -> TableOutcome:
         """All that a push changes, on the primary and on every copy alike: nothing in here may
         depend on anything but the shard and the record."""
         self._sessions.forget(record.forgotten_sessions)

@@ -1,0 +1,50 @@
+"""The Parameters service on a gRPC server, with pieces read and written in place."""
+
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from shoal_proto import pieces
+from shoal_proto.v1 import parameters_pb2 as pb
+from shoal_server.parameters.servicer import Servicer
+
+SERVICE = "shoal.v1.Parameters"
+
+
+def add(servicer: Servicer, server: grpc.aio.Server) -> None:
+    """Have the server answer the calls of the Parameters service."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Create": grpc.stream_unary_rpc_method_handler(
+            servicer.Create,
+            request_deserializer=pieces.Decoder(pieces.CREATE_REQUEST, pb.CreateRequest.FromString),
+            response_serializer=_serialize,
+        ),
+        "Pull": grpc.unary_stream_rpc_method_handler(
+            servicer.Pull,
+            request_deserializer=pb.PullRequest.FromString,
+            response_serializer=_serialize,
+        ),
+        "Push": grpc.stream_stream_rpc_method_handler(
+            servicer.Push,
+            request_deserializer=pieces.Decoder(pieces.PUSH_REQUEST, pb.PushRequest.FromString),
+            response_serializer=_serialize,
+        ),
+        "Describe": grpc.unary_unary_rpc_method_handler(
+            servicer.Describe,
+            request_deserializer=pb.DescribeRequest.FromString,
+            response_serializer=_serialize,
+        ),
+        "Drop": grpc.unary_unary_rpc_method_handler(
+            servicer.Drop,
+            request_deserializer=pb.DropRequest.FromString,
+            response_serializer=_serialize,
+        ),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+    server.add_registered_method_handlers(SERVICE, handlers)
+
+
+def _serialize(reply: Message) -> bytes:
+    return reply.SerializeToString()
