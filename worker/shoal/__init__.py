@@ -25,6 +25,17 @@ if TYPE_CHECKING:
     from shoal.compression.sparse import TopK
     from shoal.data import Batch
     from shoal.draining import Drained
+    from shoal.embedding import EmbeddingBagTable, EmbeddingTable
+    from shoal.embedding_options import (
+        Admission,
+        Eviction,
+        RowAdagrad,
+        RowAdam,
+        RowConstant,
+        RowNormal,
+        RowSGD,
+        RowUniform,
+    )
     from shoal.plain import clip_grad_norm, data_share, distribute, forward_backward, state_dict
     from shoal.planning import plan
     from shoal.session import Session
@@ -44,12 +55,16 @@ __all__ = [
     "DDP",
     "FP16",
     "FSDP",
+    "Admission",
     "AsyncDiLoCo",
     "AsyncSGD",
     "Batch",
     "Checkpoints",
     "DiLoCo",
     "Drained",
+    "EmbeddingBagTable",
+    "EmbeddingTable",
+    "Eviction",
     "Hybrid",
     "Int8",
     "LocalSGD",
@@ -59,6 +74,12 @@ __all__ = [
     "Reject",
     "Roster",
     "RosterMember",
+    "RowAdagrad",
+    "RowAdam",
+    "RowConstant",
+    "RowNormal",
+    "RowSGD",
+    "RowUniform",
     "Session",
     "TensorParallel",
     "TopK",
@@ -78,6 +99,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Admission": "shoal.embedding_options",
     "AsyncDiLoCo": "shoal.strategies.async_diloco",
     "AsyncSGD": "shoal.strategies.async_sgd",
     "BF16": "shoal.compression.half",
@@ -86,6 +108,9 @@ _HOMES = {
     "DDP": "shoal.strategies.ddp",
     "DiLoCo": "shoal.strategies.local_sgd",
     "Drained": "shoal.draining",
+    "EmbeddingBagTable": "shoal.embedding",
+    "EmbeddingTable": "shoal.embedding",
+    "Eviction": "shoal.embedding_options",
     "FP16": "shoal.compression.half",
     "FSDP": "shoal.strategies.fsdp",
     "Hybrid": "shoal.strategies.hybrid",
@@ -97,6 +122,12 @@ _HOMES = {
     "Reject": "shoal.validators",
     "Roster": "shoal.validators",
     "RosterMember": "shoal.validators",
+    "RowAdagrad": "shoal.embedding_options",
+    "RowAdam": "shoal.embedding_options",
+    "RowConstant": "shoal.embedding_options",
+    "RowNormal": "shoal.embedding_options",
+    "RowSGD": "shoal.embedding_options",
+    "RowUniform": "shoal.embedding_options",
     "Session": "shoal.session",
     "TensorParallel": "shoal.strategies.tensor",
     "TopK": "shoal.compression.sparse",

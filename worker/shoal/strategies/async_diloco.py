@@ -29,6 +29,7 @@ KINDS = ("none", "scale")
 
 class AsyncDiLoCo(AsyncSGD):
     name: ClassVar[str] = "async-diloco"
+    pushes_rows: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.embedding_exchange import TableExchange
 from shoal.strategies.async_gradients import gradients_of
 from shoal.strategies.async_spec import in_words, to_spec
 from shoal.strategies.async_staleness import to_policy
@@ -34,7 +35,13 @@ from shoal.strategies.base import (
 )
 from shoal.strategies.pace import Pace
 from shoal_client.parameters import ParameterClient, PushResult
-from shoal_proto.errors import GenerationBroken, InternalError, ShardNotReady, StalePush
+from shoal_proto.errors import (
+    GenerationBroken,
+    InternalError,
+    InvalidSpec,
+    ShardNotReady,
+    StalePush,
+)
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
@@ -49,6 +56,8 @@ MAX_REDONE = 16
 class AsyncSGD(Strategy):
     name: ClassVar[str] = "async-sgd"
     synchronous: ClassVar[bool] = False
+    pushes_rows: ClassVar[bool] = True
+    """Whether each step pushes the rows of embedding tables."""
 
     def __init__(
         self,
@@ -79,6 +88,7 @@ class AsyncSGD(Strategy):
         self._redone = 0
         self._rejected = 0
         self._pace = Pace(consistency, staleness_bound)
+        self._tables = TableExchange(nn.Module())
         self._step = 0
         self._has_state = False
         self._cut_generation = 0
@@ -111,6 +121,14 @@ class AsyncSGD(Strategy):
             **self._pace.fields(),
             **self._own_fields(),
         }
+        self._tables = TableExchange(model)
+        if self._tables and not self.pushes_rows:
+            raise InvalidSpec(
+                f"strategy {self.name} does not train embedding tables",
+                seen=", ".join(spec.name for spec in self._tables.specs),
+                expected="a model without them, or the strategy async-sgd",
+            )
+        self._fields |= self._tables.fields()
         return model, optimizer
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
@@ -136,13 +154,15 @@ class AsyncSGD(Strategy):
             context.coordinators, context.token, timeout_s=context.limits.collective_s or 60.0
         )
         self._pace.attach(context)
+        self._tables.attach(context)
 
     def enter(self, generation: Generation) -> None:
         """The first one brings the values; a later one changes nothing, training goes on."""
         if self._has_state:
             return
         client = self._connected()
-        client.place(self._schema)
+        client.place(self._schema, self._tables.specs)
+        self._tables.enter()
         create_at_s = time.monotonic()
         if generation.rank != 0:
             create_at_s += CREATION_PATIENCE_SHARE * self.context.limits.bring_up_s
@@ -179,6 +199,7 @@ class AsyncSGD(Strategy):
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        self._tables.begin_step()
         if self._pace.begin():
             self._refresh()
 
@@ -191,8 +212,13 @@ class AsyncSGD(Strategy):
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         gradients = gradients_of({n: p for n, (p, _) in self._parameters.items()}, self._step)
+        rows = self._tables.gather()
         self._pace.before_push()
+        # A step that is taken anew has brought its rows to the tables already.
+        push_of_rows = self._tables.start_push(rows) if not self._redone else None
         result = self._push(gradients)
+        if push_of_rows is not None:
+            push_of_rows.result()
         if result.stale:
             self._begin_anew(result)
         self._refused, self._redone = frozenset(), 0
@@ -284,10 +310,12 @@ class AsyncSGD(Strategy):
                 "pushes": float(self._pushes),
                 "rejected": float(self._rejected),
                 **self._pace.metrics(),
+                **self._tables.metrics(),
             }
 
     def close(self) -> None:
         self._pace.close()
+        self._tables.close()
         if self._client is not None:
             self._client.close()
 

@@ -1,6 +1,6 @@
 """Tables come into being without values: the server that first leads a shard makes it itself."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import structlog
 
@@ -35,10 +35,10 @@ class TableMaker:
         the error that explains why it is not to be had."""
         items = list(wanted)
         missing = [shard_id for shard_id, _ in items if self._catalog.find(job, shard_id) is None]
-        lost = await self._make(job, missing) if missing else frozenset()
+        is_lost = bool(missing) and await self._make(job, missing)
         found: list[tuple[Held, TableShard] | ShoalError] = []
         for held in await self._catalog.look_up(job, items):
-            if isinstance(held, ShardNotReady) and len(lost) > 0:
+            if isinstance(held, ShardNotReady) and is_lost:
                 found.append(_lost(job))
             elif isinstance(held, ShoalError):
                 found.append(held)
@@ -48,31 +48,32 @@ class TableMaker:
                 found.append(_dense(held))
         return found
 
-    async def _make(self, job: str, shard_ids: list[int]) -> frozenset[int]:
-        """Make what this server leads and nobody ever had; the shards that somebody once had."""
+    async def _make(self, job: str, shard_ids: Collection[int]) -> bool:
+        """Make all of the job's tables that this server leads and nobody ever had; whether some of
+        the shards named were had by somebody, and nobody has them any more."""
         # What is made must be led as the record says from the start: a watch may be behind.
         await self._custody.refresh(job)
         layout = await shard_map.read(self._store, job)
         if layout is None:
-            return frozenset()
-        specs = {shard.shard_id: shard for shard in layout.shards if shard.table}
-        made, lost = [], set()
-        for shard_id in shard_ids:
-            holding = self._custody.holding(job, shard_id)
-            if shard_id not in specs or holding is None or holding.primary != self._custody.me:
+            return False
+        made, is_lost = [], False
+        for spec in layout.shards:
+            holding = self._custody.holding(job, spec.shard_id)
+            if not spec.table or holding is None or holding.primary != self._custody.me:
                 continue
             if holding.epoch != FIRST_EPOCH:
-                lost.add(shard_id)
+                is_absent = self._catalog.find(job, spec.shard_id) is None
+                is_lost |= is_absent and spec.shard_id in shard_ids
                 continue
-            held = Held(job, _new(specs[shard_id], layout), Role.PRIMARY, holding.epoch)
+            held = Held(job, _new(spec, layout), Role.PRIMARY, holding.epoch)
             if self._catalog.add(held):
                 self._custody.created(held)
-                made.append(shard_id)
+                made.append(spec.shard_id)
         if made:
             log.info("table_shards_made", job=job, num_shards=len(made))
             await self._catalog.notify()
             await self._catalog.wait_for(job, made, FORMING_S)
-        return frozenset(lost)
+        return is_lost
 
 
 def _new(spec: Shard, layout: ShardMap) -> TableShard:

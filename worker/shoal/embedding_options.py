@@ -1,0 +1,159 @@
+"""What a table is made of: initialiser, row optimizer, admission and eviction.
+
+They are checked where the table is placed, by the coordinator, whose errors name the setting.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from shoal_proto.v1 import tables_pb2 as pb
+
+
+class RowInit(Protocol):
+    """First values of rows, which depend on the table's seed and name and the row's id alone."""
+
+    def to_proto(self) -> pb.Initialiser: ...
+
+
+class RowOptimizer(Protocol):
+    """What the servers do with the gradient of a row."""
+
+    def to_proto(self) -> pb.RowOptimizer: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowConstant:
+    value: float = 0.0
+
+    def to_proto(self) -> pb.Initialiser:
+        return pb.Initialiser(kind="constant", center=self.value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowUniform:
+    low: float = -0.05
+    high: float = 0.05
+
+    def to_proto(self) -> pb.Initialiser:
+        center, spread = (self.low + self.high) / 2, (self.high - self.low) / 2
+        return pb.Initialiser(kind="uniform", center=center, spread=spread)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowNormal:
+    mean: float = 0.0
+    std: float = 1.0
+
+    def to_proto(self) -> pb.Initialiser:
+        return pb.Initialiser(kind="normal", center=self.mean, spread=self.std)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSGD:
+    """`torch.optim.SGD`; momentum and weight decay reach the rows of a push only."""
+
+    lr: float
+    momentum: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+
+    def to_proto(self) -> pb.RowOptimizer:
+        return pb.RowOptimizer(
+            kind="sgd",
+            lr=self.lr,
+            momentum=self.momentum,
+            nesterov=self.nesterov,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowAdagrad:
+    """`torch.optim.Adagrad`."""
+
+    lr: float = 0.01
+    eps: float = 1e-10
+    initial_accumulator: float = 0.0
+    weight_decay: float = 0.0
+    rowwise: bool = False
+    """One accumulator a row, of the mean of its squares, in place of one an element."""
+
+    def to_proto(self) -> pb.RowOptimizer:
+        return pb.RowOptimizer(
+            kind="rowwise_adagrad" if self.rowwise else "adagrad",
+            lr=self.lr,
+            eps=self.eps,
+            initial_accumulator=self.initial_accumulator,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowAdam:
+    """Lazy Adam: rows without gradient keep their averages."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    counts_rows: bool = True
+    """The bias correction goes by each row's own steps; else by those of the whole table, which is
+    `torch.optim.SparseAdam`."""
+
+    def to_proto(self) -> pb.RowOptimizer:
+        return pb.RowOptimizer(
+            kind="adam" if self.counts_rows else "sparse_adam",
+            lr=self.lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Which pushed ids get a row; the gradients of the others are dropped."""
+
+    min_pushes: int = 1
+    """An id gets its row at so many pushes of it."""
+    probability: float | None = None
+    """An id gets its row with this probability at each push; not together with `min_pushes`."""
+
+    def to_proto(self) -> pb.Admission:
+        if self.probability is not None:
+            return pb.Admission(kind="probability", probability=self.probability)
+        if self.min_pushes != 1:
+            return pb.Admission(kind="count", min_pushes=self.min_pushes)
+        return pb.Admission(kind="all")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eviction:
+    """Which rows are taken out; an id that is pushed again later gets a new row."""
+
+    max_idle_s: float = 0.0
+    """Rows that were not pushed for longer; 0: never."""
+    max_rows: int = 0
+    """Rows of the whole table, kept by each shard for its share; 0: what memory allows."""
+    max_shard_bytes: int = 0
+    """Memory of one shard; 0: 1 GiB."""
+    oldest_when_full: bool = True
+    """A full shard takes out the rows pushed longest ago; else new ids get no row."""
+
+    def to_proto(self) -> pb.Eviction:
+        return pb.Eviction(max_idle_s=self.max_idle_s, oldest_when_full=self.oldest_when_full)
+
+
+__all__ = [
+    "Admission",
+    "Eviction",
+    "RowAdagrad",
+    "RowAdam",
+    "RowConstant",
+    "RowInit",
+    "RowNormal",
+    "RowOptimizer",
+    "RowSGD",
+    "RowUniform",
+]

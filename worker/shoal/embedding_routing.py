@@ -1,0 +1,58 @@
+"""Ids as they are sent: each once, those of one virtual shard together. Over arrays throughout."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shoal_proto.row_hash import FIRST_FACTOR, GAMMA, SECOND_FACTOR
+
+Ids = NDArray[np.int64]
+
+_HALF = np.uint64(32)
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Distinct ids, by shard and rising within each."""
+
+    ids: Ids
+    shards: Ids
+    """Index of the virtual shard of each."""
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(shard, start, stop) for each shard that has some of the ids."""
+        if not len(self.ids):
+            return []
+        starts = np.flatnonzero(np.diff(self.shards, prepend=self.shards[0] - 1))
+        stops = np.append(starts[1:], len(self.ids))
+        shards = self.shards[starts]
+        return list(zip(shards.tolist(), starts.tolist(), stops.tolist(), strict=True))
+
+    def only(self, chosen: NDArray[np.bool_]) -> "Routed":
+        return Routed(self.ids[chosen], self.shards[chosen])
+
+
+def hash_ids(ids: Ids) -> NDArray[np.uint64]:
+    """`shoal_proto.row_hash.mix64` of each."""
+    mixed = ids.view(np.uint64) + np.uint64(GAMMA)
+    mixed ^= mixed >> np.uint64(30)
+    mixed *= np.uint64(FIRST_FACTOR)
+    mixed ^= mixed >> np.uint64(27)
+    mixed *= np.uint64(SECOND_FACTOR)
+    mixed ^= mixed >> np.uint64(31)
+    return mixed
+
+
+def route(ids: Ids, num_shards: int) -> tuple[Routed, Ids]:
+    """The distinct ids, and for each of those given its place among them."""
+    distinct, places = np.unique(ids, return_inverse=True)
+    hashed = hash_ids(distinct)
+    shards = (((hashed >> _HALF) * np.uint64(num_shards)) >> _HALF).view(np.int64)
+    order = np.argsort(shards, kind="stable")
+    place_of = np.empty(len(order), np.int64)
+    place_of[order] = np.arange(len(order))
+    return Routed(distinct[order], shards[order]), place_of[places]
+
+
+__all__ = ["Ids", "Routed", "hash_ids", "route"]
