@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from shoal.session import Session
     from shoal.strategies.async_diloco import AsyncDiLoCo
     from shoal.strategies.async_sgd import AsyncSGD
+    from shoal.strategies.bounded import BSP, SSP
     from shoal.strategies.ddp import DDP
     from shoal.strategies.fsdp import FSDP, Zero2, Zero3
     from shoal.strategies.hybrid import Hybrid
@@ -52,9 +53,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BF16",
+    "BSP",
     "DDP",
     "FP16",
     "FSDP",
+    "SSP",
     "Admission",
     "AsyncDiLoCo",
     "AsyncSGD",
@@ -103,6 +106,7 @@ _HOMES = {
     "AsyncDiLoCo": "shoal.strategies.async_diloco",
     "AsyncSGD": "shoal.strategies.async_sgd",
     "BF16": "shoal.compression.half",
+    "BSP": "shoal.strategies.bounded",
     "Batch": "shoal.data",
     "Checkpoints": "shoal.checkpoint.background",
     "DDP": "shoal.strategies.ddp",
@@ -128,6 +132,7 @@ _HOMES = {
     "RowNormal": "shoal.embedding_options",
     "RowSGD": "shoal.embedding_options",
     "RowUniform": "shoal.embedding_options",
+    "SSP": "shoal.strategies.bounded",
     "Session": "shoal.session",
     "TensorParallel": "shoal.strategies.tensor",
     "TopK": "shoal.compression.sparse",
