@@ -135,7 +135,7 @@ def test_alone_nothing_is_stale(servers: ParameterServers) -> None:
     model.conv.weight.data = model.conv.weight.data.to(memory_format=torch.channels_last)
     alone = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
-    strategy = AsyncSGD(staleness="compensate", adaptive=True, reject_above=0)
+    strategy = AsyncSGD(staleness="compensate", reject_above=0)
     start(servers, model, optimizer, strategy=strategy)
     train(strategy, model, range(4))
     reference = torch.optim.SGD(alone.parameters(), lr=LR, fused=True)
@@ -215,7 +215,6 @@ def test_a_member_that_is_always_too_late_gives_up(servers: ParameterServers) ->
         {"staleness": "reject"},
         {"staleness": "reject", "reject_above": -1},
         {"staleness": "scale", "compensation": 0.1},
-        {"adaptive": True},
     ],
 )
 def test_options_that_contradict_each_other_are_refused(options: dict[str, object]) -> None:

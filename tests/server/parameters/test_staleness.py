@@ -1,9 +1,12 @@
 """What a policy makes of a gradient of values that others have changed since."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
+from shoal.demo.data import load
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch, StalePush
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import Block, Shard
@@ -163,6 +166,65 @@ def test_what_is_wrong_with_the_base_is_refused() -> None:
     with pytest.raises(NonFiniteGradient, match="parameter 1"):
         push(shard, 1, drawn(2), base=base)
     assert shard.version == 2
+
+
+NUM_PUSHES = 600
+SHAPES = ((64, 64), (64,), (64, 10), (10,))
+
+
+def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
+    """The part of the test digits that a small network gets right which so many members trained, a
+    push each in turn: every gradient is `num_members` - 1 updates late."""
+    digits = load()
+    images, targets = digits.train.tensors
+    generator = torch.Generator().manual_seed(0)
+    first = [
+        torch.randn(s, generator=generator) / 8 if len(s) > 1 else torch.zeros(s) for s in SHAPES
+    ]
+    blocks = [Block(parameter=str(i), num_elements=t.numel()) for i, t in enumerate(first)]
+    optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.25)], staleness=policy)
+    values = torch.cat([t.flatten() for t in first])
+    spec = Shard(shard_id=7, epoch=1, dtype="float32", blocks=blocks)
+    shard = LiveShard(spec, optimizer, bytearray(raw(values)))
+    held = [(1, values)] * num_members
+    for number in range(NUM_PUSHES):
+        member = number % num_members
+        version, base = held[member]
+        chosen = torch.randint(len(images), (32,), generator=generator)
+        weights = base.clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(scores(weights, images[chosen]), targets[chosen])
+        (gradient,) = torch.autograd.grad(loss, weights)
+        a_push = Push(
+            session=str(member),
+            sequence=number + 1,
+            epoch=1,
+            base_version=version,
+            lr=None,
+            blocks=range(len(SHAPES)),
+            gradient=raw(gradient) + (raw(base) if shard.needs_base else b""),
+        )
+        shard.push(a_push, lambda _: True, return_values=False)
+        held[member] = (shard.version, now(shard))
+    right = scores(now(shard), digits.test_images).argmax(1) == digits.test_digits
+    return float(right.float().mean())
+
+
+def scores(weights: Tensor, images: Tensor) -> Tensor:
+    parts = torch.split(weights, [math.prod(shape) for shape in SHAPES])
+    first, first_bias, second, second_bias = (
+        part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)
+    )
+    return torch.relu(images.flatten(1) @ first + first_bias) @ second + second_bias
+
+
+def test_compensation_saves_what_delay_ruins() -> None:
+    """With a rate that suits one member, eight of them train nothing; compensated adaptively, they
+    do as well as the one."""
+    adaptive = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
+    alone = accuracy_of(StalenessPolicy(), 1)
+    assert alone > 0.9
+    assert accuracy_of(StalenessPolicy(), 8) < 0.5
+    assert accuracy_of(adaptive, 8) > alone - 0.05
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@
 - "scale": divides the learning rate by their staleness, the number of updates since.
 - "compensate": corrects them by how far the values have gone since (Zheng et al. 2017, DC-ASGD,
   arXiv:1609.08326). The values that they were computed on are sent along: twice the bytes a push.
+  Adaptive, it trains where delay alone ruins the result; so it is by default.
 - "reject": refuses what is too stale, and the step is taken again on fresh values.
 """
 
@@ -33,10 +34,10 @@ def to_policy(
             seen=f"staleness={staleness!r} with reject_above={reject_above!r}",
             expected="reject_above=..., a number of updates from 0 up",
         )
-    if staleness != "compensate" and (adaptive or compensation is not None):
+    if staleness != "compensate" and compensation is not None:
         raise InvalidSpec(
             "delay compensation belongs to another staleness policy",
-            seen=f"staleness={staleness!r} with compensation={compensation!r}, {adaptive=}",
+            seen=f"staleness={staleness!r} with compensation={compensation!r}",
             expected="staleness='compensate'",
         )
     policy = StalenessPolicy(kind="none" if staleness == "reject" else staleness)
