@@ -26,6 +26,19 @@ def test_one_that_is_not_finite_makes_all_nan(value: float, dtype: torch.dtype) 
     assert bool(gradients.isnan().all())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_is_not_waited_for(dtype: torch.dtype) -> None:
+    """So nobody is told at once whose gradient it was."""
+    gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
+    before = gradients.clone()
+    assert not spread(gradients)
+    assert torch.equal(gradients, before)
+    gradients[3] = torch.inf
+    assert not spread(gradients)
+    assert bool(gradients.isnan().all())
+
+
 def test_finite_numbers_whose_sum_is_not_are_left_alone() -> None:
     gradients = torch.full((3,), torch.finfo(torch.float32).max)
     before = gradients.clone()
