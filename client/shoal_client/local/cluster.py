@@ -9,6 +9,7 @@ holds it. Each part takes free ports; its log, and etcd's data, lie in the direc
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -59,8 +60,6 @@ class LocalCluster:
     """host:port of the coordinator's gRPC service."""
     http_url: str
     """Base URL of the coordinator's HTTP service."""
-    parameter_servers: Sequence[str]
-    """host:port of each parameter server."""
 
     def __init__(
         self,
@@ -71,6 +70,8 @@ class LocalCluster:
         self._config = config
         self._supervisor = Supervisor(on_exit=on_exit, grace_s=config.grace_s)
         self._etcd: Process | None = None
+        self._servers: dict[str, str] = {}
+        self._num_servers = 0
 
     def __enter__(self) -> "LocalCluster":
         self._config.directory.mkdir(parents=True, exist_ok=True)
@@ -103,6 +104,30 @@ class LocalCluster:
         """The parts that run, by name: etcd, coordinator, ps-0, ps-1, ..."""
         return {process.name: process for process in self._supervisor.running}
 
+    @property
+    def parameter_servers(self) -> Sequence[str]:
+        """host:port of each parameter server."""
+        return list(self._servers.values())
+
+    def start_parameter_server(self) -> str:
+        """Start one more; its name, once it serves. Shards come to it from the others by and by."""
+        name, process = self._spawn_server()
+        deadline_s = time.monotonic() + self._config.start_timeout_s
+        self._servers[name] = self._await_ready(process, deadline_s)["grpc"]
+        return name
+
+    def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
+        """Let a server hand its shards over to the others and end, and wait for that.
+
+        Raises Unavailable if it takes longer; the server is then still at it.
+        """
+        process = self.processes.get(name)
+        if process is not None:
+            process.send_signal(signal.SIGTERM)
+            if process.wait(timeout_s) is None:
+                raise self._failure(name, f"still there after {timeout_s:g} s", "end")
+        self._servers.pop(name, None)
+
     def log_tail(self, name: str) -> str:
         """The end of a part's log."""
         return tail(self._log_path(name))
@@ -118,16 +143,18 @@ class LocalCluster:
         coordinator = self._spawn(
             "coordinator", "--listen", self._config.listen, "--http", self._config.http
         )
-        servers = [
-            self._spawn(f"ps-{index}", "--listen", "127.0.0.1:0", "--id", f"ps-{index}")
-            for index in range(self._config.num_parameter_servers)
-        ]
+        servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
         deadline_s = time.monotonic() + self._config.start_timeout_s
         ready = self._await_ready(coordinator, deadline_s)
         self.coordinator, self.http_url = ready["grpc"], ready["http"]
-        self.parameter_servers = [
-            self._await_ready(server, deadline_s)["grpc"] for server in servers
-        ]
+        self._servers = {
+            name: self._await_ready(server, deadline_s)["grpc"] for name, server in servers.items()
+        }
+
+    def _spawn_server(self) -> tuple[str, Process]:
+        name = f"ps-{self._num_servers}"
+        self._num_servers += 1
+        return name, self._spawn(name, "--listen", "127.0.0.1:0", "--id", name)
 
     def _spawn(self, name: str, *arguments: str) -> Process:
         ready_path = self._ready_path(name)
@@ -160,10 +187,10 @@ class LocalCluster:
         content: Mapping[str, str] = json.loads(path.read_text())
         return content
 
-    def _failure(self, name: str, seen: str) -> Unavailable:
+    def _failure(self, name: str, seen: str, what: str = "come up") -> Unavailable:
         path = self._log_path(name)
         return Unavailable(
-            f"{name} of the local cluster did not come up",
+            f"{name} of the local cluster did not {what}",
             seen=seen,
             fix=f"The end of its log, {path}:\n{tail(path)}",
         )

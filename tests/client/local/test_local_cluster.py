@@ -38,6 +38,21 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
     assert codes["etcd"] is not None
 
 
+def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
+    """One more serves when the call returns; one that is to end has ended, and well."""
+    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=1)
+    with LocalCluster(config) as cluster:
+        (first,) = cluster.parameter_servers
+        assert cluster.start_parameter_server() == "ps-1"
+        assert cluster.parameter_servers[0] == first
+        check_reachable(cluster.parameter_servers[1:], DEADLINE_S)
+        ended = cluster.processes["ps-0"]
+        cluster.end_parameter_server("ps-0", DEADLINE_S)
+        assert ended.exit_code == 0
+        assert len(cluster.parameter_servers) == 1
+        assert set(cluster.processes) == {"etcd", "coordinator", "ps-1"}
+
+
 def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
     """A taken port: the error names the part and shows its log, and the rest is stopped."""
     with socket.socket() as taken:

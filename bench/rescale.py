@@ -1,0 +1,180 @@
+"""What it costs to train on while parameter servers come and go, in bench/results/rescale.json.
+
+    make bench NAME=rescale
+
+Three workers, each a process, push 4 MB of gradients and take the new values back, at most 20 times
+a second each: the rest of that time stands for the computation of a step, and leaves the machine,
+which all processes share, time for what is measured. Servers go from 1 to 4 to 2 meanwhile.
+
+`rescale_dip` is how far the throughput over any one second fell below what it was before: within
+20 %, it was never down by more for longer than a second. `rescale_longest_dip` is for how long
+without a break the throughput of 100 ms was down by more than 20 %. `rescale_steps_lost` counts
+pushes that are not in the versions of every shard in the end, or are there twice.
+"""
+
+import logging
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import groupby
+from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Event
+from pathlib import Path
+from statistics import mean, median
+
+import structlog
+from exchange.parameter_client import Trainer
+from rows import Row, publish
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+JOB = "rescale"
+SHAPES = {f"layer{i}.weight": (256, 256) for i in range(16)}
+NUM_WORKERS, STEP_S = 3, 0.05
+STEADY_S, START_S, MOVED_S = 5.0, 60.0, 60.0
+BIN_S, BINS_A_SECOND = 0.1, 10
+TOLERATED = 0.2
+
+_processes = multiprocessing.get_context("spawn")
+
+
+class Stuck(Exception):
+    """Shards did not come to lie where they should."""
+
+
+def _quiet() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+
+
+def _work(coordinator: str, number: int, stop: Event, results: Connection) -> None:
+    """Push until told to stop; when each push was acknowledged goes into `results`."""
+    _quiet()
+    ends_s = []
+    with Trainer(coordinator, job=JOB, number=number, shapes=SHAPES) as trainer:
+        results.send([])
+        while not stop.is_set():
+            began_s = time.monotonic()
+            trainer.push()
+            ends_s.append(time.monotonic())
+            stop.wait(max(0.0, STEP_S - (ends_s[-1] - began_s)))
+        results.send(ends_s)
+
+
+def rescale(cluster: LocalCluster, watcher: Trainer) -> float:
+    """1 to 4 to 2 servers; when it began."""
+    time.sleep(STEADY_S)
+    began_s = time.monotonic()
+    for _ in range(3):
+        cluster.start_parameter_server()
+    await_servers(watcher, 4)
+    print(f"4 servers after {time.monotonic() - began_s:.1f} s", flush=True)
+    time.sleep(STEADY_S)
+    for name in ("ps-0", "ps-1"):
+        cluster.end_parameter_server(name, MOVED_S)
+    await_servers(watcher, 2)
+    print(f"2 servers after {time.monotonic() - began_s:.1f} s", flush=True)
+    time.sleep(STEADY_S)
+    return began_s
+
+
+def await_servers(watcher: Trainer, num_servers: int) -> None:
+    """Return once the shards lie on so many."""
+    give_up_s = time.monotonic() + MOVED_S
+    while True:
+        held_by = {shard.server_id for shard in watcher.client.fetch_map().shards}
+        if len(held_by) == num_servers:
+            return
+        if time.monotonic() > give_up_s:
+            raise Stuck(f"shards lie on {sorted(held_by)}, expected {num_servers} servers")
+        time.sleep(BIN_S)
+
+
+def per_bin(ends_s: Sequence[float], began_s: float) -> tuple[list[int], list[int]]:
+    """Pushes acknowledged per 100 ms: before the servers changed, and from then on."""
+
+    def count(start_s: float, stop_s: float) -> list[int]:
+        bins = [0] * int((stop_s - start_s) / BIN_S)
+        for end_s in ends_s:
+            index = int((end_s - start_s) / BIN_S)
+            if 0 <= index < len(bins):
+                bins[index] += 1
+        return bins
+
+    # The first second is left out: not everybody pushed yet.
+    return count(min(ends_s) + 1.0, began_s), count(began_s, max(ends_s) - BIN_S)
+
+
+def rows_of(ends_s: Sequence[float], began_s: float, num_lost: int) -> list[Row]:
+    before, after = per_bin(ends_s, began_s)
+    usual = mean(before)
+    seconds = [mean(after[i : i + BINS_A_SECOND]) for i in range(len(after) - BINS_A_SECOND + 1)]
+    is_down = [pushes < (1 - TOLERATED) * usual for pushes in after]
+    runs = [len(list(run)) for down, run in groupby(is_down) if down]
+    return [
+        Row(
+            metric="rescale_dip",
+            value=100 * max(0.0, 1 - min(seconds) / usual),
+            unit="%",
+            runs=1,
+        ),
+        Row(metric="rescale_longest_dip", value=max(runs, default=0) * BIN_S, unit="s", runs=1),
+        Row(metric="rescale_steps_lost", value=num_lost, unit="steps", runs=len(ends_s)),
+        Row(
+            metric="rescale_steps_per_second_before",
+            value=usual / BIN_S,
+            unit="steps/s",
+            runs=len(before),
+        ),
+        Row(
+            metric="rescale_steps_per_second_after",
+            value=median(after[-int(STEADY_S / BIN_S) :]) / BIN_S,
+            unit="steps/s",
+            runs=int(STEADY_S / BIN_S),
+        ),
+    ]
+
+
+def measure(cluster: LocalCluster) -> list[Row]:
+    stop = _processes.Event()
+    workers, ends = [], []
+    for number in range(NUM_WORKERS):
+        end, sender = _processes.Pipe(duplex=False)
+        workers.append(
+            _processes.Process(target=_work, args=(cluster.coordinator, number, stop, sender))
+        )
+        workers[-1].start()
+        ends.append(end)
+    with Trainer(cluster.coordinator, job=JOB, number=NUM_WORKERS, shapes=SHAPES) as watcher:
+        for end in ends:
+            _received(end)
+        try:
+            began_s = rescale(cluster, watcher)
+        finally:
+            stop.set()
+        ends_s = [end_s for end in ends for end_s in _received(end)]
+        for worker in workers:
+            worker.join()
+        watcher.client.pull(watcher.values)
+        lost = max(abs(version - 1 - len(ends_s)) for version in watcher.client.versions.values())
+    return rows_of(ends_s, began_s, lost)
+
+
+def _received(end: Connection) -> list[float]:
+    if not end.poll(START_S):
+        raise Stuck(f"a worker said nothing for {START_S:g} s")
+    ends_s: list[float] = end.recv()
+    return ends_s
+
+
+def main() -> None:
+    _quiet()
+    with tempfile.TemporaryDirectory() as directory:
+        config = LocalClusterConfig(directory=Path(directory), num_parameter_servers=1)
+        with LocalCluster(config) as cluster:
+            rows = measure(cluster)
+    publish("rescale", rows)
+
+
+if __name__ == "__main__":
+    main()
