@@ -16,10 +16,13 @@ is acknowledged. `move_pause_p99` is the longest pause between two acknowledged 
 move of shards from one server to another, less the usual time of a push.
 """
 
+import logging
 import sys
 import tempfile
 from pathlib import Path
 from statistics import median, quantiles
+
+import structlog
 
 # The checker and the cluster that may be killed are those of the tests.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -99,6 +102,7 @@ def longest_pause_s(worker: Worker, since_s: float) -> float:
 
 
 def main() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     num_kills = int(sys.argv[1]) if len(sys.argv) > 1 else NUM_KILLS
     failovers_s: list[float] = []
     reports = []
