@@ -1,0 +1,239 @@
+"""A table's shard keeps its promises one by one: rows, fates, memory, order."""
+
+import numpy as np
+import pytest
+from table_specs import NUMPY, live, look_up, new_push, new_shard, new_table
+
+from shoal_proto.errors import (
+    ForgottenPush,
+    InternalError,
+    MalformedMessage,
+    NonFiniteGradient,
+    ShapeMismatch,
+    WrongEpoch,
+)
+from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate
+from shoal_server.parameters.image import Image, Record
+from shoal_server.parameters.kinds import restore
+from shoal_server.parameters.sessions import MAX_OUTCOMES
+from shoal_server.parameters.tables.hashing import shards_of
+from shoal_server.parameters.tables.shard import TableShard
+
+APPLIED, MADE = RowFate.ROW_FATE_APPLIED, RowFate.ROW_FATE_MADE
+NOT_ADMITTED, EVICTED = RowFate.ROW_FATE_NOT_ADMITTED, RowFate.ROW_FATE_EVICTED
+FULL = RowFate.ROW_FATE_FULL
+
+
+def ones(count: int) -> list[list[float]]:
+    return [[1.0, 1.0]] * count
+
+
+def test_a_lookup_changes_nothing() -> None:
+    """Rows have their first values before they are made, and take no memory for being looked at."""
+    shard = new_shard(new_table(initialiser=Initialiser(kind="normal", spread=1.0)))
+    before = shard.memory_bytes
+    births, first = look_up(shard, range(10_000))
+    assert not births.any()
+    assert (shard.num_rows, shard.version, shard.memory_bytes) == (0, 1, before)
+    outcome = shard.push(new_push([5], [[1.0, 2.0]]), live)
+    assert outcome.fates == bytes([MADE])
+    births, values = look_up(shard, [4, 5])
+    assert births.tolist() == [0, 2]
+    np.testing.assert_array_equal(values, first[4:6] - np.float32([[0, 0], [1, 2]]))
+
+
+def test_ids_that_come_twice_are_added_up() -> None:
+    """In the order of the push, as one gradient of the row; its fate is told for each of them."""
+    shard = new_shard(new_table())
+    gradients = [[1.0, 0.0], [10.0, 0.0], [100.0, 0.0], [1000.0, 0.0]]
+    outcome = shard.push(new_push([7, 3, 7, -2], gradients), live)
+    assert outcome.fates == bytes([MADE] * 4)
+    assert look_up(shard, [7, 3, -2])[1][:, 0].tolist() == [-101.0, -10.0, -1000.0]
+    assert shard.num_rows == 3
+
+
+def test_the_order_of_a_push_decides_how_its_sums_round() -> None:
+    """Floating-point sums depend on their order: the same push always has the same one."""
+    numbers = np.random.default_rng(3).standard_normal((1000, 2)).astype(np.float32)
+    total = np.zeros(2, np.float32)
+    for number in numbers:
+        total += number
+    shard = new_shard(new_table())
+    shard.push(new_push([9] * 1000, numbers), live)
+    assert look_up(shard, [9])[1][0].tolist() == (-total).tolist()
+
+
+def test_a_row_that_was_made_anew_does_not_get_what_was_meant_for_the_old_one() -> None:
+    """Also when another pusher has made it again meanwhile."""
+    table = new_table(max_rows=2, eviction=Eviction(oldest_when_full=True))
+    shard = new_shard(table)
+    shard.push(new_push([1], ones(1), sequence=1, at_unix_s=1.0), live)
+    births, _ = look_up(shard, [1])
+    shard.push(new_push([2, 3], ones(2), sequence=2, at_unix_s=2.0), live)
+    assert look_up(shard, [1])[0].tolist() == [0]
+    late = new_push([1], ones(1), births=births, sequence=3, at_unix_s=3.0)
+    assert shard.push(late, live).fates == bytes([EVICTED])
+    shard.push(new_push([1], ones(1), sequence=4, at_unix_s=4.0), live)
+    late = new_push([1], ones(1), births=births, sequence=5, at_unix_s=5.0)
+    assert shard.push(late, live).fates == bytes([EVICTED])
+    births, values = look_up(shard, [1])
+    assert births.tolist() == [5]
+    assert values.tolist() == [[-1.0, -1.0]]
+
+
+def test_idle_rows_are_taken_out_by_the_clock_of_the_pushes() -> None:
+    """At the latest an eighth of the time too late; a clock that is set back takes out nothing."""
+    shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
+    shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
+    births, _ = look_up(shard, [1])
+    shard.push(new_push([1], ones(1), births=births, sequence=2, at_unix_s=1060.0), live)
+    shard.push(new_push([3], ones(1), sequence=3, at_unix_s=1090.0), live)
+    assert (look_up(shard, [1, 2, 3])[0] > 0).tolist() == [True, False, True]
+    shard.push(new_push([4], ones(1), sequence=4, at_unix_s=500.0), live)
+    assert (look_up(shard, [1, 2, 3, 4])[0] > 0).tolist() == [True, False, True, True]
+    assert shard.row_counts.evicted == 1
+
+
+def test_a_full_shard_without_eviction_makes_no_rows() -> None:
+    """Those that it has are trained on; the others are told that there is no room."""
+    table = new_table(max_rows=2, eviction=Eviction(oldest_when_full=False))
+    shard = new_shard(table)
+    assert shard.push(new_push([5, 1, 3], ones(3)), live).fates == bytes([FULL, MADE, MADE])
+    births, _ = look_up(shard, [1, 5])
+    outcome = shard.push(new_push([1, 5], ones(2), births=births, sequence=2), live)
+    assert outcome.fates == bytes([APPLIED, FULL])
+
+
+def test_memory_is_bounded_by_bytes() -> None:
+    """However many ids are pushed: the oldest rows make room."""
+    table = new_table(dim=16, max_shard_bytes=100_000, eviction=Eviction(oldest_when_full=True))
+    shard = new_shard(table)
+    for step in range(1, 30):
+        ids = np.arange(step * 500, step * 500 + 500)
+        shard.push(new_push(ids, np.ones((500, 16)), sequence=step, at_unix_s=step), live)
+    assert 500 < shard.num_rows < 1000
+    assert shard.memory_bytes < 100_000 + 2 * 8 * 500 * MAX_OUTCOMES
+
+
+def test_an_id_is_admitted_at_its_nth_push() -> None:
+    """Until then its gradients are dropped and said to be."""
+    shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=3)))
+    fates = [
+        shard.push(new_push([8], ones(1), sequence=step), live).fates[0] for step in range(1, 4)
+    ]
+    assert fates == [NOT_ADMITTED, NOT_ADMITTED, MADE]
+    assert look_up(shard, [8])[1].tolist() == [[-1.0, -1.0]]
+
+
+def test_ids_are_admitted_with_the_probability_asked_for() -> None:
+    """At each push anew: of those that were not, the same share gets in at the next."""
+    table = new_table(admission=Admission(kind="probability", probability=0.25))
+    shard = new_shard(table)
+    ids = np.arange(8000)
+    for step, expected in ((1, 2000), (2, 3500)):
+        births, _ = look_up(shard, ids)
+        shard.push(new_push(ids, np.ones((8000, 2)), births=births, sequence=step), live)
+        assert abs(shard.num_rows - expected) < 200
+
+
+def test_a_retry_is_told_what_became_of_each_row_at_first() -> None:
+    """By the primary, and by a copy that has become primary."""
+    shard = new_shard(new_table(admission=Admission(kind="count", min_pushes=2)))
+    first = shard.push(new_push([1, 2], ones(2)), live)
+    shard.push(new_push([1, 2], ones(2), sequence=2), live)
+    copy = restore(shard.image())
+    assert isinstance(copy, TableShard)
+    for holder in (shard, copy):
+        again = holder.push(new_push([1, 2], ones(2)), live)
+        assert again.is_duplicate
+        assert (again.version, again.fates) == (first.version, bytes([NOT_ADMITTED] * 2))
+        assert holder.version == 3
+
+
+def test_what_is_older_than_the_memory_of_pushes_is_refused() -> None:
+    """It cannot be told whether it was applied."""
+    shard = new_shard(new_table())
+    for step in range(1, MAX_OUTCOMES + 2):
+        births, _ = look_up(shard, [1])
+        shard.push(new_push([1], ones(1), births=births, sequence=step), live)
+    with pytest.raises(ForgottenPush):
+        shard.push(new_push([1], ones(1), sequence=1), live)
+
+
+def test_staleness_is_told_and_counted() -> None:
+    """Updates of the shard that the rows' lookup did not know of."""
+    shard = new_shard(new_table())
+    for step in range(1, 4):
+        shard.push(new_push([step], ones(1), sequence=step), live)
+    assert shard.push(new_push([9], ones(1), sequence=4, base_version=2), live).staleness == 2
+    lost = new_push([9], ones(1), sequence=5, base_version=40, base_epoch=1, epoch=2)
+    shard.enter_epoch(2)
+    assert shard.push(lost, live).staleness == 0
+    described = shard.describe("job")
+    assert (described.pushes, described.version, described.epoch) == (5, 6, 2)
+    assert list(described.staleness_counts[:4]) == [2, 1, 2, 0]
+
+
+def test_what_is_no_push_of_this_shard_changes_nothing() -> None:
+    """Wrong epoch, lengths, shard, base, NaN, and a row from two lives."""
+    table = new_table(num_shards=2)
+    shard = new_shard(table)
+    here, there = (int(np.flatnonzero(shards_of(np.arange(50), 2) == i)[0]) for i in (0, 1))
+    good = [1.0, 1.0]
+    with pytest.raises(WrongEpoch):
+        shard.push(new_push([here], [good], epoch=2), live)
+    with pytest.raises(ShapeMismatch, match="8 bytes for 1 rows"):
+        shard.push(new_push([here], [[1.0] * 3]), live)
+    with pytest.raises(ShapeMismatch, match="0 bytes of births"):
+        shard.push(new_push([here], [good], births=[]), live)
+    with pytest.raises(MalformedMessage, match=f"row {there}"):
+        shard.push(new_push([there], [good]), live)
+    with pytest.raises(MalformedMessage, match="cut off"):
+        shard.push(new_push([here], [good], row_ids=b"1234"), live)
+    with pytest.raises(MalformedMessage, match="base version 7"):
+        shard.push(new_push([here], [good], base_version=7), live)
+    with pytest.raises(MalformedMessage, match="two lives"):
+        shard.push(new_push([here, here], [good, good], births=[0, 5]), live)
+    with pytest.raises(NonFiniteGradient) as refused:
+        shard.push(new_push([here], [[1.0, float("inf")]]), live)
+    assert refused.value.details == {"parameter": "users", "row": str(here)}
+    huge = np.float32(3e38)
+    assert shard.version == 1
+    assert shard.num_rows == 0
+    assert shard.push(new_push([here], [[huge, huge]]), live).version == 2
+
+
+@pytest.mark.parametrize("dtype", sorted(NUMPY))
+def test_every_dtype_is_kept_as_it_is(dtype: str) -> None:
+    """Values come back in the table's own dtype."""
+    shard = new_shard(new_table(dtype=dtype))
+    shard.push(new_push([1], [[0.5, -0.25]], dtype=NUMPY[dtype]), live)
+    assert look_up(shard, [1, 2])[1].tolist() == [[-0.5, 0.25], [0.0, 0.0]]
+
+
+def test_records_must_come_in_order_and_images_whole() -> None:
+    """A copy refuses what it cannot be sure of."""
+    shard = new_shard(new_table())
+    records: list[Record] = []
+    image = shard.image(records.append)
+    for step in (1, 2):
+        shard.push(new_push([step], ones(1), sequence=step), live)
+    copy = TableShard.from_image(image)
+    with pytest.raises(InternalError, match="out of order"):
+        copy.replay(records[1])
+    copy.replay(records[0])
+    assert copy.version == 2
+    torn = dict(image.tensors)
+    del torn["births"]
+    for tensors, kind in ((torn, "table"), (image.tensors, "dense")):
+        with pytest.raises(InternalError):
+            TableShard.from_image(
+                Image(
+                    kind=kind,
+                    shard_id=image.shard_id,
+                    version=image.version,
+                    spec=image.spec,
+                    tensors=tensors,
+                    sessions=image.sessions,
+                )
+            )
