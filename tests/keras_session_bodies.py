@@ -93,9 +93,11 @@ class Counted(keras.callbacks.Callback):
         super().__init__()
         self.steps = 0
         self.losses: list[float] = []
+        self.shown: list[bool] = []
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
+        self.shown.append(not self.model.trainable_variables[0].value.is_meta)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.losses.append(logs["loss"])
@@ -137,5 +139,6 @@ def fit(report: Report, run: Fit, **options: Any) -> None:
             step=session.step_number,
             steps=counted.steps,
             losses=counted.losses,
+            shown=counted.shown,
             iterations=int(model.optimizer.iterations),
         )
