@@ -1,0 +1,58 @@
+"""The same on storage that speaks S3, where s3fs and a server for it are installed.
+
+pip install s3fs 'moto[server]'
+"""
+
+from collections.abc import Iterator
+
+import fsspec
+import pytest
+from snapshot_world import image, write_part, write_snapshot
+
+from shoal_proto.errors import Unavailable
+from shoal_server.parameters import image_file
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.storage import Storage
+
+s3fs = pytest.importorskip("s3fs")
+moto_server = pytest.importorskip("moto.server")
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {"endpoint_url": f"http://{host}:{port}", "key": "k", "secret": "s"}
+    monkeypatch.setitem(fsspec.config.conf, "s3", settings)
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem(**settings).makedirs("shoal-test", exist_ok=True)
+    yield "s3://shoal-test/snapshots"
+    server.stop()
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
+    library = Library(Storage(bucket), "job")
+    assert library.list() == [] and library.newest() is None
+    first = write_snapshot(library, 1, [1, 1])
+    second = write_snapshot(library, 2, [1, 2], previous=first)
+    write_part(library, image(0, 9), 3, "torn")
+    # Another process sees the same.
+    assert Library(Storage(bucket), "job").list() == [first, second]
+    assert [each.number for each in library.keep_newest(1)] == [1]
+    assert library.list() == [second]
+    for part in second.parts:
+        data = library.read_part(part)
+        read = image_file.from_bytes(
+            data, sha256=part.sha256, file=part.file, shard_id=part.shard_id
+        )
+        assert read.version == part.version
+    library.discard(3, "torn")
+    kept = {f"job/{part.file}" for part in second.parts}
+    assert set(library.storage.sizes("job/parts")) == kept
+
+
+def test_a_bucket_that_is_not_there_is_said(bucket: str) -> None:
+    with pytest.raises(Unavailable, match="cannot be written"):
+        Storage("s3://nowhere/at/all").write("job/a", b"1")
