@@ -3,17 +3,17 @@
 A step computes gradients on the values in hand, pushes them, and takes back the values of right
 after the push, in one exchange with every server. The optimizer runs there, once for all members;
 what the user holds is the model, whose parameters are overwritten in place, and the optimizer
-object, whose learning rates (schedules included) travel with every push.
+object, whose learning rates travel with every push, unless a schedule of them was given to the job.
 
 - A parameter without gradient in a step is left alone by the optimizer, as `torch.optim` does: no
   weight decay, no momentum, no step counted. What other members changed in it still comes back.
+- What becomes of gradients of values that others have changed since: `async_staleness`.
 - Buffers, such as running means, are no parameters: each member keeps its own.
 - The values that training starts from are those of rank 0 of the first generation. Should it die
   half-way through, another member creates what is missing, from its own initial values.
 """
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NoReturn
 
@@ -25,7 +25,8 @@ from shoal.embedding_exchange import TableExchange
 from shoal.strategies.async_gradients import gradients_of
 from shoal.strategies.async_spec import in_words, to_spec
 from shoal.strategies.async_staleness import to_policy
-from shoal.strategies.async_values import Slot, bytes_of, trained
+from shoal.strategies.async_start import first_values
+from shoal.strategies.async_values import SharedValues, bytes_of
 from shoal.strategies.base import (
     Context,
     Generation,
@@ -36,19 +37,12 @@ from shoal.strategies.base import (
 from shoal.strategies.pace import Pace
 from shoal_client.parameters import ParameterClient, PushResult
 from shoal_proto.errors import (
-    GenerationBroken,
     InternalError,
     InvalidSpec,
-    ShardNotReady,
     StalePush,
 )
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
-from shoal_proto.v1.shards_pb2 import ParameterSpec
 
-CREATION_PATIENCE_SHARE = 0.25
-"""After this share of the bring-up limit without values, any member creates them."""
-LOOK_S = 0.5
-"""How often a member that waits for its first values looks whether its generation broke."""
 MAX_REDONE = 16
 """So often one step is taken anew on fresh values before its member gives up."""
 
@@ -67,14 +61,14 @@ class AsyncSGD(Strategy):
         staleness: str = "none",
         reject_above: int | None = None,
         compensation: float | None = None,
-        adaptive: bool = False,
+        adaptive: bool = True,
         schedule: LRScheduler | None = None,
     ) -> None:
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `shoal.strategies.pace`.
 
         `staleness`: "none", "scale", "compensate" or "reject", see
         `shoal.strategies.async_staleness`; `reject_above` is a number of updates, with any of
-        these, and `compensation` is lambda, or lambda_0 where it is `adaptive`.
+        these, and `compensation` is lambda_0, or lambda where it is not `adaptive`.
 
         `schedule`: one of torch's, of the optimizer that is distributed. It travels with the job:
         the servers set the rates by the number of updates that all members have made together, and
@@ -102,17 +96,7 @@ class AsyncSGD(Strategy):
         self._spec.staleness.CopyFrom(self._policy)
         self._model = model
         self._optimizer = optimizer
-        self._parameters = trained(model, optimizer)
-        self._schema = [
-            ParameterSpec(
-                name=name,
-                shape=parameter.shape,
-                dtype=str(parameter.dtype).removeprefix("torch."),
-                group=group,
-            )
-            for name, (parameter, group) in self._parameters.items()
-        ]
-        self._slots = {name: Slot(p) for name, (p, _) in self._parameters.items()}
+        self._values = SharedValues(model, optimizer)
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
@@ -161,35 +145,17 @@ class AsyncSGD(Strategy):
         if self._has_state:
             return
         client = self._connected()
-        client.place(self._schema, self._tables.specs)
+        client.place(self._values.schema, self._tables.specs)
         self._tables.enter()
-        create_at_s = time.monotonic()
-        if generation.rank != 0:
-            create_at_s += CREATION_PATIENCE_SHARE * self.context.limits.bring_up_s
-        give_up_s = time.monotonic() + self.context.limits.bring_up_s
-        wait_s = 0.0
-        while not self._pull(client, wait_s, give_up_s):
-            if generation.number <= self._cut_generation:
-                raise GenerationBroken(
-                    f"generation {generation.number} broke before training had its first values"
-                )
-            wait_s = LOOK_S
-            if time.monotonic() >= create_at_s:
-                buffers = {name: slot.value_bytes() for name, slot in self._slots.items()}
-                client.create(self._spec, buffers)
+        first_values(
+            client,
+            self._values,
+            self._spec,
+            creates=generation.rank == 0,
+            limit_s=self.context.limits.bring_up_s,
+            is_broken=lambda: generation.number <= self._cut_generation,
+        )
         self._has_state = True
-
-    def _pull(self, client: ParameterClient, wait_s: float, give_up_s: float) -> bool:
-        """Whether the values were there and have been taken."""
-        into = {name: slot.writable_bytes() for name, slot in self._slots.items()}
-        try:
-            client.pull(into, wait_s=wait_s)
-        except ShardNotReady:
-            if time.monotonic() >= give_up_s:
-                raise
-            return False
-        self._adopt_values()
-        return True
 
     def cut(self, generation: int) -> None:
         self._cut_generation = max(self._cut_generation, generation)
@@ -211,7 +177,7 @@ class AsyncSGD(Strategy):
         return self._model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        gradients = gradients_of({n: p for n, (p, _) in self._parameters.items()}, self._step)
+        gradients = gradients_of(self._values.parameters, self._step)
         rows = self._tables.gather()
         self._pace.before_push()
         # A step that is taken anew has brought its rows to the tables already.
@@ -237,17 +203,16 @@ class AsyncSGD(Strategy):
     def _push(self, gradients: Mapping[str, Tensor]) -> PushResult:
         compensates = self._spec.staleness.kind == "compensate"
         # Copied: a retry must send the same, and by then some of the new values may be there.
-        bases = {n: s.copied_bytes() for n, s in self._slots.items()} if compensates else None
-        into = {name: slot.writable_bytes() for name, slot in self._slots.items()}
+        bases = self._values.copies() if compensates else None
         result = self._connected().push(
             {name: bytes_of(gradient) for name, gradient in gradients.items()},
             lr=self._rates(),
-            into=into if self._pace.wants_values else None,
+            into=self._values.writable() if self._pace.wants_values else None,
             bases=bases,
             only=self._refused or None,
         )
         if self._pace.wants_values:
-            self._adopt_values()
+            self._values.adopt()
         return result
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
@@ -280,13 +245,8 @@ class AsyncSGD(Strategy):
 
     def _refresh(self) -> None:
         """Take the values as they are now."""
-        client = self._connected()
-        client.pull({name: slot.writable_bytes() for name, slot in self._slots.items()}, wait_s=0.0)
-        self._adopt_values()
-
-    def _adopt_values(self) -> None:
-        for slot in self._slots.values():
-            slot.adopt()
+        self._connected().pull(self._values.writable(), wait_s=0.0)
+        self._values.adopt()
 
     @property
     def step(self) -> int:

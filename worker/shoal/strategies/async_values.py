@@ -4,7 +4,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal_client.blocks import Buffers
 from shoal_proto.errors import DtypeMismatch, InvalidSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
@@ -47,7 +49,43 @@ class Slot:
                 self._parameter.copy_(self._staged)
 
 
-def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
+class SharedValues:
+    """The parameters that all members train, as one member holds them."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raises InvalidSpec or DtypeMismatch for parameters that cannot be shared."""
+        found = _trained(model, optimizer)
+        self.parameters = {name: parameter for name, (parameter, _) in found.items()}
+        self.schema = [
+            ParameterSpec(
+                name=name,
+                shape=parameter.shape,
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                group=group,
+            )
+            for name, (parameter, group) in found.items()
+        ]
+        self._slots = {name: Slot(parameter) for name, parameter in self.parameters.items()}
+
+    def writable(self) -> Buffers:
+        """Write new values here, then call `adopt`."""
+        return {name: slot.writable_bytes() for name, slot in self._slots.items()}
+
+    def present(self) -> Buffers:
+        """The values as they are now, not to be kept."""
+        return {name: slot.value_bytes() for name, slot in self._slots.items()}
+
+    def copies(self) -> Buffers:
+        """The values as they are now, to be kept."""
+        return {name: slot.copied_bytes() for name, slot in self._slots.items()}
+
+    def adopt(self) -> None:
+        """Make what was written the parameters' values."""
+        for slot in self._slots.values():
+            slot.adopt()
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
     """The optimizer's parameters by their names in the model, each with its group."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, tuple[nn.Parameter, int]] = {}
@@ -76,4 +114,4 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-__all__ = ["DTYPES", "Slot", "bytes_of", "trained"]
+__all__ = ["SharedValues", "bytes_of"]
