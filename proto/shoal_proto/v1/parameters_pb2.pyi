@@ -573,6 +573,7 @@ class ShardState(_message.Message):
     STALENESS_COUNTS_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     UNREPLICATED_BYTES_FIELD_NUMBER: _builtins.int
+    PUSHED_BYTES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
     epoch: _builtins.int
@@ -583,6 +584,8 @@ class ShardState(_message.Message):
     refused: _builtins.int
     unreplicated_bytes: _builtins.int
     """Of its pushes, on their way to a copy."""
+    pushed_bytes: _builtins.int
+    """Data of pushes applied since this server leads it."""
     @_builtins.property
     def staleness_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """staleness_counts[i]: pushes of staleness i; the last bucket holds all above."""
@@ -605,10 +608,11 @@ class ShardState(_message.Message):
         staleness_counts: _abc.Iterable[_builtins.int] | None = ...,
         copies: _abc.Iterable[Global___CopyState] | None = ...,
         unreplicated_bytes: _builtins.int = ...,
+        pushed_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "duplicates", b"duplicates", "epoch", b"epoch", "job", b"job", "num_bytes", b"num_bytes", "pushes", b"pushes", "refused", b"refused", "shard_id", b"shard_id", "staleness_counts", b"staleness_counts", "unreplicated_bytes", b"unreplicated_bytes", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "duplicates", b"duplicates", "epoch", b"epoch", "job", b"job", "num_bytes", b"num_bytes", "pushed_bytes", b"pushed_bytes", "pushes", b"pushes", "refused", b"refused", "shard_id", b"shard_id", "staleness_counts", b"staleness_counts", "unreplicated_bytes", b"unreplicated_bytes", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -62,7 +62,9 @@ class Coordinator:
         self._store = store
         self._server_calls = ServerCalls()
         self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy())
-        self._shard_keeper = ShardKeeper(store, self.snapshots.restore_lost)
+        self._shard_keeper = ShardKeeper(
+            store, self.snapshots.restore_lost, read_pushed=self.shard_reader.pushed_bytes
+        )
         self._while_leading = AsyncExitStack()
         self.rendezvous = Rendezvous(self.registry)
         self.clocks = ClocksService(

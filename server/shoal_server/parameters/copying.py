@@ -12,7 +12,7 @@ from shoal_proto.errors import ShoalError, WrongEpoch
 from shoal_server.core.holdings import Holder, Holding, Holdings, in_step, without_backup
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
-from shoal_server.parameters.held import Held, Role
+from shoal_server.parameters.held import Held, Role, num_bytes_of
 from shoal_server.parameters.image import Image, Record
 from shoal_server.parameters.link import Link
 from shoal_server.parameters.patience import Patience
@@ -60,7 +60,9 @@ class Copying:
         return sum(link.queued for link in self._links.values())
 
     def tell(self, held: Held, record: Record) -> None:
-        """From any thread, within the shard's lock: so the loop gets them in order."""
+        """A push was applied. From any thread, within the shard's lock: so the loop gets them in
+        order."""
+        held.pushed_bytes += num_bytes_of(record)
         if self._links:
             self._loop.call_soon_threadsafe(self._pass_on, held, record)
 

@@ -63,6 +63,7 @@ def add_shard(reply: DescribeReply, held: Held, holding: Holding | None) -> None
 def _add_copies(figures: ShardFigures, held: Held, holding: Holding | None) -> None:
     figures.epoch = held.epoch
     figures.unreplicated_bytes = held.unreplicated_bytes
+    figures.pushed_bytes = held.pushed_bytes
     for holder in holding.holders[1:] if holding is not None else ():
         figures.copies.append(
             CopyState(

@@ -91,6 +91,8 @@ class Held:
         """Created, and its first backup has not got it yet: nobody may push so far."""
         self.is_handing_over = False
         self.unreplicated_bytes = 0
+        self.pushed_bytes = 0
+        """Data of pushes applied since this server leads it."""
         self.copy_first: Callable[[], object] | None = None
         """To be called before the next push is applied: a snapshot wants the shard as it is."""
 

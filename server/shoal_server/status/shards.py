@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -57,6 +57,13 @@ class ShardReader:
             del self._answers[oldest]
             del self._locks[oldest]
         return view
+
+    async def pushed_bytes(self, job: str) -> Mapping[int, int]:
+        """By shard: the data of pushes applied since its server leads it. Shards whose server is
+        silent are missing. Raises Unavailable when etcd is away."""
+        view = await self.read(job)
+        created = view.shards if view is not None else ()
+        return {shard.shard_id: shard.pushed_bytes for shard in created if shard.created}
 
     async def close(self) -> None:
         """Close the channels to the servers."""
@@ -165,4 +172,5 @@ def _shard_view(shard: Shard, state: ShardState | None) -> ShardView:
         copies=copies,
         lag=max((state.version - c.version for c in copies if not c.joining), default=0),
         unreplicated_bytes=state.unreplicated_bytes,
+        pushed_bytes=state.pushed_bytes,
     )

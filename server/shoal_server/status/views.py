@@ -229,6 +229,8 @@ class ShardView(View):
     """Updates that the copy furthest behind has not received; of those in step."""
     unreplicated_bytes: int = 0
     """Data of pushes on their way to a copy."""
+    pushed_bytes: int = 0
+    """Data of pushes applied since its server leads it."""
 
 
 @dataclass(frozen=True, kw_only=True)

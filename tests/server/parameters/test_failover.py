@@ -3,11 +3,14 @@
 from array import array
 from collections.abc import Callable, Iterator
 
+import grpc
 import pytest
 from parameter_servers import ParameterServers
 
 from shoal_client.parameters import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import DescribeRequest
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.holdings import Holdings
 from shoal_server.etcd import holdings as records
@@ -171,4 +174,20 @@ def test_a_server_that_leaves_hands_everything_over(servers: ParameterServers) -
     result = client.push(filled(-1.0))
     assert result.retries == 0
     assert_pushed(client, 3)
+    client.close()
+
+
+def test_servers_count_what_is_pushed_to_each_shard(servers: ParameterServers) -> None:
+    """The coordinator evens out loads by it."""
+    client = trained(servers)
+    for _ in range(2):
+        client.push(filled(-1.0))
+    pushed = {}
+    for server in servers.servers.values():
+        with grpc.insecure_channel(server.address) as channel:
+            reply = ParametersStub(channel).Describe(DescribeRequest(job="job"))
+        pushed |= {shard.shard_id: shard.pushed_bytes for shard in reply.shards}
+        sizes = {shard.shard_id: shard.num_bytes for shard in reply.shards}
+        assert all(pushed[i] == 2 * size for i, size in sizes.items())
+    assert sum(pushed.values()) == 2 * 4 * NUM_ELEMENTS
     client.close()
