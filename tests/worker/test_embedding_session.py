@@ -1,0 +1,43 @@
+"""A factorisation machine on real servers: its rows are pushed in the step, and none is lost."""
+
+import signal
+
+import embedding_bodies
+from embedding_bodies import NUM_CLICKS, NUM_IDS, Training
+from ranks import Ranks
+
+from shoal_client.local.cluster import LocalCluster
+
+
+def test_a_factorisation_machine_learns_on_real_servers(cluster: LocalCluster) -> None:
+    """Its rows lie on the server; the loss falls, and every id that was seen has a row."""
+    with Ranks() as ranks:
+        run = Training(coordinator=cluster.coordinator, job="clicks", member_id="a")
+        member = ranks.start(embedding_bodies.train, run)
+        told = member.expect("finished")
+    assert told["rows_made"] == NUM_IDS
+    assert told["rows_applied"] > NUM_IDS
+    assert told["last_loss"] < 0.7 * told["first_loss"]
+    assert told["num_samples"] == 2 * NUM_CLICKS
+
+
+def test_a_member_that_is_killed_takes_no_row_with_it(cluster: LocalCluster) -> None:
+    """The other one trains on with the rows of both."""
+    with Ranks() as ranks:
+        crew = [
+            ranks.start(
+                embedding_bodies.train,
+                Training(
+                    coordinator=cluster.coordinator,
+                    job="clicks-killed",
+                    member_id=name,
+                    desired_members=2,
+                    dies_at_step=3 if name == "b" else None,
+                ),
+            )
+            for name in "ab"
+        ]
+        told = crew[0].expect("finished")
+        assert crew[1].join() == -signal.SIGKILL
+    assert told["num_rows_known"] == NUM_IDS
+    assert told["last_loss"] < 0.8 * told["first_loss"]
