@@ -1,0 +1,70 @@
+"""What a plan says of a step is what members of a real session count in one."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import tensor_models as models
+import torch
+from torch import nn
+
+import shoal
+from shoal.backends.collectives import Count, counts, reset_counts
+from shoal.strategies.base import Strategy
+from shoal_client.local.cluster import LocalCluster
+
+NUM_MEMBERS, BATCH, COUNTED_STEP = 2, 6, 2
+STRATEGIES = {
+    "ddp": shoal.DDP,
+    "zero1": lambda: shoal.Zero1(copies=0),
+    "fsdp": lambda: shoal.FSDP(copies=0),
+    "tensor": lambda: shoal.TensorParallel(min_split_bytes=0, copies=0),
+    "pipeline": lambda: shoal.Pipeline(copies=0),
+}
+
+
+def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = models.mlp()
+    return model, models.adamw(model.parameters())
+
+
+def member(coordinator: str, name: str, model: nn.Module, strategy: Strategy) -> dict[str, Count]:
+    """What one member, a thread of this process, counts in a step."""
+    optimizer = models.adamw(model.parameters())
+    found: dict[str, Count] = {}
+    with shoal.join(
+        name, coordinator=coordinator, backend="in-memory", desired_members=NUM_MEMBERS
+    ) as session:
+        model, optimizer = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches(models.numbers(), global_batch_size=BATCH):
+            reset_counts()
+            with session.step():
+                session.forward_backward(batch, models.squared)
+            if batch.step == COUNTED_STEP:
+                found = {kind: count for kind, count in counts().items() if count.calls}
+    return found
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_step_of_a_session_moves_what_the_plan_says(cluster: LocalCluster, name: str) -> None:
+    made = [built()[0] for _ in range(NUM_MEMBERS)]
+    with ThreadPoolExecutor(NUM_MEMBERS) as threads:
+        members = [
+            threads.submit(member, cluster.coordinator, f"planned-{name}", each, STRATEGIES[name]())
+            for each in made
+        ]
+        counted = [each.result() for each in members]
+    model, optimizer = built()
+    plan = shoal.plan(
+        model,
+        STRATEGIES[name](),
+        world_size=NUM_MEMBERS,
+        optimizer=optimizer,
+        inputs=models.numbers()[0][:BATCH],
+    )
+    told = [
+        {each.kind: Count(*plan.moved(each.kind, rank)) for each in plan.ranks[rank].collectives}
+        for rank in range(NUM_MEMBERS)
+    ]
+    # Which thread is which rank is the coordinator's choice.
+    assert sorted(counted, key=str) == sorted(told, key=str)
