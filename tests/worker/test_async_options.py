@@ -61,6 +61,28 @@ def test_schedules_travel_with_the_job(servers: ParameterServers) -> None:
         strategy.close()
 
 
+def test_a_schedule_goes_on_where_a_server_went(servers: ParameterServers) -> None:
+    """A server ends without a word; at the other are the rates, and the optimizer's state, of right
+    then: not one bit differs from training alone."""
+    model = new_model()
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1, lr_decay=0.1)
+    strategy = AsyncSGD(schedule=warm_up(optimizer), staleness="compensate")
+    start(servers, model, optimizer, strategy=strategy)
+    train(strategy, model, range(4))
+    servers.stop("ps-1")
+    train(strategy, model, range(4, 8))
+    reference = torch.optim.Adagrad(alone.parameters(), lr=0.1, lr_decay=0.1, fused=True)
+    schedule = warm_up(reference)
+    for step in range(8):
+        reference.zero_grad()
+        loss_of(alone, step).backward()  # type: ignore[no-untyped-call]
+        reference.step()
+        schedule.step()
+    assert_equal(model, alone)
+    strategy.close()
+
+
 def assert_equal(model: nn.Module, wanted: nn.Module) -> None:
     for (name, seen), value in zip(model.named_parameters(), wanted.parameters(), strict=True):
         assert torch.equal(seen, value), name
