@@ -233,6 +233,13 @@ def corrupted(shard_id: int) -> list[Piece]:
     return parts
 
 
+def infinities() -> bytes:
+    """Two that make up for each other in a sum, far from each other."""
+    values = torch.zeros(NUM_ELEMENTS[LARGE])
+    values[3], values[-3] = float("inf"), -float("inf")
+    return values.numpy().tobytes()
+
+
 BAD_PUSHES = {
     "truncated": (list(pieces(LARGE, full(LARGE, -1.0)))[:-1], ShapeMismatch),
     "nothing": ([], ShapeMismatch),
@@ -241,6 +248,8 @@ BAD_PUSHES = {
     "float16": ([*pieces(LARGE, full(LARGE, -1.0)[: 2 * NUM_ELEMENTS[LARGE]])], ShapeMismatch),
     "corrupted": (corrupted(LARGE), ChecksumMismatch),
     "out of order": (list(pieces(LARGE, full(LARGE, -1.0)))[::-1], MalformedMessage),
+    "infinite": ([*pieces(LARGE, full(LARGE, float("inf")))], NonFiniteGradient),
+    "infinite, and minus that": (list(pieces(LARGE, infinities())), NonFiniteGradient),
     "not a number": ([*pieces(LARGE, full(LARGE, float("nan")))], NonFiniteGradient),
 }
 
