@@ -27,6 +27,7 @@ from shoal_proto.errors import (
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
+    Acknowledgement,
     CreateHeader,
     CreateRequest,
     OptimizerSpec,
@@ -97,7 +98,9 @@ class ParameterClient:
         token: Callable[[], Token],
         *,
         timeout_s: float = 60.0,
+        acknowledgement: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
     ) -> None:
+        self._acknowledgement = acknowledgement
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
@@ -287,6 +290,7 @@ class ParameterClient:
                 lr=push.lr,
                 return_values=push.into is not None,
                 all_shard_ids=push.only,
+                acknowledgement=self._acknowledgement,
             )
         )
         for shard in shards:

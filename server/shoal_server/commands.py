@@ -101,6 +101,13 @@ def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> 
         " (default %(default)s); one that is killed is noticed at once",
     )
     option(
+        "--journal",
+        type=Path,
+        metavar="DIRECTORY",
+        help="keep applied pushes on this disk too: for pushes that are to be acknowledged as"
+        " durable, and to go on after every server died at once",
+    )
+    option(
         "--drain-s",
         type=float,
         default=20.0,
@@ -240,6 +247,7 @@ def parameter_server(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
+    from shoal_server.parameters.journal import JournalConfig  # noqa: PLC0415
     from shoal_server.parameters.patience import Patience  # noqa: PLC0415
     from shoal_server.parameters.process import (  # noqa: PLC0415
         ParameterServerConfig,
@@ -255,6 +263,7 @@ def parameter_server(options: argparse.Namespace) -> int:
             ready_file=options.ready_file,
             patience=Patience(silence_s=options.silence_s),
             drain_s=options.drain_s,
+            journal=JournalConfig(directory=options.journal) if options.journal else None,
         )
     except ValueError as error:
         return _bad_arguments("ps", error)

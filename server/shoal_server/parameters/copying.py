@@ -14,6 +14,7 @@ from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.held import Held, Role, num_bytes_of
 from shoal_server.parameters.image import Image, Record
+from shoal_server.parameters.journaling import Journaling
 from shoal_server.parameters.link import Link
 from shoal_server.parameters.patience import Patience
 from shoal_server.parameters.record_of_holders import RecordOfHolders
@@ -48,6 +49,8 @@ class Copying:
         self._level: dict[str, dict[tuple[int, Holder], object]] = defaultdict(dict)
         """Joiners that have their shard: each time one gets there, by a token of its own."""
         self._loop = asyncio.get_running_loop()
+        self.journaling: Journaling | None = None
+        """The disk, as one more that has copies."""
 
     async def close(self) -> None:
         await self._background.close()
@@ -63,12 +66,14 @@ class Copying:
         """A push was applied. From any thread, within the shard's lock: so the loop gets them in
         order."""
         held.pushed_bytes += num_bytes_of(record)
-        if self._links:
+        if self._links or self.journaling is not None:
             self._loop.call_soon_threadsafe(self._pass_on, held, record)
 
     def _pass_on(self, held: Held, record: Record) -> None:
         for link in self._links.values():
             link.tell(held, record)
+        if self.journaling is not None:
+            self.journaling.tell(held, record)
 
     def follow_as_written(self, held: Held, holding: Holding) -> None:
         """Make exactly those follow a shard, and count, whom the record names."""
@@ -104,11 +109,12 @@ class Copying:
     def _link(self, to: Holder) -> Link:
         link = self._links.get(to)
         if link is None:
-            link = self._links[to] = Link(self._me, to, self, self._take, self._patience)
+            link = self._links[to] = Link(self._me, to, self, self.take, self._patience)
             link.start()
         return link
 
-    async def _take(self, held: Held) -> Image:
+    async def take(self, held: Held) -> Image:
+        """A shard's image, without holding up the event loop."""
         return await self._run(held.state.memory_bytes, held.state.image)
 
     # What links report.

@@ -6,7 +6,9 @@ out here. This server itself changes it in four cases: a joiner is in step or a 
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +23,8 @@ from shoal_server.parameters.copying import Copying
 from shoal_server.parameters.frames import Arrived
 from shoal_server.parameters.held import Held, Receipts, Role
 from shoal_server.parameters.image import Image
+from shoal_server.parameters.journal import Journal
+from shoal_server.parameters.journaling import Journaling
 from shoal_server.parameters.patience import Patience
 from shoal_server.parameters.record_of_holders import RecordOfHolders
 from shoal_server.parameters.roster import Roster
@@ -65,6 +69,16 @@ class Custody:
         for part in (self._background, self._copying, self._watching):
             await part.close()
         await self._roster.__aexit__(*exc)
+
+    @asynccontextmanager
+    async def journaling(self, journal: Journal, pool: Executor) -> AsyncIterator[Journaling]:
+        """Keep what is led here in a journal too, as long as the block runs."""
+        async with Journaling(journal, pool, self._copying.take) as journaling:
+            self._copying.journaling = journaling
+            try:
+                yield journaling
+            finally:
+                self._copying.journaling = None
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the watch of the record."""
@@ -128,8 +142,13 @@ class Custody:
         holding = self.holding(held.job, held.shard_id)
         if holding is not None and holding.primary == self.me:
             held.is_forming = len(holding.holders) > 1
-            held.state.keep(partial(self._copying.tell, held))
-            self._lead(held, holding)
+            self._begin_to_lead(held, holding)
+
+    def _begin_to_lead(self, held: Held, holding: Holding) -> None:
+        held.state.keep(partial(self._copying.tell, held))
+        if self._copying.journaling is not None:
+            self._copying.journaling.lead(held)
+        self._lead(held, holding)
 
     def _lead(self, held: Held, holding: Holding) -> None:
         if held.role is Role.BACKUP or held.epoch != holding.epoch:
@@ -147,12 +166,11 @@ class Custody:
         if holding is None or holding.primary != self.me:
             return
         held.state.enter_epoch(holding.epoch)
-        held.state.keep(partial(self._copying.tell, held))
         held.epoch = holding.epoch
-        held.receipts = Receipts()
+        held.receipts, held.disk = Receipts(), Receipts()
         held.role = Role.PRIMARY
         log.info("shard_led", job=held.job, shard_id=held.shard_id, epoch=held.epoch)
-        self._lead(held, holding)
+        self._begin_to_lead(held, holding)
         await self._catalog.notify()
 
     async def _hand_over(self, held: Held) -> None:
@@ -183,6 +201,8 @@ class Custody:
         held.end()
         held.state.keep(None)
         self._copying.let_go(held)
+        if self._copying.journaling is not None:
+            self._copying.journaling.end(held)
 
     def _drop(self, held: Held) -> None:
         self._end(held)

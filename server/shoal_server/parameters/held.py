@@ -87,6 +87,10 @@ class Held:
         self.role = role
         self.epoch = epoch
         self.receipts = Receipts()
+        self.disk = Receipts()
+        """Up to which version this server's journal has the shard, where it keeps one."""
+        self.check_disk: Callable[[], None] = _always_room
+        """Raises Overloaded while the journal is too far behind to take more."""
         self.is_forming = False
         """Created, and its first backup has not got it yet: nobody may push so far."""
         self.is_handing_over = False
@@ -101,7 +105,8 @@ class Held:
         return self.state.shard_id
 
     def check_room(self) -> None:
-        """Raise Overloaded while a backup is too far behind to take more."""
+        """Raise Overloaded while a backup, or the disk, is too far behind to take more."""
+        self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
             raise Overloaded(
                 f"a backup of shard {self.shard_id} is behind",
@@ -118,7 +123,9 @@ class Held:
 
     def end(self, why: ShoalError | None = None) -> None:
         """This server is not the shard's primary any more, or holds it no longer."""
-        self.receipts.end(why or self.deposed())
+        error = why or self.deposed()
+        self.receipts.end(error)
+        self.disk.end(error)
 
     def deposed(self) -> WrongEpoch:
         return WrongEpoch(
@@ -127,6 +134,10 @@ class Held:
             expected="a newer one",
             fix="Fetch the shard map and retry.",
         )
+
+
+def _always_room() -> None:
+    """Where no journal is kept."""
 
 
 def num_bytes_of(record: Record) -> int:

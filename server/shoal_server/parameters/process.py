@@ -34,7 +34,10 @@ from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.follower import Follower
 from shoal_server.parameters.inflow import Budget
+from shoal_server.parameters.journal import Journal, JournalConfig
+from shoal_server.parameters.kinds import restore
 from shoal_server.parameters.patience import Patience
+from shoal_server.parameters.reclaiming import reclaim
 from shoal_server.parameters.registration import Identity, Registration
 from shoal_server.parameters.servicer import Servicer
 from shoal_server.parameters.shard_snapshots import ShardSnapshots
@@ -46,6 +49,7 @@ from shoal_server.rpc import bind, new_server
 log = structlog.get_logger(__name__)
 
 SNAPSHOT_THREADS = 2
+LEASES_TO_WAIT_FOR = 4
 
 WILDCARDS = ("", "0.0.0.0", "[::]", "::")
 
@@ -65,6 +69,8 @@ class ParameterServerConfig:
     lease_ttl_s: float = 5.0
     """A server that etcd has not heard of for so long is taken for gone: no shards are placed on
     it."""
+    journal: JournalConfig | None = None
+    """Where pushes are kept on disk, for those that are to be acknowledged as durable."""
     drain_s: float = 20.0
     """A server that is told to stop hands its shards over first, for so long at most."""
     max_unfinished_bytes: int = 2 * 1024**3
@@ -170,9 +176,13 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         # Storage may be slow: it keeps no shard waiting for a thread.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
-        snapshots = ShardSnapshots(catalog=catalog, custody=custody, cuts=cuts, pool=writers)
+        snapshots = ShardSnapshots(
+            catalog=catalog, custody=custody, cuts=cuts, maker=maker, pool=writers
+        )
         add_ShardSnapshotsServicer_to_server(snapshots, server)
         await server.start()
+        if config.journal is not None:
+            await stack.enter_async_context(_journal(config.journal, store, custody, config))
         stack.push_async_callback(server.stop, 1.0)
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
         identity = Identity(holder=me, address=address, started_unix_s=time.time())
@@ -189,6 +199,26 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             registration=registration,
         )
     log.info("parameter_server_stopped", server_id=server_id)
+
+
+@asynccontextmanager
+async def _journal(
+    journal_config: JournalConfig,
+    store: KeyValueStore,
+    custody: Custody,
+    config: ParameterServerConfig,
+) -> AsyncIterator[None]:
+    """What the last process left in the journal is led again; what is led from now on is kept."""
+    loop = asyncio.get_running_loop()
+    with ThreadPoolExecutor(1, thread_name_prefix="shoal-journal-images") as pool:
+        journal = await loop.run_in_executor(pool, Journal, journal_config)
+        recovered = await loop.run_in_executor(pool, journal.recover, restore)
+        with journal:
+            async with custody.journaling(journal, pool):
+                patience_s = LEASES_TO_WAIT_FOR * config.lease_ttl_s
+                for other in await reclaim(store, custody, recovered, patience_s):
+                    journal.forget(other.job, other.state.shard_id)
+                yield
 
 
 async def _until(stop: asyncio.Event, server: Running) -> None:

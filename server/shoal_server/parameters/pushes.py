@@ -62,6 +62,7 @@ class IncomingPush:
         self._parts: dict[int, _Part] = {}
         self._whole: _Part | None = None
         self._refused: set[int] = set()
+        self._is_durable = header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE
         self._pending: deque[tuple[int, Awaitable[_Answer]]] = deque()
 
     async def open(self, catalog: Catalog) -> None:
@@ -85,6 +86,8 @@ class IncomingPush:
         if isinstance(held, ShoalError):
             raise held
         held.check_room()
+        if self._is_durable and held.disk.safe_version is None:
+            raise _no_journal(held)
         shard = dense(held)
         group = shard.spec.group
         if self._header.lr and group >= len(self._header.lr):
@@ -150,18 +153,21 @@ class IncomingPush:
         work = partial(self._apply, part)
         applied = asyncio.ensure_future(self._run(part.shard.num_bytes, work))
         # Whether to wait for a backup is decided behind the push: one may have come meanwhile.
-        if not applied.done() or part.held.receipts.safe_version is not None:
+        waits = part.held.receipts.safe_version is not None or self._is_durable
+        if not applied.done() or waits:
             applied = asyncio.ensure_future(self._once_safe(part.held, applied))
         self._pending.append((part.item.shard_id, applied))
 
     async def _once_safe(self, held: Held, applied: Awaitable[_Answer]) -> _Answer:
-        """The answer, once every backup has what it tells of."""
+        """The answer, once every backup, and the disk if it is asked for, has what it tells of."""
         answer = await applied
         told = max(answer.outcome.version, answer.values.version if answer.values else 0)
         if self._header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_APPLIED:
             return answer
         try:
             await held.receipts.wait_safe(told)
+            if self._is_durable:
+                await held.disk.wait_safe(told)
         except ShoalError as error:
             return _refusal(held.shard_id, error)
         return answer
@@ -201,6 +207,15 @@ class IncomingPush:
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         answer.set_result(_refusal(shard_id, error))
         self._pending.append((shard_id, answer))
+
+
+def _no_journal(held: Held) -> InvalidSpec:
+    return InvalidSpec(
+        f"shard {held.shard_id} of job {held.job} is on no disk",
+        seen="a push that is to be acknowledged as durable",
+        expected="a server that keeps a journal",
+        fix="Start every `shoal ps` with --journal DIRECTORY, or push with another level.",
+    )
 
 
 def dense(held: Held) -> LiveShard:

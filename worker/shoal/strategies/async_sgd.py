@@ -42,9 +42,12 @@ from shoal_proto.errors import (
     StalePush,
 )
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import Acknowledgement
 
 MAX_REDONE = 16
 """So often one step is taken anew on fresh values before its member gives up."""
+
+LEVELS = ("applied", "replicated", "durable")
 
 
 class AsyncSGD(Strategy):
@@ -63,6 +66,7 @@ class AsyncSGD(Strategy):
         compensation: float | None = None,
         adaptive: bool = True,
         schedule: LRScheduler | None = None,
+        acknowledge: str = "replicated",
     ) -> None:
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `shoal.strategies.pace`.
 
@@ -74,10 +78,15 @@ class AsyncSGD(Strategy):
         the servers set the rates by the number of updates that all members have made together, and
         the script does not step it.
 
+        `acknowledge`: what a push waits for. "replicated": every backup of the shards, where there
+        is one; "durable": the disk of the shard's server too; "applied": neither, so that it may be
+        lost with its server.
+
         Raises InvalidSpec for options that contradict each other.
         """
         self._policy = to_policy(staleness, reject_above, compensation, adaptive=adaptive)
         self._schedule = schedule
+        self._acknowledgement = _level(acknowledge)
         self._refused: frozenset[int] = frozenset()
         self._redone = 0
         self._rejected = 0
@@ -135,7 +144,10 @@ class AsyncSGD(Strategy):
     def attach(self, context: Context) -> None:
         super().attach(context)
         self._client = ParameterClient(
-            context.coordinators, context.token, timeout_s=context.limits.collective_s or 60.0
+            context.coordinators,
+            context.token,
+            timeout_s=context.limits.collective_s or 60.0,
+            acknowledgement=self._acknowledgement,
         )
         self._pace.attach(context)
         self._tables.attach(context)
@@ -283,6 +295,18 @@ class AsyncSGD(Strategy):
         if self._client is None:
             raise InternalError("the strategy was not attached", expected="attach() before enter()")
         return self._client
+
+
+def _level(acknowledge: str) -> Acknowledgement.ValueType:
+    name = f"ACKNOWLEDGEMENT_{acknowledge.upper()}"
+    if acknowledge not in LEVELS:
+        raise InvalidSpec(
+            "no such level of acknowledgement",
+            seen=repr(acknowledge),
+            expected=" or ".join(LEVELS),
+        )
+    # Where a shard has no backup, "replicated" is what its primary alone can give.
+    return Acknowledgement.Value(name)
 
 
 __all__ = ["AsyncSGD"]
