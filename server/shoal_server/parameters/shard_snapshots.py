@@ -17,6 +17,7 @@ from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.cuts import Cuts, LazyImage, Stamp
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.image import ShardState
+from shoal_server.parameters.tables.making import TableMaker
 from shoal_server.rpc import Context
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import Library
@@ -37,10 +38,19 @@ FORMING_S = 10.0
 class ShardSnapshots(ShardSnapshotsServicer):
     """`pool` is for storage alone: it may be slow."""
 
-    def __init__(self, *, catalog: Catalog, custody: Custody, cuts: Cuts, pool: Executor) -> None:
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        custody: Custody,
+        cuts: Cuts,
+        maker: TableMaker,
+        pool: Executor,
+    ) -> None:
         self._catalog = catalog
         self._custody = custody
         self._cuts = cuts
+        self._maker = maker
         self._pool = pool
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
@@ -50,6 +60,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
                 seen=f"{request.limit_s:g} s",
                 expected=f"above 0, at most {MAX_LIMIT_S:g} s",
             )
+        await self._maker.make_all(request.job)
         begun = self._cuts.close(request.job, request.cut_id, request.limit_s)
         return pb.CloseReply(begun=messages.of_begun(begun))
 

@@ -1,14 +1,19 @@
 """Snapshots under load hold each push whole, and bring everything back on any servers."""
 
 import time
+import zlib
+from array import array
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
+import grpc
 import pytest
 from parameter_servers import ParameterServers
 from snapshot_cluster import ADAM, Pusher, Snapshots, elements
 
+from shoal_client.parameters import ParameterClient
+from shoal_client.tables import Gradients, TableClient
 from shoal_proto.errors import (
     InvalidSpec,
     JobInUse,
@@ -18,13 +23,28 @@ from shoal_proto.errors import (
     SnapshotDamaged,
     SnapshotFailed,
 )
+from shoal_proto.row_hash import shard_of
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import Piece, PushHeader, PushItem, PushRequest
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.snapshots import SnapshotPolicy
 from shoal_server.etcd import keys
 from shoal_server.parameters import image_file
 from shoal_server.parameters.image import Image
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.manifest import Manifest
+
+TABLE = TableSpec(
+    name="users",
+    dim=2,
+    dtype="float32",
+    seed=3,
+    initialiser=Initialiser(kind="constant", center=1.0),
+    optimizer=RowOptimizer(kind="sgd", lr=0.5),
+    num_shards=4,
+)
 
 
 @pytest.fixture
@@ -167,12 +187,73 @@ def test_a_push_that_its_dead_member_left_half_done_is_told(
 ) -> None:
     servers, snapshots = start(opened, tmp_path)
     member = pusher(opened, servers, "m")
-    dead = pusher(opened, servers, "dead")
-    one_shard = next(iter(dead.client.versions))
-    # Only this part of its push has come: the header does not say that there are no others.
-    dead.client.push(dead._gradient, only=[one_shard])
+    push_to_one_shard(opened, servers, member, servers.admit("dead"))
+    servers.expel("dead")
     member.push()
-    assert snapshots.take().manifest.partial_steps == []
+    manifest = snapshots.take().manifest
+    (told, *others) = manifest.partial_steps
+    assert "push 1 of /shoal/v1/members/job/dead#one lacks parts at" in told
+    assert len(others) <= 1
+    taken = images(snapshots.library, manifest)
+    assert [each.version for each in taken] == [3, 2, 2, 2, 2, 2]
+
+
+def push_to_one_shard(
+    opened: ExitStack, servers: ParameterServers, member: Pusher, token: Token
+) -> None:
+    """Push to shard 0 only, in the name of a member that would have gone on to the others."""
+    shard = member.client.fetch_map().shards[0]
+    channel = opened.enter_context(grpc.insecure_channel(shard.address))
+    item = PushItem(shard_id=shard.shard_id, epoch=shard.epoch, base_version=1)
+    data = bytes(8 * sum(block.num_elements for block in shard.blocks))
+    piece = Piece(shard_id=shard.shard_id, data=data, checksum=zlib.crc32(data))
+    requests = [
+        PushRequest(header=PushHeader(token=token, sequence=1, shards=[item])),
+        PushRequest(piece=piece),
+    ]
+    (reply,) = ParametersStub(channel).Push(iter(requests), timeout=20.0)
+    assert reply.outcome.version == 2
+
+
+def test_rows_of_tables_come_back_too(opened: ExitStack, tmp_path: Path) -> None:
+    """Shards that nobody has touched yet are in the snapshot as well."""
+    servers, snapshots = start(opened, tmp_path)
+    token = servers.admit("m")
+    gradients = array("f", [1.0] * 6)
+    client = table_client(opened, servers, token)
+    where = ("users", 0)
+    ids = array("q", [i for i in range(200) if shard_of(i, TABLE.num_shards) == 0][:3])
+    found = client.look_up({where: ids.tobytes()})[where]
+    client.push(
+        {
+            where: Gradients(
+                ids=ids.tobytes(),
+                births=found.births,
+                gradients=gradients.tobytes(),
+                base_version=found.version,
+                base_epoch=found.epoch,
+            )
+        }
+    )
+    manifest = snapshots.take().manifest
+    assert [part.kind for part in manifest.parts] == ["table"] * TABLE.num_shards
+    assert list(manifest.steps.values()) == [1] and manifest.partial_steps == []
+    others, other_snapshots = start(opened, tmp_path, num_servers=3)
+    other_snapshots.restore()
+    back = table_client(opened, others, others.admit("n"))
+    again = back.look_up({where: ids.tobytes()})[where]
+    assert array("f", again.values).tolist() == [0.5] * 6
+    assert again.version == 2
+
+
+def table_client(opened: ExitStack, servers: ParameterServers, token: Token) -> TableClient:
+    parameters = ParameterClient([servers.coordinator], lambda: token)
+    opened.callback(parameters.close)
+    parameters.place([], [TABLE])
+    client = TableClient([servers.coordinator], lambda: token, timeout_s=20.0)
+    opened.callback(client.close)
+    client.fetch_map()
+    return client
 
 
 def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Path) -> None:

@@ -48,6 +48,10 @@ class TableMaker:
                 found.append(_dense(held))
         return found
 
+    async def make_all(self, job: str) -> None:
+        """Make all that this server leads and nobody ever had: a snapshot has every shard."""
+        await self._make(job, ())
+
     async def _make(self, job: str, shard_ids: Collection[int]) -> bool:
         """Make all of the job's tables that this server leads and nobody ever had; whether some of
         the shards named were had by somebody, and nobody has them any more."""
