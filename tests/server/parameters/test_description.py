@@ -1,0 +1,92 @@
+"""What a server says of itself: what was refused, what is queued, and how far its copies are."""
+
+from array import array
+from collections.abc import Iterator
+from zlib import crc32
+
+import grpc
+import pytest
+from parameter_servers import ParameterServers
+
+from shoal_client.parameters import ParameterClient
+from shoal_proto.v1 import parameters_pb2 as pb
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
+from shoal_proto.v1.shards_pb2 import ParameterSpec, ShardMap
+
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0), HyperParameters(lr=1.0)])
+SCHEMA = [
+    ParameterSpec(name=name, shape=[8], dtype="float32", group=g) for g, name in enumerate("ab")
+]
+"""Two parameter groups, so two shards."""
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(1) as servers:
+        yield servers
+
+
+def created(servers: ParameterServers) -> tuple[ParameterClient, ShardMap]:
+    token = servers.admit("w0")
+    client = ParameterClient([servers.coordinator], lambda: token, timeout_s=20.0)
+    shard_map = client.place(SCHEMA)
+    client.create(SGD, {name: memoryview(array("f", [0.0]) * 8).cast("B") for name in "ab"})
+    return client, shard_map
+
+
+def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None:
+    """Per part that was refused for its epoch; and as partial where another part was applied."""
+    client, shard_map = created(servers)
+    one, other = shard_map.shards
+    token = servers.admit("w1", incarnation="two")
+    data = array("f", [1.0] * 8).tobytes()
+    header = pb.PushHeader(
+        token=token,
+        sequence=1,
+        shards=[
+            pb.PushItem(shard_id=one.shard_id, epoch=one.epoch, base_version=1),
+            pb.PushItem(shard_id=other.shard_id, epoch=other.epoch + 1, base_version=1),
+        ],
+    )
+    requests = [pb.PushRequest(header=header)]
+    for shard in (one, other):
+        piece = pb.Piece(shard_id=shard.shard_id, data=data, checksum=crc32(data))
+        requests.append(pb.PushRequest(piece=piece))
+    with grpc.insecure_channel(one.address) as channel:
+        stub = ParametersStub(channel)
+        outcomes = {reply.outcome.shard_id: reply.outcome for reply in stub.Push(iter(requests))}
+        said = stub.Describe(pb.DescribeRequest(job="job"))
+        elsewhere = stub.Describe(pb.DescribeRequest(job="another"))
+    assert outcomes[other.shard_id].error.kind == "WrongEpoch"
+    assert not outcomes[one.shard_id].HasField("error")
+    assert (said.refused_by_epoch, said.partial_pushes, said.unfinished_bytes) == (1, 1, 0)
+    assert {shard.shard_id: shard.pushes for shard in said.shards} == {
+        one.shard_id: 1,
+        other.shard_id: 0,
+    }
+    assert (elsewhere.refused_by_epoch, elsewhere.partial_pushes) == (0, 0)
+    client.close()
+
+
+def test_a_server_tells_how_far_its_copies_are(servers: ParameterServers) -> None:
+    """Each shard names who has it and up to which version; the other server counts it as a copy."""
+    servers.add("ps-1")
+    client, _ = created(servers)
+    gradients = {name: memoryview(array("f", [1.0]) * 8).cast("B") for name in "ab"}
+    values = {name: memoryview(array("f", [0.0]) * 8).cast("B") for name in "ab"}
+    client.pull(values)
+    for _ in range(3):
+        client.push(gradients, into=values)
+    said = []
+    for server in servers.servers.values():
+        with grpc.insecure_channel(server.address) as channel:
+            said.append(ParametersStub(channel).Describe(pb.DescribeRequest(job="job")))
+    shards = [shard for each in said for shard in each.shards]
+    assert len(shards) == 2
+    for shard in shards:
+        (copy,) = shard.copies
+        assert (copy.version, copy.joining) == (shard.version, False) == (4, False)
+        assert shard.unreplicated_bytes == 0
+    assert sum(each.num_copies for each in said) == 2
+    client.close()
