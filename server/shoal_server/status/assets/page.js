@@ -158,7 +158,7 @@ function lossCell(health, losses, memberId) {
   return cell("Loss", "num", h("div", { class: "loss" }, sparkline(losses, memberId), text));
 }
 
-function memberRow({ member, health, losses }, now_s, showsStaleness) {
+function memberRow({ member, health, losses }, now_s, shows) {
   const seen_s = now_s - member.last_seen_unix_s;
   const step = Math.max(member.step, (health && health.step) || 0);
   const error = health && health.last_error;
@@ -173,7 +173,8 @@ function memberRow({ member, health, losses }, now_s, showsStaleness) {
     lossCell(health, losses, member.member_id),
     cell("Samples/s", "num", count(said("samples_per_s")), isNumber(said("step_time_s"))
       && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
-    showsStaleness && cell("Staleness", "num", significant(said("staleness_steps"))),
+    shows.staleness && cell("Staleness", "num", significant(said("staleness_steps"))),
+    shows.rounds && cell("Round", "num", member.clock === null ? "–" : count(member.clock)),
     cell("Memory", "num", bytes(said("memory_bytes"))),
     cell("Last seen", `num${seen_s > 5 ? " late" : ""}`, duration(seen_s)),
     cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
@@ -187,8 +188,11 @@ const cell = (label, kind, ...content) =>
 function members(job, now_s) {
   const column = (name, numeric) =>
     h("th", { scope: "col", role: "columnheader", class: numeric ? "num" : null }, name);
-  // Only asynchronous members have any.
-  const showsStaleness = job.members.some((m) => m.health && isNumber(m.health.staleness_steps));
+  // Only asynchronous members have the one, and only those with a bound the other.
+  const shows = {
+    staleness: job.members.some((m) => m.health && isNumber(m.health.staleness_steps)),
+    rounds: job.members.some((m) => isNumber(m.member.clock)),
+  };
   return section("Members",
     `${plural(job.members.length, "member")}, ${job.min_members} to ${job.max_members} may train`,
     job.members.length === 0 ? h("p", { class: "empty" }, "Nobody is here.")
@@ -196,10 +200,11 @@ function members(job, now_s) {
         h("table", { role: "table" }, h("caption", { class: "hidden" }, "Members of the job"),
           h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
             column("Step", true), column("Loss", true), column("Samples/s", true),
-            showsStaleness && column("Staleness", true), column("Memory", true), column("Last seen", true),
+            shows.staleness && column("Staleness", true), shows.rounds && column("Round", true),
+            column("Memory", true), column("Last seen", true),
             column("Waits for"))),
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
-            memberRow(entry, now_s, showsStaleness))))));
+            memberRow(entry, now_s, shows))))));
 }
 
 function generation(record, before, now_s) {
