@@ -51,8 +51,8 @@ class Snapshots:
     def _forget_cursor(self, job: str) -> None:
         self.cursor = None
 
-    def take(self) -> Taken:
-        return self._servers.run(self._taker.take(self.library))
+    def take(self, *, only_if_changed: bool = False) -> Taken:
+        return self._servers.run(self._taker.take(self.library, only_if_changed=only_if_changed))
 
     def restore(
         self, number: int = 0, *, under_members: bool = False

@@ -29,6 +29,7 @@ Restore = Callable[[str], Awaitable[bool]]
 ReadPushed = Callable[[str], Awaitable[Mapping[int, int]]]
 
 RETRY_PAUSE_S = 0.5
+RESTORE_AGAIN_S = 5.0
 SUSPECT_S = 3.0
 MEASURE_EACH_S = 10.0
 DEAD_AFTER_S = 300.0
@@ -141,7 +142,7 @@ class ShardKeeper:
             suspects=self._suspects(entry.holdings, seen),
         )
         lost = num_lost(entry.holdings, servers)
-        if lost and self._restore is not None and await self._restore(job):
+        if lost and self._restore is not None and not await self._may_begin_anew(job):
             return
 
         def tended(holdings: Holdings) -> Holdings:
@@ -152,6 +153,17 @@ class ShardKeeper:
             self._last[job] = changed.holdings
         if changed is not None and changed.revision != entry.revision:
             log.info("shards_tended", job=job, **_summary(entry.holdings, changed.holdings))
+
+    async def _may_begin_anew(self, job: str) -> bool:
+        """Whether there is nothing that the job could be brought back from."""
+        assert self._restore is not None
+        try:
+            return not await self._restore(job)
+        except ShoalError as error:
+            # Other jobs do not wait for a storage that is away.
+            log.warning("lost_shards_not_restored", job=job, reason=str(error))
+            asyncio.get_running_loop().call_later(RESTORE_AGAIN_S, self._wake.set)
+            return False
 
     def _dead(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
         """Holders that will not come back with what they held: another process has their name, or

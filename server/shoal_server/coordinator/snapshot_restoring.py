@@ -118,7 +118,8 @@ class SnapshotRestorer:
         if before is not None:
             copies = before.holdings.copies
             for holding in before.holdings.shards:
-                epochs[holding.shard_id] = max(holding.epoch, epochs[holding.shard_id])
+                known = epochs.get(holding.shard_id, 0)
+                epochs[holding.shard_id] = max(holding.epoch, known)
             # In a transaction of its own: every server lets go of what it has.
             await self._transact(
                 job,

@@ -86,8 +86,12 @@ class SnapshotTaker:
         self._state = state
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def take(self, library: Library) -> Taken:
-        """Take one. Raises SnapshotFailed, Unavailable; and then nothing of it is left."""
+    async def take(self, library: Library, *, only_if_changed: bool = False) -> Taken:
+        """Take one. Raises SnapshotFailed, Unavailable; and then nothing of it is left.
+
+        With `only_if_changed`, a job whose shards are all as in its newest snapshot gets no other
+        one: the newest is given.
+        """
         job = library.job
         async with self._locks.setdefault(job, asyncio.Lock()):
             lineage = await self._lineage(job)
@@ -95,6 +99,8 @@ class SnapshotTaker:
             cut, frozen = await self._frozen(job, lineage, before)
             try:
                 parts = await self._written(job, library.storage.url, cut, frozen)
+                if only_if_changed and before is not None and parts == tuple(before.parts):
+                    return Taken(manifest=before, pause_s=frozen.pause_s)
                 manifest = self._manifest(job, lineage, cut, frozen, parts)
                 await asyncio.to_thread(library.commit, manifest)
             except BaseException:

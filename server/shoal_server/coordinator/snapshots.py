@@ -119,6 +119,7 @@ class SnapshotService(SnapshotsServicer):
             yield
             return
         taking = asyncio.create_task(self._take_for_ever(store), name="snapshots")
+        taking.add_done_callback(_say_why_it_ended)
         try:
             yield
         finally:
@@ -143,7 +144,7 @@ class SnapshotService(SnapshotsServicer):
     async def _take_by_policy(self, job: str) -> None:
         try:
             library = await self._library("", job)
-            await self._taker.take(library)
+            await self._taker.take(library, only_if_changed=True)
         except ShoalError as error:
             log.warning("snapshot_failed", job=job, reason=str(error))
             return
@@ -168,6 +169,11 @@ class SnapshotService(SnapshotsServicer):
                 fix="Name one, or start the coordinator with --snapshot-url.",
             )
         return await asyncio.to_thread(lambda: Library(Storage(where), job))
+
+
+def _say_why_it_ended(taking: "asyncio.Task[None]") -> None:
+    if not taking.cancelled() and taking.exception() is not None:
+        log.error("no_more_snapshots_by_policy", exc_info=taking.exception())
 
 
 async def _jobs(store: KeyValueStore) -> list[str]:

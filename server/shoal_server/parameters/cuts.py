@@ -5,7 +5,6 @@ is copied before the next push to it, or when its turn to be written comes, whic
 """
 
 import asyncio
-import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +19,7 @@ from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.cut import Gate, Phase
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held, Role
-from shoal_server.parameters.image import Image, ShardState
+from shoal_server.parameters.lazy_image import LazyImage, Stamp
 from shoal_server.parameters.shard import LiveShard
 
 log = structlog.get_logger(__name__)
@@ -31,36 +30,6 @@ LOOK_S = 0.002
 """While a gate drains, how often it is looked whether all is applied: the threads that apply
 pushes tell nobody."""
 MAX_QUIET_JOBS = 64
-
-
-@dataclass(frozen=True, order=True)
-class Stamp:
-    """A state of a shard."""
-
-    shard_id: int
-    epoch: int
-    version: int
-
-
-class LazyImage:
-    """A shard as of now, copied when it is first asked for. Any thread."""
-
-    def __init__(self, held: Held) -> None:
-        self.stamp = Stamp(held.shard_id, held.epoch, held.state.version)
-        self._state: ShardState | None = held.state
-        self._lock = threading.Lock()
-        self._image: Image | None = None
-
-    def take(self) -> Image | None:
-        """The copy; None if nobody wants it any more."""
-        with self._lock:
-            if self._state is not None:
-                self._image, self._state = self._state.image(), None
-            return self._image
-
-    def drop(self) -> None:
-        with self._lock:
-            self._image = self._state = None
 
 
 @dataclass
@@ -313,4 +282,4 @@ def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
     )
 
 
-__all__ = ["TABLES", "Cuts", "LazyImage", "Passage", "Stamp"]
+__all__ = ["TABLES", "Cuts", "Passage"]

@@ -14,9 +14,10 @@ from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
 from shoal_server.parameters import image_file, kinds
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
-from shoal_server.parameters.cuts import Cuts, LazyImage, Stamp
+from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.image import ShardState
+from shoal_server.parameters.lazy_image import LazyImage, Stamp
 from shoal_server.parameters.tables.making import TableMaker
 from shoal_server.rpc import Context
 from shoal_server.snapshots import messages

@@ -115,7 +115,8 @@ class Library:
             return removed
         needed = {part.file for each in kept for part in each.parts}
         for name in self.storage.folders(f"{self.job}/{PARTS}"):
-            if int(name.partition("-")[0]) <= kept[-1].number:
+            number = name.partition("-")[0]
+            if number.isdigit() and int(number) <= kept[-1].number:
                 self._remove_folder(f"{PARTS}/{name}", needed)
         return removed
 

@@ -109,6 +109,7 @@ def test_an_unchanged_job_is_not_written_again(opened: ExitStack, tmp_path: Path
     assert first.num_new_bytes == first.num_bytes > 0
     second = snapshots.take().manifest
     assert (second.number, second.num_new_bytes) == (2, 0)
+    assert snapshots.take(only_if_changed=True).manifest == second
     member.push()
     third = snapshots.take().manifest
     assert third.num_new_bytes == third.num_bytes

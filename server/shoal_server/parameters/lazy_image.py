@@ -1,0 +1,40 @@
+"""A shard as of one moment, copied only when somebody needs the copy."""
+
+import threading
+from dataclasses import dataclass
+
+from shoal_server.parameters.held import Held
+from shoal_server.parameters.image import Image, ShardState
+
+
+@dataclass(frozen=True, order=True)
+class Stamp:
+    """A state of a shard."""
+
+    shard_id: int
+    epoch: int
+    version: int
+
+
+class LazyImage:
+    """A shard as of now, copied when it is first asked for. Any thread."""
+
+    def __init__(self, held: Held) -> None:
+        self.stamp = Stamp(held.shard_id, held.epoch, held.state.version)
+        self._state: ShardState | None = held.state
+        self._lock = threading.Lock()
+        self._image: Image | None = None
+
+    def take(self) -> Image | None:
+        """The copy; None if nobody wants it any more."""
+        with self._lock:
+            if self._state is not None:
+                self._image, self._state = self._state.image(), None
+            return self._image
+
+    def drop(self) -> None:
+        with self._lock:
+            self._image = self._state = None
+
+
+__all__ = ["LazyImage", "Stamp"]
