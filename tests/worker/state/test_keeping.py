@@ -1,7 +1,9 @@
 """What a member offers after a loss: nothing that could be taken for a whole state and is none."""
 
 import torch
+import torch.distributed as dist
 
+from shoal.backends.in_memory_run import run_in_memory
 from shoal.state.keeping import Keeping
 from shoal.state.pieces import Holding, Piece
 from shoal.state.shelves import Slot
@@ -37,6 +39,25 @@ def test_a_live_state_says_what_else_there_was_at_its_start() -> None:
     started = holding(8, "model.w", "optim.w/m", elsewhere=("optim.v/m",))
     (own,) = kept(started, holding(9, "model.w", "optim.w/m")).held(ME)
     assert own.elsewhere == {"optim.v/m"}
+
+
+def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> None:
+    """Regression: the joiner took its part of the state with it. Copies make it superfluous."""
+
+    def body() -> tuple[list[int], bool]:
+        keeping = Keeping(copies=1, every_steps=1)
+        if dist.get_rank() == 0:
+            keeping.start(holding(3, "model.w"), ME, dist.new_group, lambda _: True)
+            keeping.stop(holding(5, "model.w"))
+        keeping.start(holding(5, "model.w"), ME | {"b"}, dist.new_group, lambda _: True)
+        before = [each.step for each in keeping.held(ME)]
+        for step in (6, 7):
+            keeping.offer(holding(step, "model.w"))
+        still = any(each.step == 5 for each in keeping.held(ME))
+        keeping.close()
+        return before, still
+
+    assert run_in_memory(body, 2) == [([5], False), ([], False)]
 
 
 def test_a_snapshot_shows_once_it_is_known_what_else_there_was() -> None:

@@ -28,6 +28,8 @@ class Keeping:
         self._every_steps = every_steps
         self._copies: PeerCopies | None = None
         self._live: Holding | None = None
+        self._alone: Holding | None = None
+        """All that there was when this member was the only one: nobody else has a copy of it."""
         self._names: frozenset[str] = frozenset()
         self._members: frozenset[str] = frozenset()
         self._uncopied = False
@@ -38,6 +40,8 @@ class Keeping:
         live = self._live
         if live is not None and (self._names or self._members <= members):
             held.append(replace(live, elsewhere=self._names - live.pieces.keys()))
+        if self._alone is not None:
+            held.append(self._alone)
         return held
 
     def start(
@@ -48,6 +52,11 @@ class Keeping:
         travels: Callable[[str], bool],
     ) -> None:
         """A generation begins with this holding, which is whole over its members."""
+        if len(members) == 1:
+            self._alone = None
+        elif len(self._members) == 1 and self._live is not None and self._num_copies:
+            # Until the first copy is complete, a joiner that is lost would take its part with it.
+            self._alone = replace(self._live, elsewhere=frozenset())
         self._members = members
         # Before the first step an optimizer has no state yet: more names are to come.
         self._names = holding.elsewhere | holding.pieces.keys() if holding.step else frozenset()
@@ -85,6 +94,8 @@ class Keeping:
         self._uncopied = False
         if self._copies is not None:
             self._copies.offer(holding)
+            if self._copies.complete_step is not None:
+                self._alone = None
 
     def hand_over(self, holding: Holding) -> None:
         """As `offer`, but returns once the copy is complete on all members."""
@@ -111,7 +122,7 @@ class Keeping:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._live = None
+        self._live = self._alone = None
         if self._copies is not None:
             self._copies.close()
             self._copies = None
