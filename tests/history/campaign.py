@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from history.checker import Report, check
 from history.events import now_s, read_journals
-from history.workers import Work, Worker, settle
+from history.workers import Reader, Work, Worker, settle
 from parameter_cluster import ParameterCluster, Server
 
 PATIENCE_S = 60.0
@@ -32,6 +32,7 @@ class Campaign:
     work: Work
     seed: int
     workers: Sequence[Worker]
+    reader: Reader
     failovers_s: list[float] = field(default_factory=list)
     """From each kill of a primary until a push that it was in the way of was acknowledged."""
 
@@ -66,7 +67,7 @@ class Campaign:
         for worker in self.workers:
             self.awaited(
                 lambda w=worker: w.successes and w.successes[-1].sent_s > since_s,
-                f"worker {worker.number} pushes",
+                f"{worker.name} pushes",
             )
 
     def victim(self) -> Server:
@@ -88,9 +89,9 @@ class Campaign:
         """What `look` finds, which comes about in other processes and threads."""
         give_up_s = now_s() + PATIENCE_S
         while not (found := look()):
-            for worker in self.workers:
-                if not worker.runs:
-                    worker.stop()
+            for each in (*self.workers, self.reader):
+                if not each.runs:
+                    each.stop()
             if now_s() > give_up_s:
                 raise Stuck(f"not within {PATIENCE_S:g} s: {what}\n{self.told()}")
             time.sleep(POLL_S)
@@ -99,7 +100,7 @@ class Campaign:
     def told(self) -> str:
         """For whoever reads a failure."""
         ended = "\n".join(
-            f"  worker {w.number}: {len(w.successes)} pushes; {w.failures}" for w in self.workers
+            f"  {w.name}: {len(w.successes)} pushes; {w.failures}" for w in self.workers
         )
         held = self.cluster.holdings(self.work.job)
         return f"seed {self.seed}, {self.work.directory}\n{ended}\n{held}"
@@ -111,17 +112,18 @@ def campaign(
 ) -> Iterator[Campaign]:
     """Workers that push until the end of the block, by when every server is well again."""
     work.directory.mkdir(parents=True)
+    cluster.await_ready()
     workers = [Worker(work, number, seed) for number in range(num_workers)]
-    run = Campaign(cluster, work, seed, workers)
-    for worker in workers:
-        worker.start()
+    run = Campaign(cluster, work, seed, workers, Reader(work))
+    for each in (*workers, run.reader):
+        each.start()
     try:
         run.await_all_succeed()
         yield run
         run.await_all_succeed()
     finally:
-        for worker in workers:
-            worker.stop()
+        for each in (*workers, run.reader):
+            each.stop()
 
 
 def judge(work: Work) -> Report:

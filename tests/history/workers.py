@@ -3,7 +3,7 @@
 import random
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec, ShardMap
 
 MAX_MEMBERS = 64
+READ_PAUSE_S = 0.01
 ABSENT_RATE, POISON_RATE = 0.1, 0.02
 PARAMETERS = [
     ParameterSpec(name="a", shape=[70, 100], dtype="float32"),
@@ -199,37 +200,32 @@ class Session:
         self._membership.leave(completed=False, reason="the session is over")
 
 
-@dataclass
-class Worker:
-    """A thread that pushes without a pause, as one session after the other."""
+class _Thread:
+    """A thread that acts as one session after the other, until it is stopped."""
 
-    work: Work
-    number: int
-    seed: int
-    successes: list[Success] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    """Why each session but the last ended."""
-
-    def __post_init__(self) -> None:
-        self._rng = random.Random(f"{self.seed}-{self.number}")
-        self._journal = Journal(self.work.directory / f"worker-{self.number}.jsonl")
+    def __init__(self, work: Work, name: str) -> None:
+        self.work = work
+        self.name = name
+        self.failures: list[str] = []
+        """Why each session but the last ended."""
+        self.stopping = threading.Event()
+        self._journal = Journal(work.directory / f"{name}.jsonl")
         self._session: Session | None = None
-        self._stopping = threading.Event()
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name=f"worker-{self.number}")
+        self._thread = threading.Thread(target=self._run, name=name)
 
     def start(self) -> None:
         self._thread.start()
 
     def hang_up(self) -> None:
-        """Let the session end in the midst of a push."""
+        """Let the session end in the midst of what it does."""
         session = self._session
         if session is not None:
             session.hang_up()
 
     def stop(self) -> None:
-        """Let it end behind its push, and raise what made it fail."""
-        self._stopping.set()
+        """Let it end behind what it does, and raise what made it fail."""
+        self.stopping.set()
         self._thread.join()
         if self._error is not None:
             raise self._error
@@ -238,18 +234,21 @@ class Worker:
     def runs(self) -> bool:
         return self._thread.is_alive()
 
+    def act(self, session: Session) -> None:
+        """What it does in one session."""
+        raise NotImplementedError
+
     def _run(self) -> None:
         try:
             with self._journal:
-                while not self._stopping.is_set():
+                while not self.stopping.is_set():
                     self._serve()
         except BaseException as error:  # noqa: BLE001 - raised by `stop`
             self._error = error
 
     def _serve(self) -> None:
-        """One session."""
         try:
-            session = Session(self.work, f"w{self.number}", self._journal)
+            session = Session(self.work, self.name, self._journal)
         except ShoalError as error:
             # Nobody is there to admit it yet: `attend` and `place` have waited for that.
             self.failures.append(repr(error))
@@ -258,23 +257,46 @@ class Worker:
         try:
             session.create()
             session.pull()
-            sequence = 0
-            while not self._stopping.is_set():
-                sequence += 1
-                if self._rng.random() < POISON_RATE:
-                    session.push_poison(sequence)
-                else:
-                    self.successes.append(session.push(self._draw(), sequence))
+            self.act(session)
         except ShoalError as error:
             self.failures.append(repr(error))
         finally:
             self._session = None
             session.close()
 
+
+class Worker(_Thread):
+    """Pushes without a pause."""
+
+    def __init__(self, work: Work, number: int, seed: int) -> None:
+        super().__init__(work, f"worker-{number}")
+        self.successes: list[Success] = []
+        self._rng = random.Random(f"{seed}-{number}")
+
+    def act(self, session: Session) -> None:
+        sequence = 0
+        while not self.stopping.is_set():
+            sequence += 1
+            if self._rng.random() < POISON_RATE:
+                session.push_poison(sequence)
+            else:
+                self.successes.append(session.push(self._draw(), sequence))
+
     def _draw(self) -> Gradients:
         lr = [self._rng.choice([0.1, 0.03]), self._rng.choice([0.1, 0.01])]
         absent = ["b"] if self._rng.random() < ABSENT_RATE else []
         return Gradients(seed=self._rng.getrandbits(32), lr=lr, absent=absent)
+
+
+class Reader(_Thread):
+    """Pulls again and again: what it has seen must be there for good."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, "reader")
+
+    def act(self, session: Session) -> None:
+        while not self.stopping.wait(READ_PAUSE_S):
+            session.pull()
 
 
 def settle(work: Work) -> ShardMap:
@@ -291,4 +313,4 @@ def settle(work: Work) -> ShardMap:
             session.close()
 
 
-__all__ = ["OPTIMIZERS", "PARAMETERS", "Session", "Success", "Work", "Worker", "settle"]
+__all__ = ["OPTIMIZERS", "PARAMETERS", "Reader", "Session", "Success", "Work", "Worker", "settle"]
