@@ -9,7 +9,6 @@ from functools import partial
 
 import structlog
 
-from shoal_proto import pieces
 from shoal_proto.errors import InternalError, InvalidSpec, MalformedMessage, ShoalError
 from shoal_proto.pieces import AnyPiece
 from shoal_proto.status import to_detail
@@ -249,10 +248,7 @@ def _messages(answer: _Answer) -> Iterator[PushReply | bytes]:
             shard_id=shard_id, version=answer.values.version, num_bytes=answer.values.num_bytes
         )
     )
-    for part in answer.values.pieces:
-        yield pieces.encode(
-            pieces.PUSH_REPLY, shard_id, part.offset_bytes, (part.data,), part.checksum
-        )
+    yield from answer.values.messages
 
 
 def _refusal(shard_id: int, error: ShoalError) -> _Answer:

@@ -9,7 +9,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing
 from functools import partial
 
-from shoal_proto import pieces
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1.parameters_pb2 import (
@@ -134,10 +133,8 @@ class Servicer:
                     num_bytes=values.num_bytes,
                 )
             )
-            for part in values.pieces:
-                yield pieces.encode(
-                    pieces.SHARD_DATA, held.shard_id, part.offset_bytes, (part.data,), part.checksum
-                )
+            for message in values.messages:
+                yield message
 
     async def _read_ahead(
         self, reads: Iterable[tuple[Held, int]]

@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
+from shoal_proto import pieces
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
 from shoal_proto.pieces import Buffer
@@ -52,21 +52,14 @@ class Push:
     """The shard's epoch when the base version was received; 0: not told."""
 
 
-class Slice(NamedTuple):
-    """Consecutive bytes of a shard, to become a Piece."""
-
-    offset_bytes: int
-    data: bytes
-    checksum: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Values:
-    """A shard's values as of one version, cut into pieces that own their bytes."""
+    """A shard's values as of one version."""
 
     version: int
     num_bytes: int
-    pieces: Sequence[Slice]
+    messages: Sequence[bytes]
+    """Serialized: pieces, in the field of the reply that asks for them."""
 
 
 class LiveShard:
@@ -127,7 +120,7 @@ class LiveShard:
             except Exception:
                 self._refused += 1
                 raise
-            return outcome, duplicate, self._read() if return_values else None
+            return outcome, duplicate, self._read(pieces.PUSH_REPLY) if return_values else None
 
     def _push(self, push: Push, is_live: Callable[[str], bool]) -> tuple[Outcome, bool]:
         if push.epoch != self.spec.epoch:
@@ -195,18 +188,19 @@ class LiveShard:
             self._apply(record)
 
     def read(self, known_version: int = 0) -> Values:
-        """The values now; without pieces if the version is still `known_version`."""
+        """The values now, as ShardData; none if the version is still `known_version`."""
         with self._lock:
             if known_version == self._version:
-                return Values(version=self._version, num_bytes=0, pieces=())
-            return self._read()
+                return Values(version=self._version, num_bytes=0, messages=())
+            return self._read(pieces.SHARD_DATA)
 
-    def _read(self) -> Values:
-        pieces = []
+    def _read(self, field: int) -> Values:
+        # Each byte is copied once, out of the shard and into the message that leaves.
+        messages = []
         for start in range(0, self.num_bytes, SEND_PIECE_BYTES):
-            data = bytes(self._bytes[start : start + SEND_PIECE_BYTES])
-            pieces.append(Slice(start, data, crc32(data)))
-        return Values(version=self._version, num_bytes=self.num_bytes, pieces=pieces)
+            data = self._bytes[start : start + SEND_PIECE_BYTES]
+            messages.append(pieces.encode(field, self.spec.shard_id, start, (data,), crc32(data)))
+        return Values(version=self._version, num_bytes=self.num_bytes, messages=messages)
 
     def keep(self, keeper: Keeper | None) -> None:
         """From now on `keeper` is told of every push, in place of the keeper before it."""

@@ -14,6 +14,7 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.sessions import MAX_OUTCOMES
 from shoal_server.parameters.shard import STALENESS_BUCKETS, LiveShard, Push, Values
@@ -55,8 +56,12 @@ def is_live(session: str) -> bool:
     return True
 
 
+REPLIES = {3 << 3 | 2: PushReply, 2 << 3 | 2: ShardData}
+"""By the tag of the piece in it."""
+
+
 def read(values: Values) -> torch.Tensor:
-    data = bytearray(b"".join(part.data for part in values.pieces))
+    data = bytearray(b"".join(REPLIES[m[0]].FromString(m).piece.data for m in values.messages))
     return torch.frombuffer(data, dtype=torch.float32)
 
 
@@ -153,8 +158,8 @@ def test_the_learning_rate_of_the_push_counts() -> None:
 def test_reading_a_known_version_sends_nothing() -> None:
     """Who has the newest values already is not sent them again."""
     shard = new_shard()
-    assert shard.read(known_version=1).pieces == ()
-    assert shard.read(known_version=2).pieces
+    assert shard.read(known_version=1).messages == ()
+    assert shard.read(known_version=2).messages
 
 
 def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
