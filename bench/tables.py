@@ -35,7 +35,8 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.parameters.tables.index import RowIndex
 from shoal_server.parameters.tables.initial import InitialRows
-from shoal_server.parameters.tables.shard import TablePush, TableShard
+from shoal_server.parameters.tables.pushes import TablePush
+from shoal_server.parameters.tables.shard import TableShard
 
 DIM = 16
 BATCH = 65_536

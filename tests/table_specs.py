@@ -6,7 +6,8 @@ import numpy as np
 
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
-from shoal_server.parameters.tables.shard import TablePush, TableShard
+from shoal_server.parameters.tables.pushes import TablePush
+from shoal_server.parameters.tables.shard import TableShard
 
 SGD = RowOptimizer(kind="sgd", lr=1.0)
 OPTIMIZERS = {

@@ -7,30 +7,41 @@ while, is dealt with here.
 
 import math
 import zlib
-from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import structlog
 
 from shoal_client.channel import Coordinators
 from shoal_client.layouts import of_tables
 from shoal_client.shard_servers import Attempt, ShardServers, worst_of
-from shoal_proto.errors import ChecksumMismatch, InternalError, RetryError, ShoalError, UnknownShard
-from shoal_proto.row_hash import shard_of
+from shoal_client.table_rows import (
+    ID_BYTES,
+    MESSAGE_BYTES,
+    Bytes,
+    Gradients,
+    Rows,
+    TablePushResult,
+    Where,
+    check,
+    joined,
+    note,
+    packed,
+    route,
+)
+from shoal_proto.errors import InternalError, RetryError, ShoalError, UnknownShard
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import GetMapRequest, Shard, ShardMap
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_proto.v1.tables_pb2 import (
+    FoundRows,
     RowGradients,
     RowIds,
     TableLookupHeader,
-    TableLookupReply,
     TableLookupRequest,
     TablePushHeader,
     TablePushItem,
-    TablePushReply,
     TablePushRequest,
     TableSpec,
 )
@@ -38,76 +49,9 @@ from shoal_proto.v1.tables_pb2_grpc import TablesStub
 
 log = structlog.get_logger(__name__)
 
-ID_BYTES = 8
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-MESSAGE_BYTES = 1024 * 1024
-"""Rows that travel in one message, unless a single one is larger."""
 MAP_TIMEOUT_S = 2.0
 """A call under way spends no more on asking for a newer map: the coordinator may be away."""
-
-Where = tuple[str, int]
-"""Name of a table, index of one of its virtual shards."""
-Bytes = bytes | memoryview
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rows:
-    """Rows of one shard as they were at `version`, or since, in the order asked for."""
-
-    version: int
-    epoch: int
-    births: bytes
-    """A little-endian uint64 a row: the version that made it; 0 for one that has its first values
-    and was not made."""
-    values: bytes
-    step: int
-    """Steps of the table that the shard knew of."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gradients:
-    """Gradients for rows of one shard, and what they were computed on."""
-
-    ids: Bytes
-    births: Bytes
-    gradients: Bytes
-    base_version: int
-    base_epoch: int
-    step: int = 0
-    """Which step of the table this is, as far as is known here."""
-    lr: float | None = None
-    """None: as the table was specified."""
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.ids) // ID_BYTES
-
-
-@dataclass(kw_only=True)
-class TablePushResult:
-    """What became of one push. Every shard's part was applied exactly once."""
-
-    sequence: int
-    versions: dict[Where, int] = field(default_factory=dict)
-    """Per shard: its version right after this push."""
-    staleness: dict[Where, int] = field(default_factory=dict)
-    """Per shard: how many updates of others the gradients did not know of."""
-    fates: dict[Where, bytes] = field(default_factory=dict)
-    """Per shard: a RowFate for each row as pushed; empty: all were applied."""
-    steps: dict[Where, int] = field(default_factory=dict)
-    """Per shard: steps of the table that it knows of."""
-    retries: int = 0
-    """Attempts beyond the first."""
-    duplicates: int = 0
-    """Shards that answered a retry of what they had applied before."""
-
-
-def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
-    """Each id once, by index of the virtual shard that has it, in rising order."""
-    routed: dict[int, array[int]] = {}
-    for row_id in sorted(set(ids)):
-        routed.setdefault(shard_of(row_id, num_shards), array("q")).append(row_id)
-    return routed
 
 
 class TableClient:
@@ -153,42 +97,45 @@ class TableClient:
         def attempt(
             stub: TablesStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
-            asked = [
-                (shard, ids) for shard in shards for ids in self._cut(wanted[_where(shard)], shard)
+            by_id = {shard.shard_id: _where(shard) for shard in shards}
+            pieces = [
+                (RowIds(shard_id=s.shard_id, epoch=s.epoch, ids=bytes(ids)), size)
+                for s in shards
+                for ids, size in self._cut(wanted[_where(s)], s)
             ]
-            replies = stub.Lookup(self._lookup_requests(asked), timeout=timeout_s)
-            taken: dict[int, list[TableLookupReply]] = {}
+            left = Counter(rows.shard_id for rows, _ in pieces)
+            taken: dict[int, list[FoundRows]] = {shard_id: [] for shard_id in by_id}
             errors: list[ShoalError] = []
-            for (shard, _), reply in zip(asked, replies, strict=False):
-                if reply.HasField("error"):
-                    errors.append(from_detail(reply.error))
-                    continue
-                _check(reply)
-                taken.setdefault(shard.shard_id, []).append(reply)
-            for shard in shards:
-                parts = taken.get(shard.shard_id, [])
-                if len(parts) == sum(s is shard for s, _ in asked):
-                    found[_where(shard)] = _joined(parts)
-                    todo.discard(shard.shard_id)
+            for reply in stub.Lookup(self._lookup_requests(pieces), timeout=timeout_s):
+                for rows in reply.rows:
+                    if rows.HasField("error"):
+                        errors.append(from_detail(rows.error))
+                        continue
+                    check(rows)
+                    taken[rows.shard_id].append(rows)
+                    left[rows.shard_id] -= 1
+                    if not left[rows.shard_id]:
+                        found[by_id[rows.shard_id]] = joined(taken[rows.shard_id])
+                        todo.discard(rows.shard_id)
             if errors:
                 raise worst_of(errors)
 
         self._until_done(attempt, wanted)
         return found
 
-    def _cut(self, ids: Bytes, shard: Shard) -> Iterator[Bytes]:
-        """Pieces of the ids whose rows fit into a message; at least one."""
-        size = self._rows_a_message(shard) * ID_BYTES
-        for start in range(0, max(len(ids), 1), size):
-            yield ids[start : start + size]
+    def _cut(self, ids: Bytes, shard: Shard) -> Iterator[tuple[Bytes, int]]:
+        """Pieces of the ids whose rows fit into a message, and the bytes of these; at least one."""
+        size = self._rows_a_message(shard)
+        for start in range(0, max(len(ids) // ID_BYTES, 1), size):
+            piece = ids[start * ID_BYTES : (start + size) * ID_BYTES]
+            yield piece, len(piece) // ID_BYTES * (self._row_bytes(shard) + ID_BYTES)
 
     def _lookup_requests(
-        self, asked: Sequence[tuple[Shard, Bytes]]
+        self, pieces: Iterable[tuple[RowIds, int]]
     ) -> Iterator[TableLookupRequest]:
-        yield TableLookupRequest(header=TableLookupHeader(token=self._token()))
-        for shard, ids in asked:
-            rows = RowIds(shard_id=shard.shard_id, epoch=shard.epoch, ids=bytes(ids))
-            yield TableLookupRequest(rows=rows)
+        header = TableLookupHeader(token=self._token())
+        for number, rows in enumerate(packed(pieces)):
+            yield TableLookupRequest(header=None if number else header, rows=rows)
 
     def push(self, pushed: Mapping[Where, Gradients]) -> TablePushResult:
         """Apply gradients, each exactly once.
@@ -206,11 +153,12 @@ class TableClient:
             errors: list[ShoalError] = []
             requests = self._push_requests(pushed, shards, result.sequence)
             for reply in stub.Push(requests, timeout=timeout_s):
-                if reply.HasField("error"):
-                    errors.append(from_detail(reply.error))
-                    continue
-                _note(result, by_id[reply.shard_id], reply)
-                todo.discard(reply.shard_id)
+                for outcome in reply.outcomes:
+                    if outcome.HasField("error"):
+                        errors.append(from_detail(outcome.error))
+                        continue
+                    note(result, by_id[outcome.shard_id], outcome)
+                    todo.discard(outcome.shard_id)
             if errors:
                 raise worst_of(errors)
 
@@ -226,23 +174,26 @@ class TableClient:
             shards=[_item(shard, pushed[_where(shard)]) for shard in shards],
             all_shard_ids=sorted(self._shards[where].shard_id for where in pushed),
         )
-        yield TablePushRequest(header=header)
-        for shard in shards:
-            part = pushed[_where(shard)]
-            row_bytes = self._row_bytes(shard)
-            size = self._rows_a_message(shard)
-            for start in range(0, part.num_rows, size):
-                ids = bytes(part.ids[start * ID_BYTES : (start + size) * ID_BYTES])
-                births = bytes(part.births[start * ID_BYTES : (start + size) * ID_BYTES])
-                data = bytes(part.gradients[start * row_bytes : (start + size) * row_bytes])
-                rows = RowGradients(
-                    shard_id=shard.shard_id,
-                    ids=ids,
-                    births=births,
-                    gradients=data,
-                    checksum=zlib.crc32(data, zlib.crc32(births, zlib.crc32(ids))),
-                )
-                yield TablePushRequest(rows=rows)
+        pieces = (piece for s in shards for piece in self._gradients(pushed[_where(s)], s))
+        for number, rows in enumerate(packed(pieces)):
+            yield TablePushRequest(header=None if number else header, rows=rows)
+
+    def _gradients(self, part: Gradients, shard: Shard) -> Iterator[tuple[RowGradients, int]]:
+        """Pieces of one shard's rows that fit into a message, and their bytes."""
+        row_bytes = self._row_bytes(shard)
+        size = self._rows_a_message(shard)
+        for start in range(0, part.num_rows, size):
+            ids = bytes(part.ids[start * ID_BYTES : (start + size) * ID_BYTES])
+            births = bytes(part.births[start * ID_BYTES : (start + size) * ID_BYTES])
+            data = bytes(part.gradients[start * row_bytes : (start + size) * row_bytes])
+            rows = RowGradients(
+                shard_id=shard.shard_id,
+                ids=ids,
+                births=births,
+                gradients=data,
+                checksum=zlib.crc32(data, zlib.crc32(births, zlib.crc32(ids))),
+            )
+            yield rows, len(ids) + len(births) + len(data)
 
     def _row_bytes(self, shard: Shard) -> int:
         table = self._tables[shard.table]
@@ -296,33 +247,4 @@ def _item(shard: Shard, part: Gradients) -> TablePushItem:
     )
 
 
-def _note(result: TablePushResult, where: Where, reply: TablePushReply) -> None:
-    result.versions[where] = reply.version
-    result.staleness[where] = reply.staleness
-    result.fates[where] = reply.fates
-    result.steps[where] = reply.step
-    result.duplicates += reply.duplicate
-
-
-def _check(reply: TableLookupReply) -> None:
-    seen = zlib.crc32(reply.values, zlib.crc32(reply.births))
-    if seen != reply.checksum:
-        raise ChecksumMismatch(
-            f"rows of shard {reply.shard_id} changed on the way",
-            seen=f"CRC-32 {seen:#010x}",
-            expected=f"{reply.checksum:#010x}",
-        )
-
-
-def _joined(parts: Sequence[TableLookupReply]) -> Rows:
-    """The oldest version counts: what came later may be newer, but not older."""
-    return Rows(
-        version=min(part.version for part in parts),
-        epoch=min(part.epoch for part in parts),
-        births=b"".join(part.births for part in parts),
-        values=b"".join(part.values for part in parts),
-        step=max(part.step for part in parts),
-    )
-
-
-__all__ = ["Gradients", "Rows", "TableClient", "TablePushResult", "Where", "route"]
+__all__ = ["MESSAGE_BYTES", "Gradients", "Rows", "TableClient", "TablePushResult", "Where", "route"]

@@ -27,7 +27,14 @@ from shoal_proto.errors import (
     UnsupportedOptimizer,
 )
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.tables_pb2 import Eviction, Initialiser, RowFate, RowOptimizer, TableSpec
+from shoal_proto.v1.tables_pb2 import (
+    Admission,
+    Eviction,
+    Initialiser,
+    RowFate,
+    RowOptimizer,
+    TableSpec,
+)
 
 DIM = 4
 NUM_SHARDS = 8
@@ -194,25 +201,34 @@ def test_a_fenced_member_neither_reads_nor_writes(servers: ParameterServers) -> 
     member.close()
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"dim": 0}, InvalidSpec, "dim of table users"),
-        ({"dtype": "int8"}, InvalidSpec, "float32 or float64"),
-        ({"num_shards": 5000}, InvalidSpec, "1 to 1024"),
-        ({"optimizer": RowOptimizer(kind="lamb")}, UnsupportedOptimizer, "sparse_adam"),
-        ({"optimizer": RowOptimizer(kind="sgd", lr=-1.0)}, InvalidSpec, "lr of table users"),
-        ({"initialiser": Initialiser(kind="xavier")}, InvalidSpec, "initialiser"),
-        ({"eviction": Eviction(max_idle_s=float("inf"))}, InvalidSpec, "max_idle_s"),
-        ({"name": "a/b"}, InvalidSpec, "name"),
-    ],
-)
-def test_tables_that_cannot_be_are_refused(
-    servers: ParameterServers, changes: dict[str, object], error: type[Exception], message: str
-) -> None:
+REFUSED: list[tuple[dict[str, object], type[Exception], str]] = [
+    ({"dim": 0}, InvalidSpec, "dim of table users"),
+    ({"dtype": "int8"}, InvalidSpec, "float32 or float64"),
+    ({"num_shards": 5000}, InvalidSpec, "1 to 1024"),
+    ({"optimizer": RowOptimizer(kind="lamb")}, UnsupportedOptimizer, "sparse_adam"),
+    ({"optimizer": RowOptimizer(kind="sgd", lr=-1.0)}, InvalidSpec, "lr of table users"),
+    ({"optimizer": RowOptimizer(kind="adam", beta1=1.0)}, InvalidSpec, "below 1"),
+    ({"optimizer": RowOptimizer(kind="sgd", nesterov=True)}, InvalidSpec, "momentum"),
+    ({"initialiser": Initialiser(kind="xavier")}, InvalidSpec, "initialiser"),
+    ({"admission": Admission(kind="count")}, InvalidSpec, "min_pushes"),
+    ({"admission": Admission(kind="probability", probability=2.0)}, InvalidSpec, "probability"),
+    ({"eviction": Eviction(max_idle_s=float("inf"))}, InvalidSpec, "max_idle_s"),
+    ({"name": "a/b"}, InvalidSpec, "name"),
+]
+
+
+def test_tables_that_cannot_be_are_refused(servers: ParameterServers) -> None:
     """Before anything is placed, with the setting and what it may be."""
-    with pytest.raises(error, match=message):
-        Member(servers, servers.admit("w0"), table(**changes))
+    token = servers.admit("w0")
+    client = ParameterClient([servers.coordinator], lambda: token)
+    for changes, error, message in REFUSED:
+        with pytest.raises(error, match=message):
+            client.place([], [table(**changes)])
+    with pytest.raises(InvalidSpec, match="each once"):
+        client.place([], [table(), table()])
+    with pytest.raises(InvalidSpec, match="nothing to train"):
+        client.place([], [])
+    client.close()
 
 
 def test_another_table_than_the_jobs_is_refused_by_name(servers: ParameterServers) -> None:

@@ -253,29 +253,27 @@ class TableLookupRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def header(self) -> Global___TableLookupHeader: ...
+    def header(self) -> Global___TableLookupHeader:
+        """In the first message of the stream, and only there."""
+
     @_builtins.property
-    def rows(self) -> Global___RowIds: ...
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowIds]: ...
     def __init__(
         self,
         *,
         header: Global___TableLookupHeader | None = ...,
-        rows: Global___RowIds | None = ...,
+        rows: _abc.Iterable[Global___RowIds] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "rows"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TableLookupRequest: _TypeAlias = TableLookupRequest  # noqa: Y015
 
 @_typing.final
 class TableLookupHeader(_message.Message):
-    """First message of the stream."""
-
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
@@ -326,6 +324,26 @@ Global___RowIds: _TypeAlias = RowIds  # noqa: Y015
 class TableLookupReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    ROWS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___FoundRows]: ...
+    def __init__(
+        self,
+        *,
+        rows: _abc.Iterable[Global___FoundRows] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableLookupReply: _TypeAlias = TableLookupReply  # noqa: Y015
+
+@_typing.final
+class FoundRows(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     SHARD_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
@@ -369,7 +387,7 @@ class TableLookupReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TableLookupReply: _TypeAlias = TableLookupReply  # noqa: Y015
+Global___FoundRows: _TypeAlias = FoundRows  # noqa: Y015
 
 @_typing.final
 class TablePushRequest(_message.Message):
@@ -378,28 +396,28 @@ class TablePushRequest(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def header(self) -> Global___TablePushHeader: ...
+    def header(self) -> Global___TablePushHeader:
+        """In the first message of the stream, and only there."""
+
     @_builtins.property
-    def rows(self) -> Global___RowGradients: ...
+    def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowGradients]: ...
     def __init__(
         self,
         *,
         header: Global___TablePushHeader | None = ...,
-        rows: Global___RowGradients | None = ...,
+        rows: _abc.Iterable[Global___RowGradients] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "part", b"part", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["header", b"header", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["header", "rows"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TablePushRequest: _TypeAlias = TablePushRequest  # noqa: Y015
 
 @_typing.final
 class TablePushHeader(_message.Message):
-    """First message of the stream. The rows of all the named shards follow."""
+    """The rows of all the named shards come with it or follow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -520,6 +538,26 @@ Global___RowGradients: _TypeAlias = RowGradients  # noqa: Y015
 class TablePushReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    OUTCOMES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___TablePushOutcome]: ...
+    def __init__(
+        self,
+        *,
+        outcomes: _abc.Iterable[Global___TablePushOutcome] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["outcomes", b"outcomes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TablePushReply: _TypeAlias = TablePushReply  # noqa: Y015
+
+@_typing.final
+class TablePushOutcome(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
     SHARD_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
@@ -561,4 +599,4 @@ class TablePushReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TablePushReply: _TypeAlias = TablePushReply  # noqa: Y015
+Global___TablePushOutcome: _TypeAlias = TablePushOutcome  # noqa: Y015

@@ -28,7 +28,7 @@ if _version_not_supported:
 class TablesStub(object):
     """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
     moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB.
+    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
     """
 
     def __init__(self, channel):
@@ -52,12 +52,12 @@ class TablesStub(object):
 class TablesServicer(object):
     """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
     moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB.
+    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
     """
 
     def Lookup(self, request_iterator, context):
-        """Sends rows. Each request's rows of one shard are answered by one reply, in order, as of one
-        version. Changes nothing.
+        """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
+        order, each as of one version. Changes nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,7 +94,7 @@ def add_TablesServicer_to_server(servicer, server):
 class Tables(object):
     """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
     moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB.
+    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
     """
 
     @staticmethod

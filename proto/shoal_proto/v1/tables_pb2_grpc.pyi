@@ -29,7 +29,7 @@ GRPC_VERSION: str
 class TablesStub:
     """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
     moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB.
+    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
     """
 
     @_typing.overload
@@ -37,8 +37,8 @@ class TablesStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TablesAsyncStub: ...
     Lookup: _grpc.StreamStreamMultiCallable[_tables_pb2.TableLookupRequest, _tables_pb2.TableLookupReply]
-    """Sends rows. Each request's rows of one shard are answered by one reply, in order, as of one
-    version. Changes nothing.
+    """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
+    order, each as of one version. Changes nothing.
     """
     Push: _grpc.StreamStreamMultiCallable[_tables_pb2.TablePushRequest, _tables_pb2.TablePushReply]
     """Applies gradients of rows, exactly once for each (incarnation, sequence, shard)."""
@@ -47,13 +47,13 @@ class TablesStub:
 class TablesAsyncStub(TablesStub):
     """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
     moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB.
+    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Lookup: _aio.StreamStreamMultiCallable[_tables_pb2.TableLookupRequest, _tables_pb2.TableLookupReply]  # type: ignore[assignment]
-    """Sends rows. Each request's rows of one shard are answered by one reply, in order, as of one
-    version. Changes nothing.
+    """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
+    order, each as of one version. Changes nothing.
     """
     Push: _aio.StreamStreamMultiCallable[_tables_pb2.TablePushRequest, _tables_pb2.TablePushReply]  # type: ignore[assignment]
     """Applies gradients of rows, exactly once for each (incarnation, sequence, shard)."""
@@ -61,7 +61,7 @@ class TablesAsyncStub(TablesStub):
 class TablesServicer(metaclass=_abc_1.ABCMeta):
     """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
     moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB.
+    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
     """
 
     @_abc_1.abstractmethod
@@ -70,8 +70,8 @@ class TablesServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_tables_pb2.TableLookupRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_tables_pb2.TableLookupReply], _abc.AsyncIterator[_tables_pb2.TableLookupReply]]:
-        """Sends rows. Each request's rows of one shard are answered by one reply, in order, as of one
-        version. Changes nothing.
+        """Sends rows. Each request is answered by one reply, whose entries are those of the request, in
+        order, each as of one version. Changes nothing.
         """
 
     @_abc_1.abstractmethod

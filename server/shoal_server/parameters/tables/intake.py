@@ -15,11 +15,12 @@ from shoal_proto.v1.tables_pb2 import (
     RowGradients,
     TablePushHeader,
     TablePushItem,
-    TablePushReply,
+    TablePushOutcome,
 )
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.shard import TableOutcome, TablePush, TableShard
+from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
+from shoal_server.parameters.tables.shard import TableShard
 
 MAX_PUSH_BYTES = 256 * 1024 * 1024
 """Of one shard in one push."""
@@ -126,8 +127,8 @@ def check_header(header: TablePushHeader) -> None:
             )
 
 
-def answer(shard: TableShard, outcome: TableOutcome) -> TablePushReply:
-    return TablePushReply(
+def answer(shard: TableShard, outcome: TableOutcome) -> TablePushOutcome:
+    return TablePushOutcome(
         shard_id=shard.shard_id,
         version=outcome.version,
         staleness=outcome.staleness,
@@ -137,5 +138,5 @@ def answer(shard: TableShard, outcome: TableOutcome) -> TablePushReply:
     )
 
 
-def refusal(shard_id: int, error: ShoalError) -> TablePushReply:
-    return TablePushReply(shard_id=shard_id, error=to_detail(error))
+def refusal(shard_id: int, error: ShoalError) -> TablePushOutcome:
+    return TablePushOutcome(shard_id=shard_id, error=to_detail(error))

@@ -4,7 +4,7 @@ import asyncio
 import time
 import zlib
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -13,21 +13,26 @@ import structlog
 from shoal_proto.errors import InternalError, MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1.tables_pb2 import (
+    FoundRows,
+    RowGradients,
     RowIds,
     TableLookupReply,
     TableLookupRequest,
     TablePushHeader,
+    TablePushOutcome,
     TablePushReply,
     TablePushRequest,
 )
 from shoal_proto.v1.tables_pb2_grpc import TablesServicer as Base
 from shoal_server.parameters.cuts import TABLES, Cuts
 from shoal_server.parameters.fence import Fence
+from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Budget, Reservation
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.intake import Part, answer, check_header, refusal
 from shoal_server.parameters.tables.making import TableMaker
-from shoal_server.parameters.tables.shard import TableOutcome, TablePush
+from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
+from shoal_server.parameters.tables.shard import TableShard
 from shoal_server.parameters.work import Runner
 from shoal_server.rpc import Context
 
@@ -36,7 +41,7 @@ log = structlog.get_logger(__name__)
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
 """Of the rows that one message asks for."""
 MAX_PENDING_SHARDS = 8
-"""Shards of one call that are worked on, or wait for their reply to leave, at a time."""
+"""Shards of one call that are worked on at a time."""
 
 
 class TablesServicer(Base):
@@ -58,29 +63,36 @@ class TablesServicer(Base):
         if not first.HasField("header"):
             raise _no_header("TableLookupHeader")
         await self._fence.check(first.header.token)
+        job = first.header.token.job
+        if first.rows:
+            yield await self._look_up(job, first.rows)
         async for request in requests:
-            try:
-                yield await self._look_up(first.header.token.job, request.rows)
-            except ShoalError as error:
-                yield TableLookupReply(shard_id=request.rows.shard_id, error=to_detail(error))
+            yield await self._look_up(job, request.rows)
 
-    async def _look_up(self, job: str, rows: RowIds) -> TableLookupReply:
-        (found,) = await self._maker.look_up(job, [(rows.shard_id, rows.epoch)])
-        if isinstance(found, ShoalError):
-            raise found
-        held, shard = found
-        num_bytes = len(rows.ids) // ID_BYTES * shard.row_bytes
-        if num_bytes > max(MAX_LOOKUP_BYTES, shard.row_bytes):
-            raise MalformedMessage(
-                "one message asks for too many rows",
-                seen=f"{num_bytes} bytes of them",
-                expected=f"at most {MAX_LOOKUP_BYTES}",
-                fix="Ask in several messages.",
-            )
+    async def _look_up(self, job: str, asked: Sequence[RowIds]) -> TableLookupReply:
+        found = await self._maker.look_up(job, [(rows.shard_id, rows.epoch) for rows in asked])
+        reply, left_bytes = TableLookupReply(), MAX_LOOKUP_BYTES
+        for rows, shard in zip(asked, found, strict=True):
+            try:
+                if isinstance(shard, ShoalError):
+                    raise shard
+                num_bytes = len(rows.ids) // ID_BYTES * shard[1].row_bytes
+                # A single row always gets through.
+                if num_bytes > max(left_bytes, shard[1].row_bytes):
+                    raise _too_many(num_bytes)
+                left_bytes -= num_bytes
+                reply.rows.append(await self._found(rows, *shard, num_bytes))
+            except ShoalError as error:
+                reply.rows.append(FoundRows(shard_id=rows.shard_id, error=to_detail(error)))
+        return reply
+
+    async def _found(
+        self, rows: RowIds, held: Held, shard: TableShard, num_bytes: int
+    ) -> FoundRows:
         looked_up = await self._run(num_bytes, partial(shard.look_up, rows.ids))
         # What a backup has not got yet may still vanish: nobody is to have seen it.
         await held.receipts.wait_safe(looked_up.version)
-        return TableLookupReply(
+        return FoundRows(
             shard_id=rows.shard_id,
             epoch=rows.epoch,
             version=looked_up.version,
@@ -101,27 +113,29 @@ class TablesServicer(Base):
         check_header(header)
         touched = frozenset(header.all_shard_ids)
         passing = self._cuts.passing(header.token.job, TABLES + session, header.sequence, touched)
-        async with passing as passage, aclosing(self._pushed(header, session, requests)) as replies:
+        async with passing as passage, aclosing(self._pushed(first, session, requests)) as replies:
             async for reply in replies:
-                if reply.HasField("error"):
-                    passage.answered(reply.shard_id, reply.error)
+                for outcome in reply.outcomes:
+                    if outcome.HasField("error"):
+                        passage.answered(outcome.shard_id, outcome.error)
                 yield reply
 
     async def _pushed(
-        self, header: TablePushHeader, session: str, requests: AsyncIterator[TablePushRequest]
+        self, first: TablePushRequest, session: str, requests: AsyncIterator[TablePushRequest]
     ) -> AsyncGenerator[TablePushReply, None]:
         with Reservation(self._budget) as reservation:
-            push = _IncomingPush(self, header, session, reservation)
+            push = _IncomingPush(self, first.header, session, reservation)
             await push.open(self._maker)
+            await push.take(first.rows)
             async for request in requests:
-                push.take(request)
-                while push.is_answer_due:
-                    yield await push.next_answer()
+                await push.take(request.rows)
+                if push.answers:
+                    yield push.reply()
             push.end()
-            while push.has_pending:
-                yield await push.next_answer()
+            await push.settle(0)
+            yield push.reply()
 
-    async def apply(self, part: Part, header: TablePushHeader, session: str) -> TablePushReply:
+    async def apply(self, part: Part, header: TablePushHeader, session: str) -> TablePushOutcome:
         """Apply one shard's part; its answer, once every backup has what it tells of."""
         push = part.push(session, header.sequence, time.time())
         try:
@@ -156,7 +170,9 @@ class _IncomingPush:
         self._reservation = reservation
         self._parts: dict[int, Part] = {}
         self._refused: set[int] = set()
-        self._pending: deque[tuple[int, asyncio.Future[TablePushReply]]] = deque()
+        self._pending: deque[tuple[int, asyncio.Future[TablePushOutcome]]] = deque()
+        self.answers: list[TablePushOutcome] = []
+        """Those that are there and have not left yet."""
 
     async def open(self, maker: TableMaker) -> None:
         """Look up every shard that the header names."""
@@ -177,9 +193,14 @@ class _IncomingPush:
             else:
                 self._parts[item.shard_id] = part
 
-    def take(self, request: TablePushRequest) -> None:
-        """Add rows; a shard that is complete with them is applied."""
-        shard_id = request.rows.shard_id
+    async def take(self, rows: Sequence[RowGradients]) -> None:
+        """Add rows; a shard that is complete with them is applied. Waits where too many are."""
+        for each in rows:
+            self._take(each)
+            await self.settle(MAX_PENDING_SHARDS)
+
+    def _take(self, rows: RowGradients) -> None:
+        shard_id = rows.shard_id
         part = self._parts.get(shard_id)
         if part is None:
             if shard_id in self._refused:
@@ -192,7 +213,7 @@ class _IncomingPush:
             )
         try:
             self._reservation.reserve(shard_id, part.num_bytes)
-            part.take(request.rows)
+            part.take(rows)
         except ShoalError as error:
             del self._parts[shard_id]
             self._refuse(shard_id, error)
@@ -205,23 +226,17 @@ class _IncomingPush:
         for shard_id, part in self._parts.items():
             self._refuse(shard_id, part.truncated())
 
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
+    async def settle(self, max_pending: int) -> None:
+        """Gather answers until at most so many shards are worked on."""
+        while self._pending and (len(self._pending) > max_pending or self._pending[0][1].done()):
+            shard_id, pending = self._pending.popleft()
+            self.answers.append(await pending)
+            self._reservation.release(shard_id)
 
-    @property
-    def is_answer_due(self) -> bool:
-        """Whether an answer is there, or so many are pending that no more may be taken in."""
-        if not self._pending:
-            return False
-        return self._pending[0][1].done() or len(self._pending) >= MAX_PENDING_SHARDS
-
-    async def next_answer(self) -> TablePushReply:
-        """Wait for the oldest pending shard; its answer."""
-        shard_id, pending = self._pending.popleft()
-        reply = await pending
-        self._reservation.release(shard_id)
-        return reply
+    def reply(self) -> TablePushReply:
+        """The answers that are there."""
+        answers, self.answers = self.answers, []
+        return TablePushReply(outcomes=answers)
 
     def _start(self, part: Part) -> None:
         applied = self._servicer.apply(part, self._header, self._session)
@@ -229,9 +244,18 @@ class _IncomingPush:
 
     def _refuse(self, shard_id: int, error: ShoalError) -> None:
         self._refused.add(shard_id)
-        refused: asyncio.Future[TablePushReply] = asyncio.get_running_loop().create_future()
+        refused: asyncio.Future[TablePushOutcome] = asyncio.get_running_loop().create_future()
         refused.set_result(refusal(shard_id, error))
         self._pending.append((shard_id, refused))
+
+
+def _too_many(num_bytes: int) -> ShoalError:
+    return MalformedMessage(
+        "one message asks for too many rows",
+        seen=f"{num_bytes} bytes of one shard's",
+        expected=f"at most {MAX_LOOKUP_BYTES} in a message",
+        fix="Ask in several messages.",
+    )
 
 
 def _no_header(expected: str) -> ShoalError:

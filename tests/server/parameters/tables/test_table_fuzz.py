@@ -13,7 +13,8 @@ from table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_tabl
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate, TableSpec
 from shoal_server.parameters.image import Record
-from shoal_server.parameters.tables.shard import TableOutcome, TablePush, TableShard
+from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
+from shoal_server.parameters.tables.shard import TableShard
 
 NUM_IDS = 6
 NUM_PUSHERS = 2

@@ -1,0 +1,138 @@
+"""Rows of tables as they travel: what is asked, pushed and answered, sorted by shard."""
+
+import zlib
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from shoal_proto.errors import ChecksumMismatch
+from shoal_proto.row_hash import shard_of
+from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
+
+ID_BYTES = 8
+MESSAGE_BYTES = 1024 * 1024
+"""Rows that travel in one message, unless a single one is larger."""
+
+Where = tuple[str, int]
+"""Name of a table, index of one of its virtual shards."""
+Bytes = bytes | memoryview
+Piece = TypeVar("Piece")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of one shard as they were at `version`, or since, in the order asked for."""
+
+    version: int
+    epoch: int
+    births: bytes
+    """A little-endian uint64 a row: the version that made it; 0 for one that has its first values
+    and was not made."""
+    values: bytes
+    step: int
+    """Steps of the table that the shard knew of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """Gradients for rows of one shard, and what they were computed on."""
+
+    ids: Bytes
+    births: Bytes
+    gradients: Bytes
+    base_version: int
+    base_epoch: int
+    step: int = 0
+    """Which step of the table this is, as far as is known here."""
+    lr: float | None = None
+    """None: as the table was specified."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids) // ID_BYTES
+
+
+@dataclass(kw_only=True)
+class TablePushResult:
+    """What became of one push. Every shard's part was applied exactly once."""
+
+    sequence: int
+    versions: dict[Where, int] = field(default_factory=dict)
+    """Per shard: its version right after this push."""
+    staleness: dict[Where, int] = field(default_factory=dict)
+    """Per shard: how many updates of others the gradients did not know of."""
+    fates: dict[Where, bytes] = field(default_factory=dict)
+    """Per shard: a RowFate for each row as pushed; empty: all were applied."""
+    steps: dict[Where, int] = field(default_factory=dict)
+    """Per shard: steps of the table that it knows of."""
+    retries: int = 0
+    """Attempts beyond the first."""
+    duplicates: int = 0
+    """Shards that answered a retry of what they had applied before."""
+
+
+def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
+    """Each id once, by index of the virtual shard that has it, in rising order."""
+    routed: dict[int, array[int]] = {}
+    for row_id in sorted(set(ids)):
+        routed.setdefault(shard_of(row_id, num_shards), array("q")).append(row_id)
+    return routed
+
+
+def packed(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[Piece]]:
+    """Pieces of so many bytes each in as few messages as will do; at least one, maybe empty."""
+    message: list[Piece] = []
+    held_bytes = 0
+    for piece, num_bytes in pieces:
+        if message and held_bytes + num_bytes > MESSAGE_BYTES:
+            yield message
+            message, held_bytes = [], 0
+        message.append(piece)
+        held_bytes += num_bytes
+    yield message
+
+
+def note(result: TablePushResult, where: Where, reply: TablePushOutcome) -> None:
+    result.versions[where] = reply.version
+    result.staleness[where] = reply.staleness
+    result.fates[where] = reply.fates
+    result.steps[where] = reply.step
+    result.duplicates += reply.duplicate
+
+
+def check(reply: FoundRows) -> None:
+    seen = zlib.crc32(reply.values, zlib.crc32(reply.births))
+    if seen != reply.checksum:
+        raise ChecksumMismatch(
+            f"rows of shard {reply.shard_id} changed on the way",
+            seen=f"CRC-32 {seen:#010x}",
+            expected=f"{reply.checksum:#010x}",
+        )
+
+
+def joined(parts: Sequence[FoundRows]) -> Rows:
+    """The oldest version counts: what came later may be newer, but not older."""
+    return Rows(
+        version=min(part.version for part in parts),
+        epoch=min(part.epoch for part in parts),
+        births=b"".join(part.births for part in parts),
+        values=b"".join(part.values for part in parts),
+        step=max(part.step for part in parts),
+    )
+
+
+__all__ = [
+    "ID_BYTES",
+    "MESSAGE_BYTES",
+    "Bytes",
+    "Gradients",
+    "Rows",
+    "TablePushResult",
+    "Where",
+    "check",
+    "joined",
+    "note",
+    "packed",
+    "route",
+]
