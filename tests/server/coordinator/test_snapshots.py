@@ -1,10 +1,11 @@
 """Snapshots under load hold each push whole, and bring everything back on any servers."""
 
+import threading
 import time
 import zlib
 from array import array
-from collections.abc import Iterator
-from contextlib import AsyncExitStack, ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 
 import grpc
@@ -22,6 +23,7 @@ from shoal_proto.errors import (
     ShoalError,
     SnapshotDamaged,
     SnapshotFailed,
+    Unavailable,
 )
 from shoal_proto.row_hash import shard_of
 from shoal_proto.v1.identity_pb2 import Token
@@ -88,18 +90,44 @@ def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) 
     for _ in range(4):
         for member in members:
             member.wait_for_more(5)
-        manifest = snapshots.take().manifest
-        assert manifest.partial_steps == []
-        taken = images(snapshots.library, manifest)
-        assert len(taken) == 6
-        (value,) = {float(v) for each in taken for v in each.tensors["values"].unique()}
-        counts = {m.session: int(-value // 1000**i % 1000) for i, m in enumerate(members)}
-        for each in taken:
-            assert newest_of(list(each.sessions)) == counts
-        assert dict(manifest.steps) == counts
+        check_whole(snapshots.library, snapshots.take().manifest, members)
     for member in members:
         member.wait_for_more(5)
         member.stop()
+
+
+def test_servers_that_come_and_go_meanwhile_tear_no_push(opened: ExitStack, tmp_path: Path) -> None:
+    """A snapshot may fail then; one that is there is whole."""
+    servers, snapshots = start(opened, tmp_path, num_servers=3)
+    members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
+    for change in (lambda: servers.stop("ps-1"), lambda: servers.add("ps-3"), lambda: None):
+        changing = threading.Thread(target=change)
+        changing.start()
+        with suppress(SnapshotFailed, Unavailable):
+            snapshots.take()
+        changing.join()
+        for member in members:
+            member.wait_for_more(5)
+        with suppress(SnapshotFailed, Unavailable):
+            snapshots.take()
+    for member in members:
+        member.stop()
+    manifests = snapshots.library.list()
+    assert manifests
+    for manifest in manifests:
+        check_whole(snapshots.library, manifest, members)
+
+
+def check_whole(library: Library, manifest: Manifest, members: Sequence[Pusher]) -> None:
+    """Every shard has the same pushes, by its values and by its memory."""
+    assert manifest.partial_steps == []
+    taken = images(library, manifest)
+    assert len(taken) == 6
+    (value,) = {float(v) for each in taken for v in each.tensors["values"].unique()}
+    counts = {m.session: int(-value // 1000**i % 1000) for i, m in enumerate(members)}
+    for each in taken:
+        assert newest_of(list(each.sessions)) == counts
+    assert dict(manifest.steps) == counts
 
 
 def test_an_unchanged_job_is_not_written_again(opened: ExitStack, tmp_path: Path) -> None:
