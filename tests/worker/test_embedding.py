@@ -195,6 +195,12 @@ def test_members_share_rows(servers: ParameterServers) -> None:
     assert torch.equal(weight_of(one, tables[0]), expected)
     assert one.metrics()["table_items_rows_made"] == 3
     assert two.metrics()["table_items_rows_applied"] == 3
+    two.begin_step()
+    two.backward(tables[1](torch.tensor([1])).sum(), 1.0)
+    two.end_step(lambda: None)
+    one.finish()
+    with torch.no_grad():
+        assert torch.equal(tables[0](torch.tensor([1])), expected[1:2] - 1.0)
     one.close()
     two.close()
 

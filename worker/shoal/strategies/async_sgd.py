@@ -250,6 +250,8 @@ class AsyncSGD(Strategy):
     def finish(self) -> None:
         """Take the values as they are now: once all samples are done, the job's final ones."""
         self._pace.rest()
+        # Rows that are looked up from here on are those of now as well.
+        self._tables.begin_step()
         self._refresh()
 
     def rest(self) -> None:

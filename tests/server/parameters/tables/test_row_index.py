@@ -14,6 +14,7 @@ IDS = st.integers(-(2**63), 2**63 - 1)
 MIXED_IDS = st.one_of(st.integers(0, 40), IDS)
 
 
+@settings(deadline=None)
 @given(st.lists(IDS, min_size=1, max_size=50), st.integers(1, 1000))
 def test_arrays_are_hashed_as_single_ids(ids: list[int], num_shards: int) -> None:
     """A client without arrays sends a row to the same shard."""
