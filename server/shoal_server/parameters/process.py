@@ -28,6 +28,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.parameters import handlers
+from shoal_server.parameters.allocator import keep_freed_memory
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.cuts import Cuts
@@ -117,6 +118,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
     """
     # Parallelism is over shards; threads within one kernel would only fight with it.
     torch.set_num_threads(1)
+    keep_freed_memory()
     # Gradients are read where they arrived, in immutable bytes; the kernels do not write to them.
     warnings.filterwarnings("ignore", message="The given buffer is not writable")
     if stop is None:

@@ -1,0 +1,32 @@
+"""How this process keeps the memory of pushes that are done with."""
+
+import ctypes
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+KEPT_BYTES = 256 * 1024 * 1024
+"""Freed memory at the end of the heap that is kept for the next push."""
+MAX_HEAP_CHUNK_BYTES = 32 * 1024 * 1024
+"""Larger ones are given back as soon as they are freed; the most that glibc takes."""
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed. Gradients come and go in pieces of a MiB: given back to the
+    kernel each time, their pages are faulted in again each time, which costs more than to fill
+    them. With another C library nothing changes."""
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        log.info("allocator_left_as_it_is", reason="no mallopt in this C library")
+        return
+    for option, value in (
+        (_M_MMAP_THRESHOLD, MAX_HEAP_CHUNK_BYTES),
+        (_M_TRIM_THRESHOLD, KEPT_BYTES),
+        (_M_TOP_PAD, MAX_HEAP_CHUNK_BYTES),
+    ):
+        if mallopt(option, value) != 1:
+            log.warning("allocator_option_refused", option=option, value=value)
