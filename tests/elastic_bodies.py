@@ -39,7 +39,7 @@ def build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
     model = nn.Sequential(
         *(nn.Linear(20, 17), nn.Tanh(), nn.Linear(17, 13), nn.Tanh()),
-        *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 7), nn.Tanh(), nn.Linear(7, 5)),
+        *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)),
     )
     if optimizer == "adamw":
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -143,6 +143,7 @@ def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
 def train(report: Report, run: Elastic) -> None:
     """Steps until the stop; then the whole model."""
     model, optimizer = build(run.optimizer)
+    fault = run.fault
     with session_of(run) as session:
         model, optimizer = session.distribute(
             model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
@@ -153,8 +154,9 @@ def train(report: Report, run: Elastic) -> None:
                 break
             tried = {"step": batch.step, "generation": session.generation}
             share = session.strategy.data_share(session._present())
-            if run.fault and batch.step == run.at_step:
-                plant(run.fault, optimizer)
+            if fault and batch.step >= run.at_step:
+                plant(fault, optimizer)
+                fault = ""
             report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
             with session.step() as step:
                 session.forward_backward(batch, nn.functional.cross_entropy)

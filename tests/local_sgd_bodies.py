@@ -35,6 +35,7 @@ def train(report: Report, run: LocalRun) -> None:
     strategy = strategy_of(run.strategy, run.every_steps)
     _tell_of_bring_up(strategy, report)
     held = False
+    planted = run.fault if run.fault in elastic_bodies.PLACES else ""
     with session_of(run) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
         dataset = loader()._dataset
@@ -56,12 +57,13 @@ def train(report: Report, run: LocalRun) -> None:
                 share=(session.rank, session.world_size),
                 indices=batch.indices,
             )
-            fault = run.fault if batch.step == run.at_step else ""
-            if fault in elastic_bodies.PLACES:
-                elastic_bodies.plant(fault, optimizer)
+            if planted and batch.step >= run.at_step:
+                elastic_bodies.plant(planted, optimizer)
+                planted = ""
             with session.step() as step:
                 loss = nn.functional.cross_entropy(model(batch.inputs), batch.targets)
-                rank_bodies.prepare_fault(fault, model, optimizer)
+                if batch.step == run.at_step:
+                    rank_bodies.prepare_fault(run.fault, model, optimizer)
                 session.backward(loss)
             if step.committed:
                 report("committed", step=batch.step, **place)

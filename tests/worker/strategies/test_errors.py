@@ -34,17 +34,24 @@ def elastic(cluster: LocalCluster, strategy: str, num_members: int) -> Elastic:
 
 
 def lose_all_but_one(schedule: Schedule) -> None:
-    """One member after the other raises: in forward, in backward, in the optimizer, behind it."""
+    """One member after the other raises: in forward, in backward, in the optimizer; and one that
+    joins then, behind it."""
+    *early, late = PLACES
     faulty = [
-        schedule.add(fault=place, at_step=12 * (number + 1)) for number, place in enumerate(PLACES)
+        schedule.add(fault=place, at_step=12 * (number + 1)) for number, place in enumerate(early)
     ]
     sound = schedule.add()
-    for place, rank in zip(PLACES, faulty, strict=True):
-        data = rank.expect("raised")
-        assert (data["error"], data["text"]) == ("Planted", place)
-        schedule.alive.remove(rank)
+    for place, rank in zip(early, faulty, strict=True):
+        expect_planted(schedule, rank, place)
     assert schedule.alive == [sound]
+    expect_planted(schedule, schedule.add(fault=late, at_step=0), late)
     sound.expect("committed")
+
+
+def expect_planted(schedule: Schedule, rank: Rank, place: str) -> None:
+    data = rank.expect("raised")
+    assert (data["error"], data["text"]) == ("Planted", place)
+    schedule.alive.remove(rank)
 
 
 @pytest.mark.timeout(180)
@@ -52,7 +59,7 @@ def lose_all_but_one(schedule: Schedule) -> None:
 def test_whoever_raises_leaves_and_the_others_train_on(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    run = elastic(cluster, strategy, len(PLACES) + 1)
+    run = elastic(cluster, strategy, len(PLACES))
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1)
         lose_all_but_one(schedule)
@@ -68,7 +75,7 @@ def test_whoever_raises_in_a_round_leaves_and_the_others_train_it_again(
         coordinator=cluster.coordinator,
         job=f"raises-{secrets.token_hex(4)}",
         member_id="",
-        desired_members=len(PLACES) + 1,
+        desired_members=len(PLACES),
         strategy=strategy,
         optimizer="sgd",
         every_steps=4,
