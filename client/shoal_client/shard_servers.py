@@ -85,6 +85,7 @@ class ShardServers(Generic[Stub]):
             self._closed.wait(pause_s)
             if any(isinstance(error, WrongEpoch | Unavailable) for error in errors):
                 refetch()
+                self._keep_only({shard.address for shard in shard_map().shards})
 
     def _at_each(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
@@ -117,6 +118,12 @@ class ShardServers(Generic[Stub]):
         return [error for error in results if error is not None]
 
     def _channel(self, address: str) -> grpc.Channel:
+        if not address:
+            raise Unavailable(
+                "the server of a shard is not there",
+                seen="no address for it",
+                expected="a server that comes back, or a backup that takes over",
+            )
         with self._lock:
             if self._closed.is_set():
                 raise _over()
@@ -125,6 +132,12 @@ class ShardServers(Generic[Stub]):
                 channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
                 self._channels[address] = channel
             return channel
+
+    def _keep_only(self, addresses: Collection[str]) -> None:
+        """Close what leads nowhere any more: gRPC would try to connect to it for ever."""
+        with self._lock:
+            gone = [self._channels.pop(a) for a in list(self._channels) if a not in addresses]
+        close_channels(gone)
 
     def close(self) -> None:
         """Close every connection; calls under way fail."""
