@@ -23,6 +23,7 @@ from shoal_proto.errors import (
     NonFiniteGradient,
     ProposalConflict,
     ShapeMismatch,
+    ShardNotReady,
     UnknownShard,
     UnsupportedOptimizer,
 )
@@ -152,6 +153,19 @@ def test_a_server_that_dies_takes_no_row_with_it(servers: ParameterServers) -> N
     assert set(result.versions.values()) == {3}
     assert member.look_up(ids) == {i: [2.0] * DIM for i in ids}
     member.close()
+
+
+def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
+    """The only server comes back without what it held: that is told, not papered over."""
+    with ParameterServers(1) as servers:
+        member = Member(servers, servers.admit("w0"), table(), timeout_s=8.0)
+        member.look_up([1])
+        member.push(-1.0)
+        servers.stop("ps-0")
+        servers.add("ps-0")
+        with pytest.raises(ShardNotReady, match="lost with all the servers that had them"):
+            member.look_up([1])
+        member.close()
 
 
 def test_several_tables_side_by_side(servers: ParameterServers) -> None:

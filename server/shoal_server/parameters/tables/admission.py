@@ -18,8 +18,9 @@ Mask = NDArray[np.bool_]
 
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
-AGEING_PUSHES = 8 * SKETCH_WIDTH
-"""After so many pushed ids all counts are halved: what was frequent long ago counts less."""
+AGEING_PUSHES = SKETCH_WIDTH
+"""After so many pushes of ids without a row all counts are halved: what was frequent long ago
+counts less, and the sketch never fills up. With so many, one id in 200 is counted two too high."""
 MAX_COUNT = 2**16 - 1
 
 
@@ -57,8 +58,9 @@ class DrawnGate:
 class CountingGate:
     """Lets an id in at its `min_pushes`-th push.
 
-    Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005): never too
-    low, so nobody waits longer; too high, and thus early, for a few when very many ids are pushed.
+    Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005), which ages
+    as TinyLFU does (Einziger, Friedman, Manes 2017). Between two ageings no count is too low; a few
+    are too high when very many ids are pushed, and these ids get in early.
     """
 
     def __init__(self, min_pushes: int, held: Mapping[str, Tensor]) -> None:

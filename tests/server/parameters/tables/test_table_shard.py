@@ -125,6 +125,16 @@ def test_an_id_is_admitted_at_its_nth_push() -> None:
     assert look_up(shard, [8])[1].tolist() == [[-1.0, -1.0]]
 
 
+def test_what_is_pushed_once_in_a_long_while_is_not_admitted() -> None:
+    """However many ids come: the counts age, so that few are let in for what others were pushed."""
+    shard = new_shard(new_table(dim=1, admission=Admission(kind="count", min_pushes=4)))
+    for step in range(1, 9):
+        ids = np.arange(step * 30_000, step * 30_000 + 30_000)
+        shard.push(new_push(ids, np.ones(30_000), sequence=step), live)
+    assert shard.num_rows < 480
+    assert shard.row_counts.not_admitted == 240_000 - shard.num_rows
+
+
 def test_ids_are_admitted_with_the_probability_asked_for() -> None:
     """At each push anew: of those that were not, the same share gets in at the next."""
     table = new_table(admission=Admission(kind="probability", probability=0.25))
