@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class Feed:
     loss_function: LossFunction | None = None
     weight: float = 1.0
 
-    @property
+    @cached_property
     def num_samples(self) -> int:
         """Raises InvalidSpec if there is no tensor with samples in the inputs."""
         for leaf in pytree.tree_leaves(dict(self.inputs)):
