@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
+from shoal.layouts.scattering import reduce_scatter, sends_each_part_once
 from shoal.strategies.gradients import is_finite
 
 
@@ -39,9 +40,13 @@ class Spreading(DefaultReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work:
+    ) -> Any:
         self.own = spread(input_tensor) or self.own
-        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        work = None
+        if not async_op and sends_each_part_once(input_tensor, group, op):
+            reduce_scatter(output_tensor, input_tensor, group, op)
+        else:
+            work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         if self.blind:
             self.given = not is_finite(output_tensor) or self.given
         return work

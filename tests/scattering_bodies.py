@@ -1,0 +1,26 @@
+"""What ranks of tests/worker/layouts/test_scattering.py run, in processes of their own."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal.layouts.scattering import reduce_scatter, sends_each_part_once
+
+
+def sums_and_means() -> dict[str, Any]:
+    """How far each part is from what torch itself gives, and whether there is a better way."""
+    group = dist.group.WORLD
+    assert group is not None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    whole = torch.randn(5 * world_size, generator=torch.Generator().manual_seed(rank))
+    found: dict[str, Any] = {}
+    for name, op in (("sum", dist.ReduceOp.SUM), ("mean", dist.ReduceOp.AVG)):
+        own, expected = torch.empty(5), whole.clone()
+        found[f"{name} has a better way"] = sends_each_part_once(whole, group, op)
+        reduce_scatter(own, whole, group, op)
+        dist.all_reduce(expected)
+        part = expected[5 * rank : 5 * rank + 5] / (world_size if name == "mean" else 1)
+        found[name] = float((own - part).abs().max())
+    found["maximum has one"] = sends_each_part_once(whole, group, dist.ReduceOp.MAX)
+    return found
