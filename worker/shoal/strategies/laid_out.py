@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from shoal.backends.base import Waiting
 from shoal.checkpoint.reading import read
+from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.binding import Blueprint, Bound
 from shoal.layouts.gradients import check_loss, clip
@@ -50,7 +51,7 @@ class LaidOut(GroupedStrategy):
         self._begun = False
         self._reduced = False
         self._whole = True
-        self._failed_copy: Exception | None = None
+        self._copy_due = False
 
     @abstractmethod
     def lay_out(self, model: nn.Module, world: World) -> Layout:
@@ -158,7 +159,7 @@ class LaidOut(GroupedStrategy):
 
     def _let_go(self) -> None:
         bound, self._bound = self._bound, None
-        self._failed_copy = None
+        self._copy_due = False
         if bound is None:
             return
         self._optimizer.zero_grad(set_to_none=True)
@@ -201,9 +202,11 @@ class LaidOut(GroupedStrategy):
         if self._begun:
             return
         self._begun = True
-        if self._failed_copy is not None:
-            raise self._failed_copy
-        self._layout().begin()
+        layout = self._layout()
+        if self._copy_due and self._bound is not None:
+            self._copy_due = False
+            self._keeping.offer(self._bound.collect(self._step))
+        layout.begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         check_loss(loss, self._step)
@@ -243,23 +246,18 @@ class LaidOut(GroupedStrategy):
             )
         layout.check()
         self._whole = False
-        self._optimizer.step()
+        local_step.step(self._optimizer)
         layout.stepped()
         self._whole = True
         self._commit_step()
-        if self._step == 1 or self._keeping.due(self._step):
-            # Also before any copy: an optimizer whose state cannot travel is refused at once.
-            self._copy(bound.collect(self._step))
+        if self._step == 1:
+            # Before any copy: an optimizer whose state cannot travel is refused at once.
+            bound.collect(self._step)
+        # Made when the next step begins: the members' report of this one does not wait for it.
+        self._copy_due = self._keeping.due(self._step)
         self._write_checkpoint(lambda: bound.collect(self._step), bound.writes)
         acknowledged()
         self._backend.tidy()
-
-    def _copy(self, holding: Holding) -> None:
-        try:
-            self._keeping.offer(holding)
-        except (RuntimeError, GenerationBroken) as error:
-            # The step is committed all the same: it is the next one that fails of it.
-            self._failed_copy = error
 
     # --- state ---
 

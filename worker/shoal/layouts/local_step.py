@@ -1,0 +1,103 @@
+"""An optimizer's step on what this rank holds of its parameters, without DTensor in between.
+
+DTensor derives for each operation anew what it means for the placements. For an optimizer that
+treats each element by itself that is always the same operation on the local part, and takes longer
+than the arithmetic: 14 ms a step for 16 parameters cut over 3 ranks, 32 ms for the first one behind
+a change of members.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoal.strategies.elementwise import ELEMENTWISE
+
+
+def step(optimizer: Optimizer) -> None:
+    """Take the optimizer's step, on local parts where that is the same.
+
+    Its parameters and state are DTensors again behind it, as they were, also if the step raises.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    cut = [each for each in parameters if isinstance(each, DTensor)]
+    if cut and type(optimizer) in ELEMENTWISE and all(map(_is_cut_alike, cut)):
+        with _local(optimizer):
+            optimizer.step()
+    else:
+        optimizer.step()
+
+
+def _is_cut_alike(parameter: Any) -> bool:
+    """Whether the gradient, if there is one, is cut as its parameter is."""
+    gradient = parameter.grad
+    return gradient is None or (
+        isinstance(gradient, DTensor) and gradient.placements == parameter.placements
+    )
+
+
+@contextmanager
+def _local(optimizer: Optimizer) -> Iterator[None]:
+    """Within, the optimizer holds plain parameters that share the memory of its own."""
+    groups: list[list[Any]] = [list(group["params"]) for group in optimizer.param_groups]
+    parts: dict[Any, _Part] = {}
+    for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+        for parameter in parameters:
+            if isinstance(parameter, DTensor):
+                parts[parameter] = part = _Part(parameter, optimizer.state.pop(parameter, None))
+                if part.state is not None:
+                    optimizer.state[part.parameter] = part.state
+        group["params"] = [parts[each].parameter if each in parts else each for each in parameters]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+        for parameter, part in parts.items():
+            state = optimizer.state.pop(part.parameter, None)
+            if state is not None:
+                optimizer.state[parameter] = part.spread(state)
+
+
+class _Part:
+    """What this rank holds of one parameter, its gradient and the optimizer's state for it."""
+
+    def __init__(self, cut: Any, state: dict[str, Any] | None) -> None:
+        self._cut = cut
+        self._before = state or {}
+        self.parameter = nn.Parameter(cut.detach().to_local(), requires_grad=cut.requires_grad)
+        self.state = None if state is None else {key: _part_of(v) for key, v in state.items()}
+        if cut.grad is not None:
+            self.parameter.grad = cut.grad.to_local()
+
+    def spread(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state as that of the whole parameter; what is still the same object is left alone."""
+        known = self.state or {}
+        return {
+            key: self._before[key] if key in known and known[key] is value else self._whole(value)
+            for key, value in state.items()
+        }
+
+    def _whole(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.ndim:
+            return value
+        return DTensor.from_local(
+            value,
+            self._cut.device_mesh,
+            self._cut.placements,
+            run_check=False,
+            shape=self._cut.shape,
+            stride=self._cut.stride(),
+        )
+
+
+@torch.no_grad()
+def _part_of(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+__all__ = ["step"]
