@@ -19,6 +19,7 @@ from shoal_server.core.placement import (
     place,
     schema_digest,
     skew,
+    spread_tables,
 )
 
 MAX_SKEW = 1.05
@@ -164,3 +165,14 @@ def test_bad_schemas_are_refused(parameters: list[Parameter], fragment: str) -> 
     """What cannot be placed is refused with what was seen and expected."""
     with pytest.raises(SchemaProblem, match=fragment):
         check_schema(parameters)
+
+
+def test_the_shards_of_tables_are_dealt_out_in_turn() -> None:
+    """Each once, whatever the order of the servers; loads differ by one at most."""
+    spread = spread_tables({"users": 5, "items": 3}, ["b", "c", "a"])
+    assert [(table, index) for table, index, _ in spread] == [
+        *(("items", index) for index in range(3)),
+        *(("users", index) for index in range(5)),
+    ]
+    assert [server for _, _, server in spread] == list("abcabcab")
+    assert spread_tables({"users": 5, "items": 3}, ["a", "b", "c"]) == spread
