@@ -46,7 +46,7 @@ class Feed:
             of_samples = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == num_samples
             return leaf[start:stop] if of_samples else leaf
 
-        return pytree.tree_map(part, tree)
+        return part(tree) if isinstance(tree, Tensor) else pytree.tree_map(part, tree)
 
     def key(self) -> str:
         """The same for all that can go through one schedule."""
@@ -116,7 +116,8 @@ class Rounds:
         return self._stage.index == self._stage.num_stages - 1
 
     def compute(self, activations: Sequence[Tensor], start: int, stop: int) -> Any:
-        inputs = self._feed.samples(dict(self._feed.inputs), start, stop)
+        feed = self._feed
+        inputs = {name: feed.samples(value, start, stop) for name, value in feed.inputs.items()}
         with randomness.part(start, stop):
             outputs = self._stage.run(inputs, activations)
         if self.is_last:

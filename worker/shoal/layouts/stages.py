@@ -24,6 +24,7 @@ class Stage:
         self._graphs = {mode: outline.graph(mode, stage_of, index) for mode in (True, False)}
         self._runs: dict[bool, Callable[..., Any]] = {}
         self._inputs = outline.parameters
+        self._signature = inspect.signature(model.forward)
         uses = [
             uses_of(outline.graph(True, stage_of, stage))
             | uses_of(outline.graph(False, stage_of, stage))
@@ -57,7 +58,7 @@ class Stage:
 
         Raises InvalidSpec for a value other than the default, where the trace stands on that.
         """
-        bound = inspect.signature(self.model.forward).bind(*args, **kwargs).arguments
+        bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
         for name, default in self._inputs.items():
             if default is inspect.Parameter.empty:
