@@ -4,13 +4,11 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
-import torch
 from history.events import Answered, Gradients, Journal, Seen, Sent, Verdict, now_s
-from history.twin import DTYPES, FIRST_VALUES_SEED, checksum, drawn
-from torch import Tensor
+from history.twin import FIRST_VALUES_SEED, checksum
+from history.values import Values
 
 from shoal_client.membership import Member, Membership
 from shoal_client.parameters import ParameterClient, PushResult
@@ -57,44 +55,6 @@ class Work:
     """Where the journals go."""
     timeout_s: float = 60.0
     """A push that takes longer is one whose outcome is unknown."""
-
-
-class Values:
-    """Buffers of the size of all parameters, by shard as well as by name."""
-
-    def __init__(self, shard_map: ShardMap) -> None:
-        self._shards = shard_map.shards
-        self._flat = {
-            p.name: torch.zeros(prod(p.shape), dtype=DTYPES[p.dtype]) for p in shard_map.parameters
-        }
-
-    def draw(self, seed: int) -> None:
-        for shard in self._shards:
-            sizes = [block.num_elements for block in shard.blocks]
-            parts = torch.split(drawn(seed, shard), sizes)
-            for block, part in zip(self.of_shard(shard.shard_id), parts, strict=True):
-                block.copy_(part)
-
-    def poison(self) -> None:
-        """Not a number in every block."""
-        for shard in self._shards:
-            for block in self.of_shard(shard.shard_id):
-                block[0] = float("nan")
-
-    def of_shard(self, shard_id: int) -> list[Tensor]:
-        """Views of a shard's blocks."""
-        (shard,) = (s for s in self._shards if s.shard_id == shard_id)
-        return [
-            self._flat[block.parameter][block.offset : block.offset + block.num_elements]
-            for block in shard.blocks
-        ]
-
-    def buffers(self, absent: Sequence[str] = ()) -> dict[str, memoryview]:
-        return {
-            name: memoryview(flat.numpy()).cast("B")
-            for name, flat in self._flat.items()
-            if name not in absent
-        }
 
 
 @dataclass(frozen=True, slots=True)
