@@ -282,8 +282,7 @@ def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> Non
     if len(set(steps.tolist())) != 1:
         raise InternalError(
             f"the members of generation {generation} stand at different steps",
-            seen=str(steps.tolist()),
-            expected="one step, by rank",
+            seen=f"{steps.tolist()} by rank",
         )
 
 
