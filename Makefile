@@ -19,8 +19,11 @@ help: ## this list
 demo: .venv/.installed ## train on a local cluster, kill a worker on the way, print what happened
 	$(BIN)/shoal demo
 
+# Much of a test's time is waiting for processes to start: two at a time suit two cores.
+TEST_WORKERS ?= 2
+
 test: .venv/.installed ## every test that needs neither Docker nor a browser
-	$(BIN)/python -m pytest -m "not docker and not browser and not nightly"
+	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not docker and not browser and not nightly"
 
 check: lint types contracts proto-check test ## what CI runs
 
