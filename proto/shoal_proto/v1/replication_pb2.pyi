@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
+from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
 from shoal_proto.v1 import shards_pb2 as _shards_pb2
 from shoal_proto.v1 import tables_pb2 as _tables_pb2
 import builtins as _builtins
@@ -371,7 +372,9 @@ class FollowRequest(_message.Message):
     @_builtins.property
     def image(self) -> Global___ImageStart: ...
     @_builtins.property
-    def bytes(self) -> Global___Bytes: ...
+    def bytes(self) -> _parameters_pb2.Piece:
+        """The next bytes of the record or image; its shard_id is not looked at."""
+
     @_builtins.property
     def beat(self) -> Global___FollowBeat: ...
     def __init__(
@@ -380,7 +383,7 @@ class FollowRequest(_message.Message):
         hello: Global___Hello | None = ...,
         record: Global___RecordStart | None = ...,
         image: Global___ImageStart | None = ...,
-        bytes: Global___Bytes | None = ...,
+        bytes: _parameters_pb2.Piece | None = ...,
         beat: Global___FollowBeat | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "hello", b"hello", "image", b"image", "part", b"part", "record", b"record"]  # noqa: Y015
@@ -429,7 +432,7 @@ class RecordStart(_message.Message):
     shard_id: _builtins.int
     epoch: _builtins.int
     num_bytes: _builtins.int
-    """Bytes of the gradient altogether. These are the first of them; more follow in Bytes messages."""
+    """Bytes of the gradient altogether: all of them here if they are few, else in what follows."""
     @_builtins.property
     def record(self) -> Global___PushRecord: ...
     @_builtins.property
@@ -463,7 +466,7 @@ class ImageStart(_message.Message):
     job: _builtins.str
     epoch: _builtins.int
     num_bytes: _builtins.int
-    """So many bytes follow in Bytes messages."""
+    """So many bytes follow."""
     @_builtins.property
     def image(self) -> Global___ShardImage: ...
     def __init__(

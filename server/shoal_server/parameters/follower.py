@@ -10,9 +10,9 @@ from typing import Protocol
 import structlog
 
 from shoal_proto.errors import InternalError, MalformedMessage, ShoalError, Unavailable
+from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_proto.v1.replication_pb2_grpc import ReplicationServicer
 from shoal_server.core.holdings import Holder
 from shoal_server.parameters.frames import Arrived, Assembly
 from shoal_server.parameters.held import Held, Role, num_bytes_of
@@ -59,7 +59,7 @@ class _Backlog:
     task: asyncio.Task[None] | None = None
 
 
-class Follower(ReplicationServicer):
+class Follower:
     """Acknowledges a record once it is received whole and is the next one; applies it behind."""
 
     def __init__(self, me: Holder, custodian: Custodian, run: Runner, silence_s: float) -> None:
@@ -75,10 +75,10 @@ class Follower(ReplicationServicer):
         return pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation)
 
     async def Follow(
-        self, requests: AsyncIterator[pb.FollowRequest], context: Context
+        self, requests: AsyncIterator[pb.FollowRequest | OnlyPiece], context: Context
     ) -> AsyncIterator[pb.FollowReply]:
         first = await anext(requests, pb.FollowRequest())
-        if not first.HasField("hello"):
+        if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
                 "the stream does not begin with its hello", seen="another message, or none"
             )
@@ -95,7 +95,7 @@ class Follower(ReplicationServicer):
             self._custodian.stream_ended(primary, reason)
 
     async def _answers(
-        self, requests: AsyncIterator[pb.FollowRequest], primary: Holder
+        self, requests: AsyncIterator[pb.FollowRequest | OnlyPiece], primary: Holder
     ) -> AsyncIterator[pb.FollowReply]:
         assembly = Assembly()
         while True:
@@ -109,7 +109,7 @@ class Follower(ReplicationServicer):
                 ) from None
             if request is None:
                 return
-            if request.HasField("beat"):
+            if not isinstance(request, OnlyPiece) and request.HasField("beat"):
                 yield pb.FollowReply()
                 continue
             arrived = assembly.take(request)

@@ -1,17 +1,26 @@
 """Records and images as messages of a stream, and back; what is large goes in checked pieces."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from shoal_proto import pieces
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.parameters.image import Image, Record
 
+Frame = pb.FollowRequest | bytes
+"""A message of a stream, or one that is serialized already."""
+
 PIECE_BYTES = 1024 * 1024
+INLINE_BYTES = 64 * 1024
+"""A gradient of so many goes with the message that announces it."""
+BYTES = 4
+"""Number of the field `bytes` in FollowRequest."""
+DECODER = pieces.Decoder(BYTES, pb.FollowRequest.FromString)
 MAX_IMAGE_BYTES = 8 * 1024**3
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -29,18 +38,21 @@ _DTYPES = {
 }
 
 
-def of_record(job: str, shard_id: int, epoch: int, record: Record) -> Iterator[pb.FollowRequest]:
+def of_record(job: str, shard_id: int, epoch: int, record: Record) -> Iterator[Frame]:
     """The messages that tell a backup of a push."""
     data = memoryview(record.data)
     start = pb.RecordStart(
         job=job, shard_id=shard_id, epoch=epoch, record=record.push, num_bytes=len(data)
     )
-    _fill(start.first, data[:PIECE_BYTES])
+    if len(data) <= INLINE_BYTES:
+        start.first.data = bytes(data)
+        start.first.checksum = crc32(data)
+        data = data[:0]
     yield pb.FollowRequest(record=start)
-    yield from _pieces(data[PIECE_BYTES:])
+    yield from _pieces(data)
 
 
-def of_image(job: str, epoch: int, image: Image) -> Iterator[pb.FollowRequest]:
+def of_image(job: str, epoch: int, image: Image) -> Iterator[Frame]:
     """The messages that give a backup the whole shard."""
     header = pb.ShardImage(
         shard_id=image.shard_id,
@@ -71,28 +83,27 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _pieces(data: memoryview) -> Iterator[pb.FollowRequest]:
+def _pieces(data: memoryview) -> Iterator[bytes]:
     for at in range(0, len(data), PIECE_BYTES):
-        request = pb.FollowRequest()
-        _fill(request.bytes, data[at : at + PIECE_BYTES])
-        yield request
+        part = data[at : at + PIECE_BYTES]
+        yield pieces.encode(BYTES, 0, at, (part,), crc32(part))
 
 
-def _fill(message: pb.Bytes, data: memoryview) -> None:
-    message.data = bytes(data)
-    message.checksum = crc32(data)
+def serialize(frame: Frame) -> bytes:
+    return frame if isinstance(frame, bytes) else frame.SerializeToString()
 
 
-def checked(message: pb.Bytes) -> bytes:
+def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
     """The bytes. Raises ChecksumMismatch if they are not those that were sent."""
-    seen = crc32(message.data)
+    data = message.data
+    seen = crc32(data)
     if seen != message.checksum:
         raise ChecksumMismatch(
             "a piece of a shard changed on its way to the backup",
-            seen=f"CRC-32 {seen:#010x} of {len(message.data)} bytes",
+            seen=f"CRC-32 {seen:#010x} of {len(data)} bytes",
             expected=f"{message.checksum:#010x}",
         )
-    return message.data
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +120,7 @@ class Arrived:
 class _Unfinished:
     start: pb.RecordStart | pb.ImageStart
     left_bytes: int
-    parts: list[bytes] = field(default_factory=list)
+    parts: list[pieces.Buffer] = field(default_factory=list)
 
 
 class Assembly:
@@ -119,8 +130,10 @@ class Assembly:
     def __init__(self) -> None:
         self._open: _Unfinished | None = None
 
-    def take(self, request: pb.FollowRequest) -> Arrived | None:
+    def take(self, request: pb.FollowRequest | pieces.OnlyPiece) -> Arrived | None:
         """What has become whole with this message. Raises MalformedMessage, ChecksumMismatch."""
+        if isinstance(request, pieces.OnlyPiece):
+            return self._add(checked(request.piece))
         kind = request.WhichOneof("part")
         if kind == "bytes":
             return self._add(checked(request.bytes))
@@ -148,7 +161,7 @@ class Assembly:
             expected="a record, an image, or bytes of one",
         )
 
-    def _add(self, data: bytes) -> Arrived | None:
+    def _add(self, data: pieces.Buffer) -> Arrived | None:
         unfinished = self._open
         if unfinished is None or len(data) > unfinished.left_bytes:
             raise MalformedMessage(
@@ -169,7 +182,7 @@ class Assembly:
         return Arrived(start.job, start.image.shard_id, start.epoch, _image(start.image, parts))
 
 
-def _image(header: pb.ShardImage, parts: list[bytes]) -> Image:
+def _image(header: pb.ShardImage, parts: Sequence[pieces.Buffer]) -> Image:
     whole = memoryview(bytearray().join(parts))
     tensors, at = {}, 0
     for description in header.tensors:

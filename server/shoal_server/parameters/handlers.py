@@ -1,4 +1,4 @@
-"""The Parameters service on a gRPC server, with pieces read and written in place."""
+"""The services whose messages carry pieces, on a gRPC server: read and written in place."""
 
 from typing import Any
 
@@ -8,12 +8,32 @@ from google.protobuf.message import Message
 
 from shoal_proto import pieces
 from shoal_proto.v1 import parameters_pb2 as pb
+from shoal_proto.v1.replication_pb2 import IdentifyRequest
+from shoal_server.parameters import frames
+from shoal_server.parameters.follower import Follower
 from shoal_server.parameters.servicer import Servicer
 
-SERVICE = "shoal.v1.Parameters"
+PARAMETERS, REPLICATION = "shoal.v1.Parameters", "shoal.v1.Replication"
 
 
-def add(servicer: Servicer, server: grpc.aio.Server) -> None:
+def add_replication(follower: Follower, server: grpc.aio.Server) -> None:
+    """Have the server answer the calls of the Replication service."""
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Follow": grpc.stream_stream_rpc_method_handler(
+            follower.Follow,
+            request_deserializer=frames.DECODER,
+            response_serializer=_serialize,
+        ),
+        "Identify": grpc.unary_unary_rpc_method_handler(
+            follower.Identify,
+            request_deserializer=IdentifyRequest.FromString,
+            response_serializer=_serialize,
+        ),
+    }
+    _register(server, REPLICATION, handlers)
+
+
+def add_parameters(servicer: Servicer, server: grpc.aio.Server) -> None:
     """Have the server answer the calls of the Parameters service."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Create": grpc.stream_unary_rpc_method_handler(
@@ -42,8 +62,14 @@ def add(servicer: Servicer, server: grpc.aio.Server) -> None:
             response_serializer=_serialize,
         ),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
-    server.add_registered_method_handlers(SERVICE, handlers)
+    _register(server, PARAMETERS, handlers)
+
+
+def _register(
+    server: grpc.aio.Server, service: str, handlers: "dict[str, grpc.RpcMethodHandler[Any, Any]]"
+) -> None:
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, handlers),))
+    server.add_registered_method_handlers(service, handlers)
 
 
 def _serialize(reply: Message) -> bytes:

@@ -15,7 +15,6 @@ import structlog
 from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.core.holdings import Holder
 from shoal_server.parameters import frames
 from shoal_server.parameters.held import Held, num_bytes_of
@@ -23,6 +22,8 @@ from shoal_server.parameters.image import Image, Record
 from shoal_server.parameters.patience import PEER_OPTIONS, Patience
 
 log = structlog.get_logger(__name__)
+
+FOLLOW = "/shoal.v1.Replication/Follow"
 
 
 REFUSAL_S = 0.2
@@ -177,7 +178,11 @@ class Link:
         """Carry everything until it breaks; why it did."""
         self._unanswered_since_s = None
         async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
-            call = ReplicationStub(channel).Follow()
+            call: _Call = channel.stream_stream(
+                FOLLOW,
+                request_serializer=frames.serialize,
+                response_deserializer=pb.FollowReply.FromString,
+            )()
             tasks = [
                 asyncio.create_task(work)
                 for work in (self._write(call), self._read(call), self._await_silence())
@@ -204,6 +209,7 @@ class Link:
                 if self._copies.get((copy.held.job, copy.held.shard_id)) is not copy:
                     continue
                 held = copy.held
+                requests: Iterable[frames.Frame]
                 if record is None:
                     requests = await self._image_of(copy)
                 else:
@@ -217,7 +223,7 @@ class Link:
             except TimeoutError:
                 await self._send(call, pb.FollowRequest(beat=pb.FollowBeat()))
 
-    async def _image_of(self, copy: _Copy) -> Iterable[pb.FollowRequest]:
+    async def _image_of(self, copy: _Copy) -> Iterable[frames.Frame]:
         copy.phase = _Phase.COPYING
         image = await self._take(copy.held)
         copy.image_version = image.version
@@ -231,7 +237,7 @@ class Link:
                 copy.held.unreplicated_bytes -= num_bytes_of(record)
         return frames.of_image(copy.held.job, copy.held.epoch, image)
 
-    async def _send(self, call: _Call, request: pb.FollowRequest) -> None:
+    async def _send(self, call: _Call, request: frames.Frame) -> None:
         if self._unanswered_since_s is None:
             self._unanswered_since_s = asyncio.get_running_loop().time()
         await call.write(request)

@@ -19,7 +19,6 @@ import torch
 
 from shoal_proto.errors import InvalidSpec, RetryError
 from shoal_proto.incarnation import new_incarnation
-from shoal_proto.v1.replication_pb2_grpc import add_ReplicationServicer_to_server
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_server.core.holdings import Holder
@@ -170,11 +169,11 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             run=run,
             budget=budget,
         )
-        handlers.add(servicer, server)
+        handlers.add_parameters(servicer, server)
         maker = TableMaker(store, catalog, custody)
         tables = TablesServicer(maker=maker, fence=fence, cuts=cuts, run=run, budget=budget)
         add_TablesServicer_to_server(tables, server)
-        add_ReplicationServicer_to_server(follower, server)
+        handlers.add_replication(follower, server)
         # Storage may be slow: it keeps no shard waiting for a thread.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)

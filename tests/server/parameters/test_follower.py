@@ -40,6 +40,10 @@ ANSWER_S = 30.0
 Frames = list[pb.FollowRequest]
 
 
+def as_message(frame: frames.Frame) -> pb.FollowRequest:
+    return pb.FollowRequest.FromString(frames.serialize(frame))
+
+
 class Primary:
     """A shard of a server that is not there, and the frames that tell of it."""
 
@@ -67,10 +71,10 @@ class Primary:
         return self._records[-1]
 
     def image(self) -> Frames:
-        return list(frames.of_image(JOB, EPOCH, self.shard.image()))
+        return [as_message(f) for f in frames.of_image(JOB, EPOCH, self.shard.image())]
 
     def told(self, record: Record, epoch: int = EPOCH) -> Frames:
-        return list(frames.of_record(JOB, 0, epoch, record))
+        return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
 
 
 @dataclass(kw_only=True)
@@ -257,9 +261,10 @@ async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
     """Another epoch, another primary, a shard or a job that nobody knows: nothing changes."""
     record = world.primary.push()
     for epoch in (EPOCH - 1, EPOCH + 1):
-        told = [*frames.of_image(JOB, epoch, world.primary.shard.image())]
+        told = [as_message(f) for f in frames.of_image(JOB, epoch, world.primary.shard.image())]
         assert outcomes(await tell(world, told)) == [WrongEpoch]
-    stranger = list(frames.of_image("another", EPOCH, world.primary.shard.image()))
+    another = frames.of_image("another", EPOCH, world.primary.shard.image())
+    stranger = list(map(as_message, another))
     assert outcomes(await tell(world, stranger)) == [WrongEpoch]
     assert world.version == 0
     assert outcomes(await tell(world, world.primary.image())) == [2]
