@@ -1,5 +1,6 @@
 """Kills, joins and drains of real members, drawn from a seed, and what must hold after them."""
 
+import os
 import random
 import secrets
 import signal
@@ -40,6 +41,8 @@ class Schedule:
         self._stop_file = directory / f"stop-{secrets.token_hex(4)}"
         self._run = replace(run, stop_file=str(self._stop_file))
         self._names = iter(f"m{number}" for number in range(1000))
+        self._gates: dict[Rank, Path] = {}
+        """Where members of local SGD wait for each other before they leave."""
         self.alive: list[Rank] = []
         self.all: list[Rank] = []
         self.done: list[str] = []
@@ -54,7 +57,10 @@ class Schedule:
     def add(self, **changes: Any) -> Rank:
         """One more member, whose run has these changes."""
         run = replace(self._run, member_id=next(self._names), **changes)
+        gate = Path(f"{self._stop_file}.{run.member_id}")
+        os.mkfifo(gate)
         rank = self._ranks.start(self._body, run)
+        self._gates[rank] = gate
         self.alive.append(rank)
         self.all.append(rank)
         return rank
@@ -105,6 +111,11 @@ class Schedule:
     def finish(self) -> Mapping[str, Any]:
         """Let all stop; what the first of them reports then."""
         self.stop()
+        if isinstance(self._run, LocalRun):
+            for rank in self.alive:
+                rank.expect("stopped")
+            for rank in self.alive:
+                self._gates[rank].write_bytes(b"")
         finished = [rank.expect("finished") for rank in self.alive]
         for rank in self.alive:
             assert rank.join() == 0

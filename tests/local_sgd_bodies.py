@@ -67,6 +67,10 @@ def train(report: Report, run: LocalRun) -> None:
                 session.backward(loss)
             if step.committed:
                 report("committed", step=batch.step, **place)
+        if run.stop_file:
+            # Whoever leaves from the last meeting takes it away from those still in it.
+            report("stopped")
+            Path(f"{run.stop_file}.{run.member_id}").read_bytes()
         weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
     report("finished", weights=weights, step=session.step_number)
 

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -34,9 +34,12 @@ class Whole(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1000))
 
 
-def step_on(strategy: AsyncSGD, model: Whole, gradient: float) -> Tensor:
+def step_on(
+    strategy: AsyncSGD, model: Whole, gradient: float, begun: Callable[[], object] = lambda: None
+) -> Tensor:
     """One step whose gradient is the same everywhere; the weight that it was computed on."""
     strategy.begin_step()
+    begun()
     seen = model.weight.detach().clone()
     strategy.backward((model.weight * gradient).sum(), 1.0)
     strategy.end_step(lambda: None)
@@ -56,10 +59,14 @@ def test_in_bulk_all_members_compute_each_round_on_the_same_values(
     num_members, num_rounds = 3, 12
     members = [begin(servers, rank, BSP()) for rank in range(num_members)]
     seen: list[list[Tensor]] = [[] for _ in members]
+    # Whoever has not begun is waited for by nobody.
+    all_begun = threading.Barrier(num_members)
 
     def work(rank: int) -> None:
         strategy, model = members[rank]
-        seen[rank] += [step_on(strategy, model, 8.0 * (rank + 1)) for _ in range(num_rounds)]
+        gradient = 8.0 * (rank + 1)
+        seen[rank].append(step_on(strategy, model, gradient, all_begun.wait))
+        seen[rank] += [step_on(strategy, model, gradient) for _ in range(num_rounds - 1)]
         strategy.finish()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_members)]

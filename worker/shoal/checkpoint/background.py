@@ -13,7 +13,7 @@ import structlog
 from shoal.checkpoint import directory, writing
 from shoal.checkpoint.peers import ALONE, Peers
 from shoal.state.pieces import Holding
-from shoal_proto.errors import GenerationBroken, InvalidSpec
+from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
 
@@ -113,6 +113,9 @@ class Checkpoints:
             # Others may have completed it.
             self._continues = True
             log.warning("checkpoint_given_up", path=str(path), reason=str(error))
+        except InvalidSpec as error:
+            # Where it worked before, storage that is not as it should be may be so again.
+            self._failure = _failed(path, error) if self._continues else error
         except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
             self._failure = error
 
@@ -122,6 +125,16 @@ class Checkpoints:
         except OSError as error:
             # The new one is complete; the next one tries again.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
+
+
+def _failed(path: Path, error: InvalidSpec) -> CheckpointFailed:
+    return CheckpointFailed(
+        f"the checkpoint {path} could not be written: {error.what}",
+        seen=error.seen,
+        expected=error.expected,
+        fix=error.fix,
+        details={"path": str(path)},
+    )
 
 
 __all__ = ["Checkpoints"]
