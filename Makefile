@@ -19,8 +19,8 @@ help: ## this list
 demo: .venv/.installed ## train on a local cluster, kill a worker on the way, print what happened
 	$(BIN)/shoal demo
 
-# Much of a test's time is waiting for processes to start: two at a time suit two cores.
-TEST_WORKERS ?= 2
+# One after the other: many tests start a dozen processes. With cores to spare, TEST_WORKERS=4.
+TEST_WORKERS ?= 0
 
 test: .venv/.installed ## every test that needs neither Docker nor a browser
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "not docker and not browser and not nightly"

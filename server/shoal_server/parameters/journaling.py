@@ -71,6 +71,8 @@ class Journaling:
         except ShoalError as error:
             log.error("shard_not_journaled", job=held.job, shard_id=held.shard_id, why=str(error))
             held.disk.end(error)
+            if self._held.get(key) is held:
+                del self._held[key], self._kept[key]
             return
         if self._held.get(key) is not held:
             return

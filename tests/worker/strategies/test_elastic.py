@@ -17,14 +17,14 @@ from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
 """fp32, a few hundred steps; only the order of additions differs."""
-CASES: list[tuple[str, Mapping[str, Any], str]] = [
+CASES: list[Any] = [
     ("ddp", {}, "sgd"),
     ("zero1", {}, "adamw"),
     ("zero2", {}, "sgd"),
     ("fsdp", {}, "adamw"),
     ("tensor", {"min_split_bytes": 0}, "adamw"),
     ("pipeline", {}, "sgd"),
-    ("hybrid", {"min_split_bytes": 0}, "adamw"),
+    pytest.param("hybrid", {"min_split_bytes": 0}, "adamw", marks=pytest.mark.nightly),
 ]
 
 

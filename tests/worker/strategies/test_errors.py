@@ -17,7 +17,10 @@ from ranks import Rank, Ranks
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
-STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
+STRATEGIES = (
+    *("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline"),
+    pytest.param("hybrid", marks=pytest.mark.nightly),
+)
 PLACES = ("forward", "backward", "optimizer", "hook")
 
 
@@ -103,7 +106,7 @@ def fate(rank: Rank, before: int) -> Mapping[str, Any]:
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline", "hybrid"])
+@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline", STRATEGIES[-1]])
 def test_a_gradient_that_is_not_finite_keeps_nobody_waiting(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
