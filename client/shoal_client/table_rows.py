@@ -1,11 +1,11 @@
 """Rows of tables as they travel: what is asked, pushed and answered, sorted by shard."""
 
-import zlib
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch
 from shoal_proto.row_hash import shard_of
 from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
@@ -102,7 +102,7 @@ def note(result: TablePushResult, where: Where, reply: TablePushOutcome) -> None
 
 
 def check(reply: FoundRows) -> None:
-    seen = zlib.crc32(reply.values, zlib.crc32(reply.births))
+    seen = crc32(reply.values, crc32(reply.births))
     if seen != reply.checksum:
         raise ChecksumMismatch(
             f"rows of shard {reply.shard_id} changed on the way",

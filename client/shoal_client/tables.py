@@ -6,7 +6,6 @@ while, is dealt with here.
 """
 
 import math
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -29,6 +28,7 @@ from shoal_client.table_rows import (
     packed,
     route,
 )
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import InternalError, RetryError, ShoalError, UnknownShard
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
@@ -191,7 +191,7 @@ class TableClient:
                 ids=ids,
                 births=births,
                 gradients=data,
-                checksum=zlib.crc32(data, zlib.crc32(births, zlib.crc32(ids))),
+                checksum=crc32(data, crc32(births, crc32(ids))),
             )
             yield rows, len(ids) + len(births) + len(data)
 

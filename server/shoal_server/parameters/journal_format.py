@@ -14,12 +14,12 @@ must be whole.
 """
 
 import struct
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import JournalDamaged
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import RecordStart
@@ -74,7 +74,7 @@ def encode(entry: Entry, number: int, synced_bytes: int) -> bytes:
         data = entry.record.data
     text = header.SerializeToString()
     head = _HEAD.pack(ENTRY_MAGIC, len(text), len(data), number, synced_bytes)
-    crc = zlib.crc32(data, zlib.crc32(text, zlib.crc32(head)))
+    crc = crc32(data, crc32(text, crc32(head)))
     return b"".join((head, _CRC.pack(crc), text, data))
 
 
@@ -126,7 +126,7 @@ def _entry_at(data: bytes, at: int) -> _Found | None:
         return None
     (expected,) = _CRC.unpack_from(data, at + _HEAD.size)
     view = memoryview(data)
-    if zlib.crc32(view[body:stop], zlib.crc32(view[at : at + _HEAD.size])) != expected:
+    if crc32(view[body:stop], crc32(view[at : at + _HEAD.size])) != expected:
         return None
     try:
         header = RecordStart.FromString(data[body : body + num_header])

@@ -1,8 +1,8 @@
 """The rows of one push as they come in, and what became of them as messages."""
 
-import zlib
 from dataclasses import dataclass, field
 
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import (
     ChecksumMismatch,
     InvalidSpec,
@@ -60,7 +60,7 @@ class Part:
 
     def take(self, rows: RowGradients) -> None:
         """Add the next rows. Raises ChecksumMismatch or ShapeMismatch."""
-        seen = zlib.crc32(rows.gradients, zlib.crc32(rows.births, zlib.crc32(rows.ids)))
+        seen = crc32(rows.gradients, crc32(rows.births, crc32(rows.ids)))
         if seen != rows.checksum:
             raise ChecksumMismatch(
                 f"rows of shard {rows.shard_id} changed on the way",

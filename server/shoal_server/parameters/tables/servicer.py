@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -10,6 +9,7 @@ from functools import partial
 
 import structlog
 
+from shoal_proto.checksum import crc32
 from shoal_proto.errors import InternalError, MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1.tables_pb2 import (
@@ -98,7 +98,7 @@ class TablesServicer(Base):
             version=looked_up.version,
             births=looked_up.births,
             values=looked_up.values,
-            checksum=zlib.crc32(looked_up.values, zlib.crc32(looked_up.births)),
+            checksum=crc32(looked_up.values, crc32(looked_up.births)),
             step=looked_up.table_step,
         )
 
