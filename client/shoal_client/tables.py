@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import structlog
 
+from shoal_client.blocks import DTYPE_BYTES
 from shoal_client.channel import Coordinators
 from shoal_client.layouts import of_tables
 from shoal_client.shard_servers import Attempt, ShardServers, worst_of
@@ -49,7 +50,6 @@ from shoal_proto.v1.tables_pb2_grpc import TablesStub
 
 log = structlog.get_logger(__name__)
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 MAP_TIMEOUT_S = 2.0
 """A call under way spends no more on asking for a newer map: the coordinator may be away."""
 

@@ -57,11 +57,6 @@ class Copying:
         for link in list(self._links.values()):
             await link.close()
 
-    @property
-    def queued(self) -> int:
-        """Records and images that are still to be sent."""
-        return sum(link.queued for link in self._links.values())
-
     def tell(self, held: Held, record: Record) -> None:
         """A push was applied. From any thread, within the shard's lock: so the loop gets them in
         order."""

@@ -84,11 +84,6 @@ class Custody:
         """Return never; raise what ended the watch of the record."""
         await self._record.wait_failed()
 
-    @property
-    def queued(self) -> int:
-        """Records and images that are still to be sent to backups."""
-        return self._copying.queued
-
     def holding(self, job: str, shard_id: int) -> Holding | None:
         """Who holds a shard, as of the newest record seen."""
         return self._record.holding(job, shard_id)

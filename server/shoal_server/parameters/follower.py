@@ -190,8 +190,3 @@ class Follower:
         backlog = self._backlogs.pop(key, None)
         if backlog is not None and backlog.task is not None:
             await backlog.task
-
-    @property
-    def queued(self) -> int:
-        """Records received and not applied yet."""
-        return sum(len(backlog.records) for backlog in self._backlogs.values())

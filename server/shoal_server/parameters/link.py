@@ -105,11 +105,6 @@ class Link:
         """Those that the other end has, or is getting."""
         return [copy.held for copy in self._copies.values()]
 
-    @property
-    def queued(self) -> int:
-        """Records and images that are still to be sent."""
-        return len(self._queue)
-
     def follows(self, held: Held) -> bool:
         copy = self._copies.get((held.job, held.shard_id))
         return copy is not None and copy.held is held
