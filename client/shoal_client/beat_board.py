@@ -14,6 +14,7 @@ incarnation.
     24      4      worker      length of the claim; 0: not a member
     28      4      worker      CRC-32 of the claim
     32      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
+    952     72     both        the worker's lifeline, see `shoal_client.lifeline`
 
 The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
 or one that reaches no coordinator, costs it nothing. The launcher beats for a worker none of whose
@@ -31,6 +32,7 @@ from types import TracebackType
 
 from google.protobuf.message import DecodeError
 
+from shoal_client.lifeline import SIZE_BYTES, Lifeline
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -38,6 +40,7 @@ SLOT_BYTES = 1024
 """Names are at most 128 characters each; the token takes less than half of it."""
 _NAME = "shoal-beats"
 _BEATEN, _STEP, _RAN, _HEAD, _CLAIM = 0, 8, 16, 24, 32
+_LIFELINE = SLOT_BYTES - SIZE_BYTES
 _WORD = struct.Struct("@Q")
 _HEAD_FORM = struct.Struct("=II")
 _CLAIM_FORM = struct.Struct("=Idd")
@@ -59,6 +62,7 @@ class BeatSlot:
     def __init__(self, memory: mmap.mmap, index: int) -> None:
         self._memory = memory
         self._start = index * SLOT_BYTES
+        self.lifeline = Lifeline(memory, self._start + _LIFELINE)
 
     @classmethod
     def open(cls, address: str) -> "BeatSlot":
@@ -96,7 +100,7 @@ class BeatSlot:
         self._put(_BEATEN, 0)
         self.runs()
         claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
-        if _CLAIM + len(claim) > SLOT_BYTES:
+        if _CLAIM + len(claim) > _LIFELINE:
             return  # no name that a coordinator admits is so long: this member beats by itself
         # The launcher may read in between: the checksum tells it.
         self._memory[self._start + _CLAIM : self._start + _CLAIM + len(claim)] = claim
@@ -105,6 +109,7 @@ class BeatSlot:
 
     def withdraw(self) -> None:
         """No beats any more: the membership is over."""
+        self.lifeline.let_go()
         self._memory[self._start + _HEAD : self._start + _CLAIM] = _HEAD_FORM.pack(0, 0)
 
     def runs(self) -> None:
@@ -125,7 +130,7 @@ class BeatSlot:
         """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _CLAIM])
-        claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, SLOT_BYTES)]
+        claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _LIFELINE)]
         if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
             return None
         claimant, heartbeat_s, patience_s = _CLAIM_FORM.unpack_from(claim)
@@ -146,8 +151,9 @@ class BeatSlot:
             self._put(_BEATEN, time.monotonic_ns())
 
     def clear(self) -> None:
-        """For the next process of the slot."""
-        self._memory[self._start : self._start + SLOT_BYTES] = bytes(SLOT_BYTES)
+        """For the next process of the slot, once that before it is gone."""
+        self._memory[self._start : self._start + _LIFELINE] = bytes(_LIFELINE)
+        self.lifeline.prepare()
 
     def _put(self, offset: int, value: int) -> None:
         _WORD.pack_into(self._memory, self._start + offset, value)
@@ -165,6 +171,8 @@ class BeatBoard:
         os.ftruncate(self._descriptor, num_slots * SLOT_BYTES)
         self._memory = mmap.mmap(self._descriptor, 0)
         self.slots = [BeatSlot(self._memory, index) for index in range(num_slots)]
+        for slot in self.slots:
+            slot.clear()
 
     def __enter__(self) -> "BeatBoard":
         return self

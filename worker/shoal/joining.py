@@ -187,11 +187,13 @@ def _beat_slot(address: str) -> BeatSlot | None:
     if not address:
         return None
     try:
-        return BeatSlot.open(address)
+        slot = BeatSlot.open(address)
     except (OSError, InvalidSpec) as error:
         # A variable that came to another host, or to another user: this member beats by itself.
         log.info("beat_slot_not_used", address=address, reason=str(error))
         return None
+    slot.lifeline.hold()
+    return slot
 
 
 def _as_name(host: str) -> str:

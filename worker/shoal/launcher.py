@@ -2,7 +2,8 @@
 
 Each worker has a slot, and the slot a member id: a worker that is started again is a fresh
 incarnation of the same member. Every exit and every halt (SIGSTOP) is reported to the coordinator
-at once, so that the others need not wait for a lease to run out; and the launcher beats for the
+at once, so that the others need not wait for a lease to run out (most exits before the kernel has
+taken the process down, see `shoal_client.lifeline`); and the launcher beats for the
 workers that live, so that one which is busy is not taken for lost. The launcher sleeps until a
 worker exits, is halted, or a signal arrives.
 """
@@ -23,6 +24,7 @@ from shoal.run_config import RunConfig, member_ids, worker_environment
 from shoal_client.beat_board import BeatBoard
 from shoal_client.host_beats import HostBeats
 from shoal_client.host_reports import HostReporter
+from shoal_client.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
@@ -40,6 +42,7 @@ class Slot:
     index: int
     member_id: str
     process: Process | None = None
+    watch: Watch | None = None
     exit_codes: list[int] = field(default_factory=list)
 
     @property
@@ -76,6 +79,8 @@ class Launcher:
         self._reporter = HostReporter(config.coordinators)
         self._beats = HostBeats(config.coordinators)
         self._output = threading.Lock()
+        self._reporting = threading.Lock()
+        self._reported: set[int] = set()
         self._ended: list[int] = []
         self._deaf = False
         self._interrupted = 0
@@ -89,6 +94,7 @@ class Launcher:
             BeatBoard(len(self.slots)) as board,
             self._reporter,
             self._beats,
+            self._lifelines(),
             Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
         ):
             for slot in self.slots:
@@ -125,13 +131,25 @@ class Launcher:
                 sink=self._sink(slot),
             )
         )
-        self._beats.started(slot.process.pid, board.slots[slot.index])
+        process, life = slot.process, board.slots[slot.index].lifeline
+        self._beats.started(process.pid, board.slots[slot.index])
+        slot.watch = Watch(life, process.pid, lambda code: self._report_exit(process, code))
 
-    # On the thread that watches the worker, which knows the order of what became of it.
+    # On the threads that watch the worker, which know the order of what became of it.
 
     def _exited(self, process: Process) -> None:
         code = process.exit_code
         assert code is not None
+        self._report_exit(process, code)
+        self._events.put(process)
+
+    def _report_exit(self, process: Process, code: int) -> None:
+        """Once for each process: of most the lifeline tells before the kernel does."""
+        with self._reporting:
+            if process.pid in self._reported:
+                return
+            self._reported.add(process.pid)
+        self._beats.ended(process.pid)
         self._reporter.report(
             ReportExitRequest(
                 job=self._config.job,
@@ -141,7 +159,6 @@ class Launcher:
                 exit_code=code,
             )
         )
-        self._events.put(process)
 
     def _halted(self, process: Process, halted: bool) -> None:
         # First of all: no beat may follow that says it lives.
@@ -162,8 +179,10 @@ class Launcher:
     def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
         slot = next(each for each in self.slots if each.process is process)
         code = process.exit_code
-        assert code is not None
-        self._beats.ended(process.pid)
+        assert code is not None and slot.watch is not None
+        slot.watch.close()
+        slot.watch = None
+        self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
         slot.process = None
         slot.exit_codes.append(code)
@@ -267,6 +286,16 @@ class Launcher:
     def _say(self, text: str) -> None:
         with self._output:
             print(f"shoal run: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _lifelines(self) -> Iterator[None]:
+        """Watched until the workers are gone, and no longer than their board is there."""
+        try:
+            yield
+        finally:
+            for slot in self.slots:
+                if slot.watch is not None:
+                    slot.watch.close()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:

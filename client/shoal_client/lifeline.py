@@ -1,0 +1,142 @@
+"""A lock by whose loss the death of its owner is seen before the kernel takes the process down.
+
+An exit is told of, to `waitid` and to the peers of its sockets, when the memory of the process is
+gone: 20 to 40 ms after the signal for one that loaded torch. The robust locks of a thread
+(`set_robust_list(2)`) are let go of first, 0.2 ms after it. So a worker's main thread holds one,
+in memory that it shares with its launcher, and a thread of the launcher's waits for it.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+SIZE_BYTES = 72
+_MUTEX = 8
+"""What is before it says which process holds the lock. The largest `pthread_mutex_t` known is of
+48 bytes (glibc on aarch64); it wants to be aligned to 8."""
+_PID = struct.Struct("@Q")
+_EXITING = 0x4
+"""Of a process' flags in /proc: it has begun to exit (PF_EXITING)."""
+_LOOK_EVERY_S = 0.2
+"""How often a launcher looks whether a worker has come to hold its lifeline."""
+
+_libc = ctypes.CDLL(None)
+
+
+class Lifeline:
+    """One worker's lock, at `offset` of memory that is shared."""
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._memory, self._offset = memory, offset
+        start = ctypes.c_char.from_buffer(memory, offset)
+        # Only the address is kept: memory that was handed out cannot be closed.
+        self._mutex = ctypes.c_void_p(ctypes.addressof(start) + _MUTEX)
+
+    # --- the worker ---
+
+    def hold(self) -> bool:
+        """Hold it until `let_go` or the end of this process; False if that cannot be.
+
+        Only a main thread lives as long as its process does.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return False
+        result = _libc.pthread_mutex_trylock(self._mutex)
+        if result == errno.EOWNERDEAD:  # this process was another program before
+            _libc.pthread_mutex_consistent(self._mutex)
+        elif result:
+            return False
+        # Never unmapped, not even while the interpreter ends: the C library keeps locks in a list.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
+        self._holder = os.getpid()
+        return True
+
+    def let_go(self) -> None:
+        """What comes is no death. From another thread than the main one it stays held."""
+        if self._holder != os.getpid():
+            return
+        self._holder = 0
+        _libc.pthread_mutex_unlock(self._mutex)
+
+    # --- the launcher ---
+
+    def prepare(self) -> None:
+        """Make it anew, held by nobody. Not while anybody holds it or waits for it."""
+        self._holder = 0
+        attributes = (ctypes.c_char * 64)()
+        _libc.pthread_mutexattr_init(attributes)
+        _libc.pthread_mutexattr_setpshared(attributes, 1)
+        _libc.pthread_mutexattr_setrobust(attributes, 1)
+        _libc.pthread_mutex_init(self._mutex, attributes)
+
+    def await_exit(self, pid: int) -> bool:
+        """Wait while process `pid` holds it, if it does; True if that has begun to exit."""
+        if self._holder != pid:
+            return False
+        result: int = _libc.pthread_mutex_lock(self._mutex)
+        if result == errno.EOWNERDEAD:
+            _libc.pthread_mutex_consistent(self._mutex)
+        elif result:
+            return False
+        self._holder = 0
+        _libc.pthread_mutex_unlock(self._mutex)
+        return result == errno.EOWNERDEAD
+
+    @property
+    def _holder(self) -> int:
+        pid: int = _PID.unpack_from(self._memory, self._offset)[0]
+        return pid
+
+    @_holder.setter
+    def _holder(self, pid: int) -> None:
+        _PID.pack_into(self._memory, self._offset, pid)
+
+
+class Watch:
+    """Calls `on_exit` with the exit code, on a thread of its own, as soon as the process of a
+    lifeline begins to exit in the midst of holding it."""
+
+    def __init__(self, lifeline: Lifeline, pid: int, on_exit: Callable[[int], None]) -> None:
+        self._lifeline, self._pid, self._on_exit = lifeline, pid, on_exit
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name=f"shoal-life-{pid}", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """The process is gone: return when nobody waits for its lifeline any more."""
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._over.wait(_LOOK_EVERY_S):
+            if self._lifeline.await_exit(self._pid):
+                code = exit_code_of(self._pid)
+                if code is not None:
+                    self._on_exit(code)
+                    return
+
+
+def exit_code_of(pid: int) -> int | None:
+    """The exit code of a process that has begun to exit, minus N for signal N.
+
+    None if it has not begun to; if it is gone; if it completed with 0, which a process that does
+    not show its code seems to have done.
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The name of the program, in parentheses, may hold anything. What follows is numbered from 3.
+    fields = text[text.rindex(")") + 1 :].split()
+    flags, status = int(fields[9 - 3]), int(fields[52 - 3])
+    if not flags & _EXITING or not status:
+        return None
+    return os.waitstatus_to_exitcode(status)
+
+
+__all__ = ["SIZE_BYTES", "Lifeline", "Watch", "exit_code_of"]
