@@ -20,6 +20,7 @@ import shoal
 from shoal.backends.base import Seat
 from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.joining import JoinConfig
+from shoal.layouts.relay import Neighbours
 from shoal.session import Session
 from shoal.strategies.base import Generation, State, Strategy
 from shoal.strategies.ddp import DDP
@@ -206,6 +207,39 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
         report("freed", recognised=recognised)
     thread.join()
     del ddp.logger, ddp.reducer
+    group.retire()
+    report("retired")
+
+
+def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
+    """Rank 1 of two stops in the midst of a message, and rank 0's group is cut as above."""
+    group = _group(path, rank, 2)
+    near = Neighbours(group.open(), torch.device("cpu"))
+    near.courier.broadcast(torch.ones(1), 0)
+    if rank == 1:
+        report("going")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    begun = threading.Event()
+
+    def free() -> None:
+        begun.wait(30)
+        while not near.courier.waits:
+            begun.wait(0.01)
+        group.keep_for_ever()
+        near.courier.give_up("test")
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    begun.set()
+    try:
+        if way == "send":  # more than the kernel takes for a peer that does not read
+            near.send([torch.ones(1 << 24)], to=1, values=True)
+        else:
+            near.receive(source=1, values=True)
+    except RuntimeError as error:
+        report("freed", recognised=GlooBackend().is_failure(error))
+    thread.join()
+    near.courier.close()
     group.retire()
     report("retired")
 

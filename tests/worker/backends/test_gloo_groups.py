@@ -88,3 +88,17 @@ def test_a_trainer_leaves_a_collective_that_never_ends_and_its_process_too(tmp_p
         assert crew[0].expect("freed", timeout_s=30)["recognised"]
         crew[0].expect("retired", timeout_s=30)
         assert crew[0].join(timeout_s=30) == 0
+
+
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_a_trainer_leaves_a_message_that_never_ends_and_its_process_too(
+    tmp_path: Path, way: str
+) -> None:
+    """Such as one between the stages of a pipeline."""
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [ranks.start(rank_bodies.stuck_message, path, r, way) for r in range(2)]
+        crew[1].expect("going")
+        assert crew[0].expect("freed", timeout_s=30)["recognised"]
+        crew[0].expect("retired", timeout_s=30)
+        assert crew[0].join(timeout_s=30) == 0

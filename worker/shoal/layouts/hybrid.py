@@ -16,6 +16,7 @@ from shoal.layouts.pipeline import Course, PipelineLayout
 from shoal.layouts.sharded import broadcast_packed
 from shoal.layouts.tensor import parallelise
 from shoal.layouts.tensor_plan import MASK, TensorPlan
+from shoal.strategies.gates import Gates
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Gradients are averaged in messages of about this size."""
@@ -57,6 +58,7 @@ class HybridLayout(Layout):
                 model, world, plan.cut, plan.course, group=self._groups["pipeline"], prepare=split
             )
         self.module = self._inner.module
+        self._gates = self._inner.waiting if isinstance(self._inner, PipelineLayout) else Gates()
 
     @property
     def plain(self) -> nn.Module:
@@ -90,19 +92,23 @@ class HybridLayout(Layout):
         """Average over the copies of this stage and split, and over nobody else."""
         self._inner.reduce()
         if self.plan.mesh.data > 1:
-            average(list(self.parameters.values()), self._groups["data"])
+            average(list(self.parameters.values()), self._groups["data"], self._gates)
         if self.plan.mesh.tensor > 1:
-            align(list(self.parameters.values()), self._groups["tensor"])
+            align(list(self.parameters.values()), self._groups["tensor"], self._gates)
 
     @torch.no_grad()
     def stepped(self) -> None:
         """Give all copies the first one's buffers, such as running means of its samples."""
         buffers = list(persistent_buffers(self.plain).values())
         if buffers and self.plan.mesh.data > 1:
-            broadcast_packed(buffers, self._groups["data"])
+            broadcast_packed(buffers, self._groups["data"], self._gates)
 
     def synchronised(self) -> bool:
         return self._inner.synchronised()
+
+    @property
+    def waiting(self) -> Gates:
+        return self._gates
 
     def release(self) -> None:
         self._inner.release()
@@ -153,14 +159,14 @@ def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
     return replace(plan, entries=tuple(kept))
 
 
-def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, gates: Gates) -> None:
     """Make each gradient its mean over the group; None only where no rank has one."""
     for bucket in buckets([p for p in parameters if p.requires_grad]):
         locals_ = [_local_gradient(parameter) for parameter in bucket]
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])
         flags = has_one.to(locals_[0])
         packed = torch.cat([*(gradient.reshape(-1) for gradient in locals_), flags])
-        dist.all_reduce(packed, group=group)
+        gates.wait(dist.all_reduce(packed, group=group, async_op=True))
         sizes = [gradient.numel() for gradient in locals_]
         *means, counts = torch.split(packed, [*sizes, len(bucket)])
         for parameter, gradient, mean, count in zip(
@@ -171,7 +177,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
                 _set_gradient(parameter, gradient)
 
 
-def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, gates: Gates) -> None:
     """Give all ranks of a tensor group the first one's gradients of what is not split.
 
     They differ at most by kernels that add in no fixed order, or by machines of two kinds; that is
@@ -179,7 +185,7 @@ def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):
-        broadcast_packed([_local_gradient(parameter) for parameter in bucket], group)
+        broadcast_packed([_local_gradient(parameter) for parameter in bucket], group, gates)
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -1,6 +1,6 @@
 """A model by stages: each rank holds some layers, micro-batches pass through them all."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.layouts.base import Layout, LossFunction, World, materialise
+from shoal.layouts.courier import Courier
 from shoal.layouts.outline import Outline
 from shoal.layouts.relay import Neighbours
 from shoal.layouts.schedules import Feed, Rounds, num_microbatches
@@ -96,7 +97,7 @@ class PipelineLayout(Layout):
             # What was under way is still in the schedule's books.
             self._rounds.clear()
             raise
-        dist.broadcast(loss, group=self._near.group, group_src=self._near.size - 1)
+        self._near.courier.broadcast(loss, self._near.size - 1)
         self._complete = True
         return loss
 
@@ -127,8 +128,13 @@ class PipelineLayout(Layout):
     def synchronised(self) -> bool:
         return self._complete
 
+    @property
+    def waiting(self) -> Courier:
+        return self._near.courier
+
     def release(self) -> None:
         self._rounds.clear()
+        self._near.courier.close()
 
     # --- evaluation ---
 
@@ -178,9 +184,10 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     packed[:-1].copy_(local.reshape(-1))
     packed[-1] = parameter.grad is not None
     parts = {stage: packed if stage == near.rank else torch.empty_like(packed) for stage in stages}
-    works = [*_exchanged(parts, packed, near)]
-    for work in works:
-        work.wait()
+    others = [(stage, part) for stage, part in parts.items() if stage != near.rank]
+    near.courier.exchange(
+        [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
+    )
     # In the order of the stages, so that the sums are the same to the last bit.
     total = torch.stack(list(parts.values())).sum(dim=0)
     if not total[-1]:
@@ -188,20 +195,6 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
         return
     local.copy_(total[:-1].view_as(local))
     parameter.grad = own
-
-
-def _exchanged(
-    parts: Mapping[int, Tensor], packed: Tensor, near: Neighbours
-) -> Iterator[dist.Work]:
-    for stage, part in parts.items():
-        if stage != near.rank:
-            yield _started(dist.isend(packed, group=near.group, group_dst=stage))
-            yield _started(dist.irecv(part, group=near.group, group_src=stage))
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "this rank is in the group"
-    return work
 
 
 __all__ = ["Course", "PipelineLayout"]

@@ -4,15 +4,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.utils import _pytree as pytree
 
 from shoal import randomness
 from shoal.layouts.base import LossFunction
+from shoal.layouts.courier import Courier
 from shoal.layouts.relay import Neighbours
 from shoal.layouts.stages import Stage
 from shoal_proto.errors import InvalidSpec
@@ -82,7 +84,7 @@ class Rounds:
             output_args=tuple(returned),
             group=near.group,
         )
-        torch_stage.rounds = self
+        torch_stage.rounds, torch_stage.courier = self, near.courier
         # The loss is scaled instead: gradients that are there already must stay as they are.
         self._schedule = kind(torch_stage, count, loss_fn=_as_it_is, scale_grads=False)
 
@@ -158,9 +160,28 @@ class Rounds:
 
 class _PlacedStage(PipelineStage):
     """Computes each backward pass at the place of its samples: by then the forward passes of others
-    have begun, and activation checkpointing draws again what its own drew."""
+    have begun, and activation checkpointing draws again what its own drew. A courier sends."""
 
     rounds: Rounds
+    courier: Courier
+
+    def get_fwd_recv_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_fwd_recv_ops(*args, **kwargs))
+
+    def get_fwd_send_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_fwd_send_ops(*args, **kwargs))
+
+    def get_bwd_recv_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_bwd_recv_ops(*args, **kwargs))
+
+    def get_bwd_send_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_bwd_send_ops(*args, **kwargs))
+
+    def _by_courier(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        # Not on a GPU: NCCL takes a batch as one, which torch does for groups of its own only.
+        for op in ops if self.device.type == "cpu" else ():
+            op.group = cast("dist.ProcessGroup", self.courier)
+        return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         with randomness.part(*self.rounds.rows_of(bwd_chunk_id)):

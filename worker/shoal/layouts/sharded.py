@@ -16,6 +16,7 @@ from shoal.layouts.group_passes import GroupPasses
 from shoal.layouts.grouping import group_modules
 from shoal.layouts.spreading import Spreading
 from shoal.state.pieces import MODEL
+from shoal.strategies.gates import Gates
 from shoal_proto.errors import GenerationBroken
 
 
@@ -180,10 +181,12 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 @torch.no_grad()
-def broadcast_packed(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+def broadcast_packed(
+    tensors: list[Tensor], group: dist.ProcessGroup, gates: Gates | None = None
+) -> None:
     """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast."""
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    dist.broadcast(packed, group=group, group_src=0)
+    (gates or Gates()).wait(dist.broadcast(packed, group=group, group_src=0, async_op=True))
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         # A part may begin where its dtype may not.

@@ -1,0 +1,113 @@
+"""Sends and receives that a cut frees the trainer from, also where Gloo does not end them.
+
+A message that is written to a connection which was just reset is never told of as failed (seen:
+`SendWork.wait` until the group's limit, once in a hundred cuts), and such a message has no future
+whose end could be listened for. So another thread waits in the trainer's place.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.strategies.gates import Gate, Gates
+
+
+class Awaited(Protocol):
+    """A message under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Courier(Gates):
+    """The messages of one rank in one group. One thread at a time waits for them.
+
+    It may stand for the group where torch's pipelining sends and receives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__()
+        self.group = group
+        # On a GPU a wait is an order on the stream of the thread that waits, and ends at once.
+        self._takes_turns = device.type == "cpu"
+        self._orders: queue.SimpleQueue[tuple[dist.Work, Gate] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Awaited:
+        """Begin to send the tensor, the only one of the list, to that rank of the group."""
+        return self._sent(self.group.send(tensors, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Awaited:
+        """Begin to receive the tensor, the only one of the list, from that rank of the group."""
+        return self._sent(self.group.recv(tensors, source, tag))
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = ()) -> None:
+        """Send and receive all of these, each with the rank it goes to or comes from.
+
+        Raises RuntimeError if one failed, also because of a cut.
+        """
+        under_way = [self.send([_real(tensor)], to) for tensor, to in sends]
+        under_way += [self.recv([_real(tensor)], source) for tensor, source in receives]
+        for message in under_way:
+            message.wait()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of the group's rank `source`."""
+        self.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+
+    def close(self) -> None:
+        """No message will be waited for any more. Quick, may be called twice."""
+        if self._thread is not None:
+            self._orders.put(None)
+            self._thread = None
+
+    def _sent(self, work: dist.Work) -> Awaited:
+        return _Message(work, self._await) if self._takes_turns else work
+
+    def _await(self, work: dist.Work) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._stand_in, name="shoal-courier", daemon=True
+            )
+            self._thread.start()
+        gate = self._new_gate()
+        self._orders.put((work, gate))
+        reason = gate.wait()
+        self._forget()
+        if reason:
+            raise RuntimeError(reason)
+
+    def _stand_in(self) -> None:
+        while (order := self._orders.get()) is not None:
+            work, gate = order
+            try:
+                work.wait()
+                reason = ""
+            except RuntimeError as error:
+                reason = str(error) or "a message failed without a reason"
+            self._open(gate, reason)
+            # What is kept here would keep the group.
+            del order, work, gate
+
+
+Receives = Sequence[tuple[Tensor, int]]
+
+
+class _Message:
+    def __init__(self, work: dist.Work, wait: Callable[[dist.Work], None]) -> None:
+        self._work, self._await = work, wait
+
+    def wait(self) -> None:
+        self._await(self._work)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory in numbers that every backend knows."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+__all__ = ["Awaited", "Courier"]
