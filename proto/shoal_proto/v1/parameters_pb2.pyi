@@ -7,10 +7,15 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shoal_proto.v1 import acknowledgement_pb2 as _acknowledgement_pb2
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
 from shoal_proto.v1 import shards_pb2 as _shards_pb2
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_APPLIED as ACKNOWLEDGEMENT_APPLIED
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DEFAULT as ACKNOWLEDGEMENT_DEFAULT
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DURABLE as ACKNOWLEDGEMENT_DURABLE
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_REPLICATED as ACKNOWLEDGEMENT_REPLICATED
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement as Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import ConstantPhase as ConstantPhase
 from shoal_proto.v1.optimizer_pb2 import CosinePhase as CosinePhase
 from shoal_proto.v1.optimizer_pb2 import ExponentialPhase as ExponentialPhase
@@ -32,34 +37,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _Acknowledgement:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _AcknowledgementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acknowledgement.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    ACKNOWLEDGEMENT_DEFAULT: _Acknowledgement.ValueType  # 0
-    """REPLICATED where the job's shards have backups, else APPLIED."""
-    ACKNOWLEDGEMENT_APPLIED: _Acknowledgement.ValueType  # 1
-    """Applied by the primary; lost if it dies before its backup has it."""
-    ACKNOWLEDGEMENT_REPLICATED: _Acknowledgement.ValueType  # 2
-    """Received by every backup in step."""
-    ACKNOWLEDGEMENT_DURABLE: _Acknowledgement.ValueType  # 3
-    """On the primary's disk too."""
-
-class Acknowledgement(_Acknowledgement, metaclass=_AcknowledgementEnumTypeWrapper):
-    """When a push is answered."""
-
-ACKNOWLEDGEMENT_DEFAULT: Acknowledgement.ValueType  # 0
-"""REPLICATED where the job's shards have backups, else APPLIED."""
-ACKNOWLEDGEMENT_APPLIED: Acknowledgement.ValueType  # 1
-"""Applied by the primary; lost if it dies before its backup has it."""
-ACKNOWLEDGEMENT_REPLICATED: Acknowledgement.ValueType  # 2
-"""Received by every backup in step."""
-ACKNOWLEDGEMENT_DURABLE: Acknowledgement.ValueType  # 3
-"""On the primary's disk too."""
-Global___Acknowledgement: _TypeAlias = Acknowledgement  # noqa: Y015
 
 @_typing.final
 class CreateRequest(_message.Message):
@@ -325,7 +302,7 @@ class PushHeader(_message.Message):
     """
     return_values: _builtins.bool
     """Also send each shard's values as of right after this push."""
-    acknowledgement: Global___Acknowledgement.ValueType
+    acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -348,7 +325,7 @@ class PushHeader(_message.Message):
         shards: _abc.Iterable[Global___PushItem] | None = ...,
         lr: _abc.Iterable[_builtins.float] | None = ...,
         return_values: _builtins.bool = ...,
-        acknowledgement: Global___Acknowledgement.ValueType = ...,
+        acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType = ...,
         all_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015

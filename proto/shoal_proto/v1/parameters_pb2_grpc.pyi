@@ -6,6 +6,11 @@ isort:skip_file
 from collections import abc as _abc
 from grpc import aio as _aio
 from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_APPLIED as ACKNOWLEDGEMENT_APPLIED
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DEFAULT as ACKNOWLEDGEMENT_DEFAULT
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DURABLE as ACKNOWLEDGEMENT_DURABLE
+from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_REPLICATED as ACKNOWLEDGEMENT_REPLICATED
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement as Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import ConstantPhase as ConstantPhase
 from shoal_proto.v1.optimizer_pb2 import CosinePhase as CosinePhase
 from shoal_proto.v1.optimizer_pb2 import ExponentialPhase as ExponentialPhase

@@ -26,6 +26,10 @@ from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
 from shoal_proto.v1 import optimizer_pb2 as shoal__proto_dot_v1_dot_optimizer__pb2
 from shoal_proto.v1 import parameters_pb2 as shoal__proto_dot_v1_dot_parameters__pb2
 try:
+  shoal__proto_dot_v1_dot_acknowledgement__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal__proto_dot_v1_dot_acknowledgement__pb2
+except AttributeError:
+  shoal__proto_dot_v1_dot_acknowledgement__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal_proto.v1.acknowledgement_pb2
+try:
   shoal__proto_dot_v1_dot_optimizer__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal__proto_dot_v1_dot_optimizer__pb2
 except AttributeError:
   shoal__proto_dot_v1_dot_optimizer__pb2 = shoal__proto_dot_v1_dot_parameters__pb2.shoal_proto.v1.optimizer_pb2

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shoal_proto.v1 import acknowledgement_pb2 as _acknowledgement_pb2
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 import builtins as _builtins
 import sys
@@ -425,10 +426,12 @@ class TablePushHeader(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
     ALL_SHARD_IDS_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the table pushes of this incarnation from 1. A repeated one is answered with its first
     outcome and not applied again.
     """
+    acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -446,10 +449,11 @@ class TablePushHeader(_message.Message):
         sequence: _builtins.int = ...,
         shards: _abc.Iterable[Global___TablePushItem] | None = ...,
         all_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
+        acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all_shard_ids", b"all_shard_ids", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "all_shard_ids", b"all_shard_ids", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
