@@ -17,10 +17,7 @@ from ranks import Rank, Ranks
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5
-STRATEGIES = (
-    *("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline"),
-    pytest.param("hybrid", marks=pytest.mark.nightly),
-)
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
 PLACES = ("forward", "backward", "optimizer", "hook")
 
 
