@@ -22,6 +22,10 @@ PROMPT_S = 3.0
 PROMPT_BACK_OFF_S = 0.2
 CLOSE_WITHIN_S = 1.0
 
+# Not the process's own generator: that is the script's, which may have seeded it, and in every
+# member alike; background threads draw here while it initialises its model.
+_entropy = random.SystemRandom()
+
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -66,7 +70,7 @@ class BackOff:
     def pause_s(self) -> float:
         """Seconds to wait now."""
         longest_s = PROMPT_BACK_OFF_S if self._waited_s < PROMPT_S else MAX_BACK_OFF_S
-        pause_s = min(self._next_s, longest_s) * random.uniform(0.5, 1.0)
+        pause_s = min(self._next_s, longest_s) * _entropy.uniform(0.5, 1.0)
         self._next_s = min(2 * self._next_s, longest_s)
         self._waited_s += pause_s
         return pause_s

@@ -1,5 +1,7 @@
 """How long a client waits between its attempts to find who leads."""
 
+import random
+
 from shoal_client.channel import (
     FIRST_BACK_OFF_S,
     MAX_BACK_OFF_S,
@@ -33,6 +35,20 @@ def test_after_a_success_the_next_failure_is_a_new_one() -> None:
 
 
 def test_members_do_not_come_in_step() -> None:
-    """Two that lost the same leader at the same moment wait differently."""
-    one, other = BackOff(), BackOff()
-    assert [one.pause_s() for _ in range(10)] != [other.pause_s() for _ in range(10)]
+    """Two that lost the same leader at the same moment wait differently, whatever their scripts
+    have seeded."""
+    waits = []
+    for _ in range(2):
+        random.seed(7)
+        back_off = BackOff()
+        waits.append([back_off.pause_s() for _ in range(10)])
+    assert waits[0] != waits[1]
+
+
+def test_a_script_draws_what_it_seeded() -> None:
+    """Clients wait on threads of their own, at any moment between a seed and what it is for: a
+    Keras layer, for one, draws the seed of its weights from the process's generator."""
+    random.seed(7)
+    before = random.getstate()
+    BackOff().pause_s()
+    assert random.getstate() == before

@@ -85,7 +85,6 @@ def test_fit_goes_on_without_a_lost_member(
         check(each, "adamw")
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
     [
