@@ -59,14 +59,16 @@ def test_in_bulk_all_members_compute_each_round_on_the_same_values(
     num_members, num_rounds = 3, 12
     members = [begin(servers, rank, BSP()) for rank in range(num_members)]
     seen: list[list[Tensor]] = [[] for _ in members]
-    # Whoever has not begun is waited for by nobody.
-    all_begun = threading.Barrier(num_members)
+    # Whoever has not begun is waited for by nobody; a session finishes when all samples are done.
+    all_begun, all_done = threading.Barrier(num_members), threading.Barrier(num_members)
 
     def work(rank: int) -> None:
         strategy, model = members[rank]
         gradient = 8.0 * (rank + 1)
         seen[rank].append(step_on(strategy, model, gradient, all_begun.wait))
         seen[rank] += [step_on(strategy, model, gradient) for _ in range(num_rounds - 1)]
+        strategy.rest()
+        all_done.wait()
         strategy.finish()
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_members)]
