@@ -1,9 +1,11 @@
 """Kills, joins and drains of real members, drawn from a seed, and what must hold after them."""
 
+import math
 import os
 import random
 import secrets
 import signal
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -18,8 +20,9 @@ from ranks import Rank, Ranks
 
 from shoal.data import Order
 
-MARGIN_STEPS = 150
-"""Between the last step that the test has seen and the one at which members stop."""
+MARGIN_S, MAX_MARGIN_STEPS = 1.0, 150
+"""Between the last step that the test has seen and the one at which members stop, at their pace."""
+PACED_STEPS = 10
 STOP_STEPS = 12
 """Members stop at a multiple of it: where any round of local steps ends."""
 
@@ -100,11 +103,12 @@ class Schedule:
 
     def stop(self) -> None:
         """Let all stop at one step that none has come to."""
+        margin_steps = self._margin_steps()
         for rank in self.alive:
             rank.catch_up()
         last = max(data["step"] for _, data in self.committed())
         draft = self._stop_file.with_suffix(".draft")
-        at_step = -(-(last + MARGIN_STEPS) // STOP_STEPS) * STOP_STEPS
+        at_step = -(-(last + margin_steps) // STOP_STEPS) * STOP_STEPS
         draft.write_text(str(at_step))
         draft.rename(self._stop_file)  # all of it at once: members read it at any moment
 
@@ -122,6 +126,16 @@ class Schedule:
         for each in finished[1:]:
             assert each == finished[0], "members do not agree on the result"
         return finished[0]
+
+    def _margin_steps(self) -> int:
+        """About a second's steps, by how long the next ones take."""
+        first = self.alive[0]
+        first.catch_up()
+        began_s = time.monotonic()
+        for _ in range(PACED_STEPS):
+            first.expect("committed")
+        step_s = (time.monotonic() - began_s) / PACED_STEPS
+        return min(MAX_MARGIN_STEPS, math.ceil(MARGIN_S / step_s))
 
     def _pick(self) -> Rank:
         victim = self._random.choice(self.alive)
