@@ -176,6 +176,9 @@ class Attendance:
                 stream = stub.Attend(self._attend_request())
                 with self._changed:
                     self._stream = stream
+                    if self._closing.is_set():
+                        # `close` came in between, and found no stream that it could cancel.
+                        stream.cancel()
                 with patience.until_answered(stream):
                     for notice in stream:
                         patience.answered()
