@@ -9,6 +9,7 @@ from shoal_server.status.views import (
     ConflictView,
     CopyView,
     EpochSamplesView,
+    FullPeerView,
     GenerationView,
     HealthView,
     JobView,
@@ -21,6 +22,7 @@ from shoal_server.status.views import (
     ShardView,
 )
 
+FULL = "the server has no memory left for a copy of shard [2]"
 READY = Readiness(ready=True, reason="leads and reaches etcd", leader="10.0.0.2:7700")
 
 
@@ -138,6 +140,9 @@ def shards(*, silent: str = "") -> ShardsView:
                 unfinished_bytes=0 if down else 3 << 20,
                 refused_by_epoch=0 if down else 7,
                 partial_pushes=0 if down else 1,
+                held_bytes=0 if down else 160 << 20,
+                memory_limit_bytes=0 if down else 1 << 30,
+                full_peers=() if down else (FullPeerView(server_id="ps1", reason=FULL),),
             )
         )
     placed = []

@@ -11,6 +11,7 @@ import structlog
 
 from shoal_client.channel import CHANNEL_OPTIONS, BackOff, close_channels
 from shoal_proto.errors import (
+    DeadlineExceeded,
     RetryError,
     ShardNotReady,
     ShoalError,
@@ -66,6 +67,7 @@ class ShardServers(Generic[Stub]):
             if not todo:
                 return 0
         retries = 0
+        reason: ShoalError | None = None
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
             errors = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
@@ -78,8 +80,11 @@ class ShardServers(Generic[Stub]):
             out_of_time = next_s >= give_up_s or (
                 isinstance(worst, ShardNotReady) and next_s >= ready_by_s
             )
+            if not isinstance(worst, DeadlineExceeded):
+                reason = worst
             if not isinstance(worst, RetryError) or out_of_time or self._closed.is_set():
-                raise worst
+                # That the time of the last attempt was too short explains nothing.
+                raise reason or worst
             retries += 1
             log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
             self._closed.wait(pause_s)

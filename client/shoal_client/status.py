@@ -219,7 +219,7 @@ def _print_samples(console: Console, samples: Json) -> None:
 
 def _print_servers(console: Console, view: Json) -> None:
     names = ["server", "state", "address", "shards>", "copies>", "MiB>", "updates>", "pushes>"]
-    table = _table(*names, "retries>", "refused>", "lag>", "queued MiB>")
+    table = _table(*names, "retries>", "refused>", "lag>", "queued MiB>", "held MiB>", "limit MiB>")
     for server in view["servers"]:
         shards = [s for s in view["shards"] if s["server_id"] == server["server_id"]]
         table.add_row(
@@ -235,8 +235,14 @@ def _print_servers(console: Console, view: Json) -> None:
             str(sum(s["refused"] for s in shards) + server["refused_by_epoch"]),
             str(max((s["lag"] for s in shards), default=0)),
             f"{server['unfinished_bytes'] / 2**20:.1f}",
+            f"{server['held_bytes'] / 2**20:.1f}",
+            f"{server['memory_limit_bytes'] / 2**20:.0f}",
         )
     console.print(table, highlight=False)
+    for server in view["servers"]:
+        for peer in server["full_peers"]:
+            text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
+            console.print(escape(text + peer["reason"]), highlight=False)
     console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
 
 

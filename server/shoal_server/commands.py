@@ -108,6 +108,14 @@ def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> 
         " durable, and to go on after every server died at once",
     )
     option(
+        "--memory-limit-bytes",
+        type=int,
+        metavar="BYTES",
+        help="of shards with their optimizer state, copies included, and gradients not applied"
+        " yet; beyond it no shard is created, no copy taken and no table grows (default: 80%% of"
+        " the memory limit of the cgroup, else of the machine's memory)",
+    )
+    option(
         "--drain-s",
         type=float,
         default=20.0,
@@ -248,12 +256,14 @@ def parameter_server(options: argparse.Namespace) -> int:
         )
         return 1
     from shoal_server.parameters.journal import JournalConfig  # noqa: PLC0415
+    from shoal_server.parameters.memory_limit import default_limit_bytes  # noqa: PLC0415
     from shoal_server.parameters.patience import Patience  # noqa: PLC0415
     from shoal_server.parameters.process import (  # noqa: PLC0415
         ParameterServerConfig,
         serve,
     )
 
+    limit_bytes = options.memory_limit_bytes
     try:
         config = ParameterServerConfig(
             etcd=etcd_config(options),
@@ -264,6 +274,7 @@ def parameter_server(options: argparse.Namespace) -> int:
             patience=Patience(silence_s=options.silence_s),
             drain_s=options.drain_s,
             journal=JournalConfig(directory=options.journal) if options.journal else None,
+            memory_limit_bytes=default_limit_bytes() if limit_bytes is None else limit_bytes,
         )
     except ValueError as error:
         return _bad_arguments("ps", error)

@@ -474,6 +474,9 @@ class DescribeReply(_message.Message):
     UNFINISHED_BYTES_FIELD_NUMBER: _builtins.int
     REFUSED_BY_EPOCH_FIELD_NUMBER: _builtins.int
     PARTIAL_PUSHES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    FULL_PEERS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     memory_bytes: _builtins.int
     """Values and optimizer state, of copies too."""
@@ -485,9 +488,17 @@ class DescribeReply(_message.Message):
     """Parts of pushes that were refused because the shard has another epoch, or is led elsewhere."""
     partial_pushes: _builtins.int
     """Calls of Push of which some shards were applied here and others refused."""
+    held_bytes: _builtins.int
+    """Of all jobs: values and optimizer state, of copies too, and unfinished_bytes."""
+    memory_limit_bytes: _builtins.int
+    """Beyond it no shard is created, no copy is taken and no table grows."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardState]:
         """Of those shards that this server leads."""
+
+    @_builtins.property
+    def full_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FullPeer]:
+        """Servers that have no memory for more copies of shards that this server leads."""
 
     def __init__(
         self,
@@ -499,14 +510,39 @@ class DescribeReply(_message.Message):
         unfinished_bytes: _builtins.int = ...,
         refused_by_epoch: _builtins.int = ...,
         partial_pushes: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        memory_limit_bytes: _builtins.int = ...,
+        full_peers: _abc.Iterable[Global___FullPeer] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["memory_bytes", b"memory_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_peers", b"full_peers", "held_bytes", b"held_bytes", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DescribeReply: _TypeAlias = DescribeReply  # noqa: Y015
+
+@_typing.final
+class FullPeer(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    reason: _builtins.str
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FullPeer: _TypeAlias = FullPeer  # noqa: Y015
 
 @_typing.final
 class CopyState(_message.Message):

@@ -8,10 +8,11 @@ from functools import partial
 
 import structlog
 
-from shoal_proto.errors import ShoalError, WrongEpoch
+from shoal_proto.errors import Overloaded, ShoalError, WrongEpoch
 from shoal_server.core.holdings import Holder, Holding, Holdings, in_step, without_backup
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.full_peers import FullPeers
 from shoal_server.parameters.held import Held, Role, num_bytes_of
 from shoal_server.parameters.image import Image, Record
 from shoal_server.parameters.journaling import Journaling
@@ -46,6 +47,7 @@ class Copying:
         self._patience = patience
         self._background = Background()
         self._links: dict[Holder, Link] = {}
+        self._full = FullPeers(patience.full_s, self._offer_again)
         self._level: dict[str, dict[tuple[int, Holder], object]] = defaultdict(dict)
         """Joiners that have their shard: each time one gets there, by a token of its own."""
         self._loop = asyncio.get_running_loop()
@@ -53,6 +55,7 @@ class Copying:
         """The disk, as one more that has copies."""
 
     async def close(self) -> None:
+        self._full.close()
         await self._background.close()
         for link in list(self._links.values()):
             await link.close()
@@ -72,7 +75,9 @@ class Copying:
 
     def follow_as_written(self, held: Held, holding: Holding) -> None:
         """Make exactly those follow a shard, and count, whom the record names."""
-        wanted = holding.holders[1:]
+        joining = holding.joining
+        is_put_off = joining is not None and self._is_put_off(held, joining)
+        wanted = holding.backups if is_put_off else holding.holders[1:]
         for holder, link in self._links.items():
             if holder not in wanted and link.follows(held):
                 link.unfollow(held.job, held.shard_id)
@@ -82,12 +87,12 @@ class Copying:
                 link.follow(held)
         # One that is level counts before the record says so: then nothing is acknowledged that
         # it has not, by the time it may take over.
-        joining = holding.joining
         level = self._level[held.job]
         counted = [joining] if joining and (held.shard_id, joining) in level else []
         held.receipts.require([*holding.backups, *counted])
         safe = held.receipts.safe_version
-        if held.is_forming and joining is None and (safe is None or safe > 0):
+        is_alone = joining is None or is_put_off
+        if held.is_forming and is_alone and (safe is None or safe > 0):
             held.is_forming = False
             self._background.start(("notify", held), self._catalog.notify())
 
@@ -118,6 +123,7 @@ class Copying:
         return await self._roster.reach(holder)
 
     def caught_up(self, link: Link, held: Held) -> None:
+        self._full.took(link.to)
         holding = self._record.holding(held.job, held.shard_id)
         if holding is None or holding.primary != self._me or held.role is not Role.PRIMARY:
             return
@@ -166,13 +172,56 @@ class Copying:
             self.follow_as_written(held, holding)
 
     def refused(self, link: Link, held: Held, error: ShoalError) -> None:
-        log.warning("copy_refused", job=held.job, shard_id=held.shard_id, why=str(error))
-        work = self._go_on_without(link.to, held.job, [held.shard_id])
-        self._background.start(("refused", held, link.to), work)
+        if isinstance(error, Overloaded):
+            self._full.refused(link.to, error)
+            for other in self._waiting_for(link):
+                link.unfollow(other.job, other.shard_id)
+                self._give_up(link.to, other)
+        else:
+            log.warning("copy_refused", job=held.job, shard_id=held.shard_id, why=str(error))
+        self._give_up(link.to, held)
+
+    def _give_up(self, holder: Holder, held: Held) -> None:
+        work = self._go_on_without(holder, held.job, [held.shard_id])
+        self._background.start(("refused", held, holder), work)
+
+    def _waiting_for(self, link: Link) -> list[Held]:
+        """Shards that the other end is to get, and that were not sent yet. Once they are out of
+        the record, the coordinator may give them to a server that has room."""
+        return [
+            held
+            for held in link.shards
+            if not link.is_sending(held)
+            and (holding := self._record.holding(held.job, held.shard_id)) is not None
+            and (holding.joining, holding.primary) == (link.to, self._me)
+        ]
+
+    @property
+    def full_peers(self) -> Mapping[Holder, str]:
+        """Servers that have no memory for more copies, and what they said."""
+        return self._full.reasons
+
+    def _is_put_off(self, held: Held, joining: Holder) -> bool:
+        """Whether a joiner is not sent a shard for now, because it had no room for others."""
+        link = self._links.get(joining)
+        return self._full.is_full(joining) and (link is None or not link.is_sending(held))
+
+    def _offer_again(self, holder: Holder) -> bool:
+        """Send it what it is still to get; whether there is anything."""
+        wanted = [
+            (job, shard_id)
+            for job in self._record.jobs
+            for shard_id, holding in self._record.of_job(job).items()
+            if (holding.joining, holding.primary) == (holder, self._me)
+        ]
+        for job, shard_id in wanted:
+            self._recount(job, shard_id)
+        return bool(wanted)
 
     def lost(self, link: Link, reason: str) -> None:
         log.warning("backup_lost", server=link.to.server_id, reason=reason)
         self._links.pop(link.to, None)
+        self._full.forget(link.to)
         jobs = frozenset(held.job for held in link.end())
         self._background.start(("lost", link.to, jobs), self._lost(link.to, jobs))
 

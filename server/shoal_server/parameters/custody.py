@@ -6,7 +6,7 @@ out here. This server itself changes it in four cases: a joiner is in step or a 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -83,6 +83,11 @@ class Custody:
     async def wait_failed(self) -> None:
         """Return never; raise what ended the watch of the record."""
         await self._record.wait_failed()
+
+    @property
+    def full_peers(self) -> Mapping[Holder, str]:
+        """Servers that have no memory for copies of shards led here, and what they said."""
+        return self._copying.full_peers
 
     def holding(self, job: str, shard_id: int) -> Holding | None:
         """Who holds a shard, as of the newest record seen."""

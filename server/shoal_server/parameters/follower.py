@@ -9,7 +9,13 @@ from typing import Protocol
 
 import structlog
 
-from shoal_proto.errors import InternalError, MalformedMessage, ShoalError, Unavailable
+from shoal_proto.errors import (
+    InternalError,
+    MalformedMessage,
+    Overloaded,
+    ShoalError,
+    Unavailable,
+)
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import replication_pb2 as pb
@@ -18,6 +24,7 @@ from shoal_server.parameters.frames import Arrived, Assembly
 from shoal_server.parameters.held import Held, Role, num_bytes_of
 from shoal_server.parameters.image import Image, Record
 from shoal_server.parameters.kinds import restore
+from shoal_server.parameters.memory import Memory
 from shoal_server.parameters.work import Runner
 from shoal_server.rpc import Context
 
@@ -62,11 +69,15 @@ class _Backlog:
 class Follower:
     """Acknowledges a record once it is received whole and is the next one; applies it behind."""
 
-    def __init__(self, me: Holder, custodian: Custodian, run: Runner, silence_s: float) -> None:
+    def __init__(
+        self, me: Holder, custodian: Custodian, run: Runner, silence_s: float, memory: Memory
+    ) -> None:
         self._me = me
         self._custodian = custodian
         self._run = run
         self._silence_s = silence_s
+        self._memory = memory
+        self._is_full = False
         self._backlogs: dict[tuple[str, int], _Backlog] = {}
         self._unapplied_bytes = 0
         self._room = asyncio.Condition()
@@ -125,18 +136,31 @@ class Follower:
             else:
                 reply.version = await self._take_record(arrived, arrived.content)
         except ShoalError as error:
-            log.warning(
-                "record_refused", job=arrived.job, shard_id=arrived.shard_id, why=str(error)
-            )
+            self._log_refusal(arrived, error)
             reply.error.CopyFrom(to_detail(error))
         return reply
+
+    def _log_refusal(self, arrived: Arrived, error: ShoalError) -> None:
+        # A full server refuses many: one line until it has taken one again.
+        if not isinstance(error, Overloaded) or not self._is_full:
+            kind = "record" if isinstance(arrived.content, Record) else "copy"
+            log.warning(
+                f"{kind}_refused", job=arrived.job, shard_id=arrived.shard_id, why=str(error)
+            )
+        self._is_full |= isinstance(error, Overloaded)
 
     async def _take_image(self, arrived: Arrived, image: Image) -> int:
         key = arrived.job, arrived.shard_id
         await self._settle(key)
-        state = await self._run(image.num_bytes, partial(restore, image))
-        held = Held(arrived.job, state, Role.BACKUP, arrived.epoch)
-        await self._custodian.adopt(held)
+        before = self._custodian.held(*key)
+        more_bytes = image.num_bytes - (before.state.memory_bytes if before is not None else 0)
+        what = f"a copy of shard {arrived.shard_id} of job {arrived.job}"
+        with self._memory.reserve(more_bytes, what) as claim:
+            state = await self._run(image.num_bytes, partial(restore, image))
+            held = Held(arrived.job, state, Role.BACKUP, arrived.epoch)
+            await self._custodian.adopt(held)
+            claim.became(more_bytes)
+        self._is_full = False
         self._backlogs[key] = _Backlog(held, image.version)
         return image.version
 
@@ -155,6 +179,9 @@ class Follower:
                 seen=f"version {record.push.version}",
                 expected=f"version {backlog.received_version + 1}",
             )
+        if record.push.row_ids:
+            # What was acknowledged stays here until the record says that it may go.
+            self._memory.check(f"more rows in a copy of shard {arrived.shard_id}")
         size = num_bytes_of(record)
         async with self._room:
             await self._room.wait_for(lambda: self._unapplied_bytes <= MAX_UNAPPLIED_BYTES)

@@ -109,6 +109,11 @@ class Link:
         copy = self._copies.get((held.job, held.shard_id))
         return copy is not None and copy.held is held
 
+    def is_sending(self, held: Held) -> bool:
+        """Whether the shard's image is on its way, or arrived."""
+        copy = self._copies.get((held.job, held.shard_id))
+        return copy is not None and copy.held is held and copy.phase is not _Phase.WAITING
+
     def follow(self, held: Held) -> None:
         """Send the shard, then every push that is applied to it."""
         held.receipts.restart(self.to)

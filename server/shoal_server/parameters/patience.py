@@ -24,6 +24,9 @@ class Patience:
     """A peer that says nothing for so long is taken for dead."""
     reconnect_s: float = 0.5
     """A stream that broke is opened again for so long before the peer is taken for dead."""
+    full_s: float = 4.0
+    """A peer that had no memory for a copy is offered none for so long; each time twice as long,
+    up to eight times."""
 
     def __post_init__(self) -> None:
         if not 0 < 3 * self.beat_s <= self.silence_s:

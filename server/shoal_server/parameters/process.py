@@ -36,6 +36,8 @@ from shoal_server.parameters.follower import Follower
 from shoal_server.parameters.inflow import Budget
 from shoal_server.parameters.journal import Journal, JournalConfig
 from shoal_server.parameters.kinds import restore
+from shoal_server.parameters.memory import Memory
+from shoal_server.parameters.memory_limit import default_limit_bytes
 from shoal_server.parameters.patience import Patience
 from shoal_server.parameters.reclaiming import reclaim
 from shoal_server.parameters.registration import Identity, Registration
@@ -76,6 +78,9 @@ class ParameterServerConfig:
     max_unfinished_bytes: int = 2 * 1024**3
     """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
     refused as Overloaded, and clients retry."""
+    memory_limit_bytes: int = field(default_factory=default_limit_bytes)
+    """Shards with their optimizer state, copies included, and gradients not applied yet. Beyond it
+    no shard is created and no copy taken, and tables do not grow: Overloaded, with the numbers."""
     patience: Patience = field(default_factory=Patience)
     """After which silence servers take each other for dead."""
     num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
@@ -87,11 +92,13 @@ class ParameterServerConfig:
             raise InvalidSpec("bad address to listen on", seen=self.listen, expected="host:port")
         if self.server_id and not is_name(self.server_id):
             raise InvalidSpec("bad server id", seen=repr(self.server_id), expected=NAME_RULE)
-        if self.num_threads < 1 or self.max_unfinished_bytes < 1 or self.lease_ttl_s <= 0:
+        counts = (self.num_threads, self.max_unfinished_bytes, self.memory_limit_bytes)
+        if min(counts) < 1 or self.lease_ttl_s <= 0:
             raise InvalidSpec(
                 "a limit of the parameter server is out of range",
                 seen=f"num_threads {self.num_threads}, lease_ttl_s {self.lease_ttl_s},"
-                f" max_unfinished_bytes {self.max_unfinished_bytes}",
+                f" max_unfinished_bytes {self.max_unfinished_bytes},"
+                f" memory_limit_bytes {self.memory_limit_bytes}",
                 expected="all above zero",
             )
 
@@ -155,12 +162,13 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         run = Workers(pool)
         catalog = Catalog(store, me)
         custody = Custody(store, me, catalog, run, config.patience)
-        follower = Follower(me, custody, run, config.patience.silence_s)
+        budget = Budget(config.max_unfinished_bytes)
+        memory = Memory(config.memory_limit_bytes, catalog, budget)
+        follower = Follower(me, custody, run, config.patience.silence_s, memory)
         custody.settle = follower.settle
         await stack.enter_async_context(custody)
         fence = await stack.enter_async_context(Fence(store, on_finished=custody.drop_job))
         cuts = Cuts(catalog, fence)
-        budget = Budget(config.max_unfinished_bytes)
         servicer = Servicer(
             catalog=catalog,
             custody=custody,
@@ -168,17 +176,25 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             cuts=cuts,
             run=run,
             budget=budget,
+            memory=memory,
         )
         handlers.add_parameters(servicer, server)
-        maker = TableMaker(store, catalog, custody)
-        tables = TablesServicer(maker=maker, fence=fence, cuts=cuts, run=run, budget=budget)
+        maker = TableMaker(store, catalog, custody, memory)
+        tables = TablesServicer(
+            maker=maker, fence=fence, cuts=cuts, run=run, budget=budget, memory=memory
+        )
         add_TablesServicer_to_server(tables, server)
         handlers.add_replication(follower, server)
         # Storage may be slow: it keeps no shard waiting for a thread.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
         snapshots = ShardSnapshots(
-            catalog=catalog, custody=custody, cuts=cuts, maker=maker, pool=writers
+            catalog=catalog,
+            custody=custody,
+            cuts=cuts,
+            maker=maker,
+            memory=memory,
+            pool=writers,
         )
         add_ShardSnapshotsServicer_to_server(snapshots, server)
         await server.start()
@@ -190,7 +206,12 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         registration = await stack.enter_async_context(
             Registration(store, identity, config.lease_ttl_s)
         )
-        log.info("parameter_server_started", server_id=server_id, address=address)
+        log.info(
+            "parameter_server_started",
+            server_id=server_id,
+            address=address,
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
         yield Running(
             server_id=server_id,
             address=address,

@@ -19,6 +19,7 @@ from shoal_proto.v1.parameters_pb2 import (
     DescribeRequest,
     DropReply,
     DropRequest,
+    FullPeer,
     PullRequest,
     PushReply,
     PushRequest,
@@ -33,6 +34,7 @@ from shoal_server.parameters.description import Tally, add_shard
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
+from shoal_server.parameters.memory import Claim, Memory
 from shoal_server.parameters.optimizers import check_spec
 from shoal_server.parameters.pushes import IncomingPush, dense, not_expected
 from shoal_server.parameters.shard import LiveShard, Values
@@ -54,6 +56,7 @@ class Servicer:
         cuts: Cuts,
         run: Runner,
         budget: Budget,
+        memory: Memory,
     ) -> None:
         self._catalog = catalog
         self._custody = custody
@@ -61,6 +64,7 @@ class Servicer:
         self._cuts = cuts
         self._run = run
         self._budget = budget
+        self._memory = memory
         self._tally = Tally()
 
     async def Create(
@@ -75,15 +79,23 @@ class Servicer:
         # What is created must be led as the record says from the start: a watch may be behind.
         await self._custody.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
-        with Reservation(self._budget) as reservation:
-            created = await self._receive(header, requests, reservation)
+        with self._claim(header) as claim, Reservation(self._budget) as reservation:
+            created = await self._receive(header, requests, reservation, claim)
         return CreateReply(created=created)
+
+    def _claim(self, header: CreateHeader) -> Claim:
+        """Room for those of the shards that are not here yet. Raises Overloaded."""
+        job = header.token.job
+        new = [s for s in header.shards if self._catalog.find(job, s.shard_id) is None]
+        num_bytes = sum(LiveShard.bytes_to_make(shard, header.optimizer) for shard in new)
+        return self._memory.reserve(num_bytes, f"{len(new)} new shards of job {job}")
 
     async def _receive(
         self,
         header: CreateHeader,
         requests: AsyncIterator[CreateRequest | OnlyPiece],
         reservation: Reservation,
+        claim: Claim,
     ) -> list[int]:
         specs = {shard.shard_id: shard for shard in header.shards}
         inflows = {shard.shard_id: Inflow(shard) for shard in header.shards}
@@ -102,6 +114,7 @@ class Servicer:
                 if self._catalog.add(held):
                     self._custody.created(held)
                     created.append(shard_id)
+                    claim.became(shard.memory_bytes)
                 reservation.release(shard_id)
                 del inflows[shard_id]
         await self._catalog.notify()
@@ -194,8 +207,16 @@ class Servicer:
                     yield reply
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
+        self._memory.refresh()
         reply = DescribeReply(
-            server_id=self._custody.me.server_id, unfinished_bytes=self._budget.held_bytes
+            server_id=self._custody.me.server_id,
+            unfinished_bytes=self._budget.held_bytes,
+            held_bytes=self._memory.held_bytes,
+            memory_limit_bytes=self._memory.limit_bytes,
+            full_peers=[
+                FullPeer(server_id=holder.server_id, reason=reason)
+                for holder, reason in self._custody.full_peers.items()
+            ],
         )
         for held in self._catalog.shards(request.job):
             add_shard(reply, held, self._custody.holding(held.job, held.shard_id))

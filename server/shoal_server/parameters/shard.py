@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from google.protobuf.message import DecodeError
@@ -266,10 +267,20 @@ class LiveShard:
             staleness_counts=self._staleness_counts,
         )
 
-    @property
+    @cached_property
     def memory_bytes(self) -> int:
-        """Bytes of values and optimizer state."""
+        """Bytes of values and optimizer state, which all are there from the beginning."""
         return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    @staticmethod
+    def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
+        """The `memory_bytes` that a new shard will have; nothing is allocated to find out."""
+        sizes = [block.num_elements for block in spec.blocks]
+        # On this device tensors have a size and no memory.
+        with torch.device("meta"):
+            values = torch.empty(sum(sizes), dtype=DTYPES[spec.dtype])
+            rule = UpdateRule(optimizer, spec.group, torch.split(values, sizes), Cutter(spec))
+            return values.nbytes + sum(tensor.nbytes for tensor in rule.state().values())
 
 
 def _dense_spec(image: Image) -> DenseSpec:

@@ -1,7 +1,7 @@
 """The ShardSnapshots service: this server's shards into a snapshot's files, and out of them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
@@ -18,6 +18,7 @@ from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.image import ShardState
 from shoal_server.parameters.lazy_image import LazyImage, Stamp
+from shoal_server.parameters.memory import Claim, Memory
 from shoal_server.parameters.tables.making import TableMaker
 from shoal_server.rpc import Context
 from shoal_server.snapshots import messages
@@ -46,12 +47,14 @@ class ShardSnapshots(ShardSnapshotsServicer):
         custody: Custody,
         cuts: Cuts,
         maker: TableMaker,
+        memory: Memory,
         pool: Executor,
     ) -> None:
         self._catalog = catalog
         self._custody = custody
         self._cuts = cuts
         self._maker = maker
+        self._memory = memory
         self._pool = pool
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
@@ -104,13 +107,25 @@ class ShardSnapshots(ShardSnapshotsServicer):
         await self._custody.begin_anew(job)
         epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}
         library = await self._in_pool(partial(_library, request.url, job))
-        for part in parts:
-            state = await self._in_pool(partial(_read, library, part))
-            await self._lead(job, state, epochs[part.shard_id])
+        with self._claim(job, parts) as claim:
+            for part in parts:
+                before_bytes = self._bytes_of(job, part)
+                state = await self._in_pool(partial(_read, library, part))
+                await self._lead(job, state, epochs[part.shard_id])
+                claim.became(part.num_bytes - before_bytes)
         await self._catalog.notify()
         await self._catalog.wait_for(job, epochs, FORMING_S)
         log.info("shards_loaded", job=job, num_shards=len(parts), url=request.url)
         return pb.LoadReply(shard_ids=sorted(epochs))
+
+    def _claim(self, job: str, parts: Sequence[Part]) -> Claim:
+        """Room for what is to be loaded in place of what is here. Raises Overloaded."""
+        num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
+        return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
+
+    def _bytes_of(self, job: str, part: Part) -> int:
+        held = self._catalog.find(job, part.shard_id)
+        return 0 if held is None else held.state.memory_bytes
 
     def _epoch_to_lead(self, job: str, shard_id: int) -> int:
         holding = self._custody.holding(job, shard_id)

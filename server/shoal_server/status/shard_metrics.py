@@ -26,6 +26,8 @@ SHARD_GAUGES = {
 }
 SERVER_GAUGES = {
     "memory_bytes": ("shoal_server_memory_bytes", "Values and optimizer state, of copies too."),
+    "held_bytes": ("shoal_server_held_bytes", "What counts against the limit, of all jobs."),
+    "memory_limit_bytes": ("shoal_server_memory_limit_bytes", "Memory that it may hold."),
     "unfinished_bytes": ("shoal_server_unfinished_bytes", "Pushes received and not yet applied."),
     "num_copies": ("shoal_server_copied_shards", "Shards that it keeps a copy of."),
 }

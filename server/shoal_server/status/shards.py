@@ -16,7 +16,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.etcd import keys, shard_map
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.rpc import CHANNEL_OPTIONS
-from shoal_server.status.views import CopyView, ServerView, ShardsView, ShardView
+from shoal_server.status.views import CopyView, FullPeerView, ServerView, ShardsView, ShardView
 
 log = structlog.get_logger(__name__)
 
@@ -146,6 +146,11 @@ def _server_view(answer: _Answer, present: set[str]) -> ServerView:
         unfinished_bytes=reply.unfinished_bytes,
         refused_by_epoch=reply.refused_by_epoch,
         partial_pushes=reply.partial_pushes,
+        held_bytes=reply.held_bytes,
+        memory_limit_bytes=reply.memory_limit_bytes,
+        full_peers=tuple(
+            FullPeerView(server_id=peer.server_id, reason=peer.reason) for peer in reply.full_peers
+        ),
     )
 
 

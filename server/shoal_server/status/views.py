@@ -169,6 +169,14 @@ class EventView(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FullPeerView(View):
+    """A server that has no memory for copies that another one wants to keep there."""
+
+    server_id: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerView(View):
     """A parameter server, and whether it answers."""
 
@@ -187,6 +195,12 @@ class ServerView(View):
     """Parts of pushes that came by an outdated shard map; their senders have sent them again."""
     partial_pushes: int = 0
     """Pushes of which some shards were applied here and others refused, to be sent again."""
+    held_bytes: int = 0
+    """Values and optimizer state, of copies too, and unfinished data, of all jobs."""
+    memory_limit_bytes: int = 0
+    """Of held_bytes: beyond it no shard is created, no copy taken and no table grows."""
+    full_peers: tuple[FullPeerView, ...] = ()
+    """Servers that have no memory for copies of what this one leads; it goes on without them."""
 
 
 @dataclass(frozen=True, kw_only=True)

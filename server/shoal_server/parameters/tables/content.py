@@ -89,6 +89,20 @@ class TableContent:
             values_rc[torch.from_numpy(absent)] = self._initial.make(ids[absent])
         return births, values_rc
 
+    def growth_bytes(self, batch: Batch, at_unix_s: float) -> int:
+        """By how much a push at that time may grow what is held, if all its new ids are admitted.
+
+        Nothing where its rows exist, or fit into the room of rows that are, or will be, evicted.
+        """
+        if len(batch.ids) <= self._rows.num_spare:
+            return 0
+        rows = self._rows.find(batch.ids)
+        idle = self._idle(max(self._now_s, at_unix_s))
+        num_live = len(self._rows) - len(idle)
+        num_new = int(np.count_nonzero((rows < 0) | np.isin(rows, idle)))
+        num_rows = num_live + min(num_new, max(self.max_rows - num_live, 0))
+        return self._rows.growth_bytes(num_rows)
+
     def push(self, batch: Batch, *, version: int, at_unix_s: float, step: int, lr: float) -> Fates:
         """Apply gradients; what became of each row of the batch.
 
@@ -149,8 +163,15 @@ class TableContent:
         max_idle_s = self._table.eviction.max_idle_s
         if not max_idle_s or self._now_s < self._next_sweep_s:
             return
+        self._evict(self._idle(self._now_s))
         self._next_sweep_s = self._now_s + max_idle_s / SWEEPS_PER_IDLE_TIME
-        self._evict(self._rows.idle_since(self._now_s - max_idle_s))
+
+    def _idle(self, now_s: float) -> Rows:
+        """The rows that a push at that time evicts because nobody pushed them for long."""
+        max_idle_s = self._table.eviction.max_idle_s
+        if not max_idle_s or now_s < self._next_sweep_s:
+            return np.zeros(0, np.int64)
+        return self._rows.idle_since(now_s - max_idle_s)
 
     def _evict(self, rows: Rows) -> None:
         self._rows.remove(rows)

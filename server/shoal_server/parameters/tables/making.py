@@ -1,6 +1,6 @@
 """Tables come into being without values: the server that first leads a shard makes it itself."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import structlog
 
@@ -11,6 +11,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.held import Held, Role
+from shoal_server.parameters.memory import Memory
 from shoal_server.parameters.tables.shard import TableShard
 
 log = structlog.get_logger(__name__)
@@ -23,10 +24,13 @@ FORMING_S = 10.0
 class TableMaker:
     """Lives on the event loop."""
 
-    def __init__(self, store: KeyValueStore, catalog: Catalog, custody: Custody) -> None:
+    def __init__(
+        self, store: KeyValueStore, catalog: Catalog, custody: Custody, memory: Memory
+    ) -> None:
         self._store = store
         self._catalog = catalog
         self._custody = custody
+        self._memory = memory
 
     async def look_up(
         self, job: str, wanted: Iterable[tuple[int, int]]
@@ -60,7 +64,7 @@ class TableMaker:
         layout = await shard_map.read(self._store, job)
         if layout is None:
             return False
-        made, is_lost = [], False
+        new, is_lost = [], False
         for spec in layout.shards:
             holding = self._custody.holding(job, spec.shard_id)
             if not spec.table or holding is None or holding.primary != self._custody.me:
@@ -69,15 +73,24 @@ class TableMaker:
                 is_absent = self._catalog.find(job, spec.shard_id) is None
                 is_lost |= is_absent and spec.shard_id in shard_ids
                 continue
-            held = Held(job, _new(spec, layout), Role.PRIMARY, holding.epoch)
-            if self._catalog.add(held):
-                self._custody.created(held)
-                made.append(spec.shard_id)
+            if self._catalog.find(job, spec.shard_id) is None:
+                new.append(Held(job, _new(spec, layout), Role.PRIMARY, holding.epoch))
+        made = self._register(job, new) if new else []
         if made:
             log.info("table_shards_made", job=job, num_shards=len(made))
             await self._catalog.notify()
             await self._catalog.wait_for(job, made, FORMING_S)
         return is_lost
+
+    def _register(self, job: str, new: Sequence[Held]) -> list[int]:
+        """Lead new shards; their ids. Raises Overloaded, and then leads none of them."""
+        num_bytes = sum(held.state.memory_bytes for held in new)
+        with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
+            for held in new:
+                self._catalog.add(held)
+                self._custody.created(held)
+                claim.became(held.state.memory_bytes)
+        return [held.shard_id for held in new]
 
 
 def _new(spec: Shard, layout: ShardMap) -> TableShard:

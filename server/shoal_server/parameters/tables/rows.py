@@ -57,6 +57,15 @@ class RowStore:
         per_row = sum(c.nbytes // c.shape[0] for c in self._columns.values())
         return per_row + INDEX_BYTES_PER_ROW
 
+    @property
+    def num_spare(self) -> int:
+        """Rows that there is memory for, and that are not in use."""
+        return self._capacity - len(self)
+
+    def growth_bytes(self, num_rows: int) -> int:
+        """By how much memory grows, at worst, for so many rows altogether."""
+        return max(0, self._capacity_for(num_rows) - self._capacity) * self.row_bytes
+
     def limit(self, max_rows: int) -> None:
         """No memory is taken for more rows than these, unless more are added."""
         self._max_rows = max_rows
@@ -171,11 +180,19 @@ class RowStore:
         numbers: NDArray[np.int64] = self._columns[name].numpy()
         return numbers
 
+    @property
+    def _capacity(self) -> int:
+        return int(self._columns[BIRTHS].shape[0])
+
+    def _capacity_for(self, top: int) -> int:
+        if top <= self._capacity:
+            return self._capacity
+        return max(top, min(2 * self._capacity, self._max_rows))
+
     def _reserve(self, top: int) -> None:
-        capacity = self._columns[BIRTHS].shape[0]
-        if top <= capacity:
+        capacity = self._capacity_for(top)
+        if capacity == self._capacity:
             return
-        capacity = max(top, min(2 * capacity, self._max_rows))
         for name, column in self._columns.items():
             grown = column.new_zeros((capacity, *column.shape[1:]))
             grown[: column.shape[0]] = column

@@ -28,6 +28,7 @@ from shoal_server.parameters.cuts import TABLES, Cuts
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Budget, Reservation
+from shoal_server.parameters.memory import Memory
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.intake import Part, answer, check_header, refusal
 from shoal_server.parameters.tables.making import TableMaker
@@ -48,13 +49,21 @@ class TablesServicer(Base):
     """What is wrong with one shard's part is answered for that shard, and the others go on."""
 
     def __init__(
-        self, *, maker: TableMaker, fence: Fence, cuts: Cuts, run: Runner, budget: Budget
+        self,
+        *,
+        maker: TableMaker,
+        fence: Fence,
+        cuts: Cuts,
+        run: Runner,
+        budget: Budget,
+        memory: Memory,
     ) -> None:
         self._maker = maker
         self._fence = fence
         self._cuts = cuts
         self._run = run
         self._budget = budget
+        self._memory = memory
 
     async def Lookup(
         self, requests: AsyncIterator[TableLookupRequest], context: Context
@@ -138,6 +147,7 @@ class TablesServicer(Base):
     async def apply(self, part: Part, header: TablePushHeader, session: str) -> TablePushOutcome:
         """Apply one shard's part; its answer, once every backup has what it tells of."""
         push = part.push(session, header.sequence, time.time())
+        self._memory.refresh()
         try:
             outcome = await self._run(part.num_bytes, partial(self._push, part, push))
             await part.held.receipts.wait_safe(outcome.version)
@@ -151,7 +161,8 @@ class TablesServicer(Base):
 
     def _push(self, part: Part, push: TablePush) -> TableOutcome:
         part.held.before_push()
-        return part.shard.push(push, self._fence.is_live)
+        what = f"more rows in shard {part.item.shard_id} of job {part.held.job}"
+        return part.shard.push(push, self._fence.is_live, partial(self._memory.take, what=what))
 
 
 class _IncomingPush:

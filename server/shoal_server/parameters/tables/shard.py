@@ -28,6 +28,10 @@ from shoal_server.parameters.tables.pushes import LookedUp, TableOutcome, TableP
 KIND = "table"
 
 
+def _unlimited(num_bytes: int) -> None:
+    """Where memory has no limit."""
+
+
 class TableShard:
     def __init__(self, spec: Shard, table: TableSpec, content: TableContent | None = None) -> None:
         """Without rows, or with `content`, which it takes over."""
@@ -100,20 +104,31 @@ class TableShard:
         values = values_rc.view(torch.uint8).numpy().tobytes() if len(ids) else b""
         return LookedUp(version=version, births=births.tobytes(), values=values, table_step=step)
 
-    def push(self, push: TablePush, is_live: Callable[[str], bool]) -> TableOutcome:
+    def push(
+        self,
+        push: TablePush,
+        is_live: Callable[[str], bool],
+        take_memory: Callable[[int], None] = _unlimited,
+    ) -> TableOutcome:
         """Apply gradients once; a repeated (session, sequence) gets its first outcome.
 
-        Raises WrongEpoch, ForgottenPush, NonFiniteGradient, ShapeMismatch, MalformedMessage or
-        Overloaded, and then nothing has changed.
+        `take_memory` is told how many bytes the shard may be about to grow by, and raises
+        Overloaded where it must not. Raises WrongEpoch, ForgottenPush, NonFiniteGradient,
+        ShapeMismatch, MalformedMessage or Overloaded, and then nothing has changed.
         """
         with self._lock:
             try:
-                return self._push(push, is_live)
+                return self._push(push, is_live, take_memory)
             except Exception:
                 self._refused += 1
                 raise
 
-    def _push(self, push: TablePush, is_live: Callable[[str], bool]) -> TableOutcome:
+    def _push(
+        self,
+        push: TablePush,
+        is_live: Callable[[str], bool],
+        take_memory: Callable[[int], None],
+    ) -> TableOutcome:
         if push.epoch != self.spec.epoch:
             raise self.wrong_epoch(push.epoch)
         first = self._sessions.recall(push.session, push.sequence)
@@ -127,6 +142,7 @@ class TableShard:
             )
         staleness = self._staleness(push)
         batch = self._read(push.row_ids, push.births, push.gradient)
+        take_memory(self._content.growth_bytes(batch, push.at_unix_s))
         record = PushRecord(
             session=push.session,
             sequence=push.sequence,

@@ -274,9 +274,10 @@ function server(entry, shards) {
     h("h3", null, entry.server_id, pill(entry.state),
       h("small", null, `${entry.address} · ${plural(own.length, "shard")}`
         + ` · ${bytes(total)} · ${count(updates)} updates · copies of ${plural(entry.num_copies, "shard")}`
-        + ` · ${bytes(entry.memory_bytes)} in memory · ${bytes(entry.unfinished_bytes)} queued`
+        + ` · ${bytes(entry.memory_bytes)} in memory, ${bytes(entry.held_bytes)} of ${bytes(entry.memory_limit_bytes)} with all jobs · ${bytes(entry.unfinished_bytes)} queued`
         + ` · ${count(entry.refused_by_epoch)} refused by epoch · ${count(entry.partial_pushes)} partial`)),
     entry.error && h("p", { class: "error" }, entry.error),
+    entry.full_peers.map((peer) => h("p", { class: "error" }, `${peer.server_id} takes no more copies: ${peer.reason}`)),
     h("div", { class: "blocks", "aria-hidden": "true" }, own.map((s) => h("span", {
       class: s.created ? null : "missing", style: { flexGrow: weight(s) },
       title: `shard ${s.shard_id}: ${bytes(s.num_bytes)}, version ${s.version}` }))),

@@ -1,0 +1,129 @@
+"""A server at its memory limit takes no copies, and whoever offers them goes on without."""
+
+from array import array
+from collections.abc import Iterator
+
+import pytest
+from memory_limits import (
+    ADAM,
+    MIB,
+    SGD,
+    Embedder,
+    connect,
+    created,
+    describe,
+    drop,
+    filled,
+    users,
+)
+from parameter_servers import ParameterServers
+
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.holdings import Holdings
+from shoal_server.etcd import holdings as records
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Revision
+from shoal_server.parameters.patience import Patience
+
+PATIENCE = Patience(full_s=0.2)
+"""Tests need not wait for what would spare a network."""
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(0) as servers:
+        yield servers
+
+
+def wait_until_whole(servers: ParameterServers, job: str) -> Holdings:
+    """Follow the record of holders until every shard has its backup."""
+
+    async def follow() -> Holdings:
+        snapshot = await servers.store.range(keys.HOLDINGS)
+        entry = await records.read(servers.store, job)
+        if entry is not None and is_whole(entry.holdings):
+            return entry.holdings
+        async for _ in servers.store.watch(keys.HOLDINGS, Revision(snapshot.revision + 1)):
+            entry = await records.read(servers.store, job)
+            if entry is not None and is_whole(entry.holdings):
+                return entry.holdings
+        raise AssertionError("the watch ended")
+
+    return servers.run(follow())
+
+
+def is_whole(holdings: Holdings) -> bool:
+    return all(len(holding.backups) == 1 for holding in holdings.shards)
+
+
+def await_refusal(servers: ParameterServers) -> str:
+    """What ps-0 was told by the server that takes no copies from it."""
+
+    async def follow() -> str:
+        custody = servers.servers["ps-0"].custody
+        snapshot = await servers.store.range(keys.HOLDINGS)
+        changes = servers.store.watch(keys.HOLDINGS, Revision(snapshot.revision + 1))
+        while not custody.full_peers:
+            await anext(changes)
+        return next(iter(custody.full_peers.values()))
+
+    return servers.run(follow())
+
+
+def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
+    servers: ParameterServers,
+) -> None:
+    """The primary says why there is no copy, also of shards that are made meanwhile; a server that
+    is added gets them."""
+    servers.add("ps-0", patience=PATIENCE)
+    client = created(servers, ADAM, "job")
+    servers.add("ps-1", memory_limit_bytes=1024)
+    assert "no memory left for a copy of shard" in await_refusal(servers)
+    (peer,) = describe(servers, "ps-0").full_peers
+    assert peer.server_id == "ps-1"
+    assert "at most 1024 bytes" in peer.reason
+    assert describe(servers, "ps-1").held_bytes == 0
+    client.push(filled(-1.0))
+    small = connect(servers, "small", timeout_s=8.0)
+    (shard,) = small.place([ParameterSpec(name="w", shape=[1000], dtype="float32")]).shards
+    assert shard.server_id == "ps-0"
+    values = {"w": memoryview(array("f", [0.0]) * 1000).cast("B")}
+    small.create(SGD, values)
+    small.push(values)
+    servers.add("ps-2")
+    holdings = wait_until_whole(servers, "job")
+    holders = {holder.server_id for shard in holdings.shards for holder in shard.holders}
+    assert holders == {"ps-0", "ps-2"}
+    client.push(filled(-1.0))
+    client.close()
+    small.close()
+
+
+def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -> None:
+    """Another job's shards took it before."""
+    servers.add("ps-0", patience=PATIENCE)
+    another = created(servers, SGD, "another")
+    client = created(servers, ADAM, "job")
+    servers.add("ps-1", memory_limit_bytes=6 * MIB + MIB // 2)
+    assert "no memory left for a copy of shard" in await_refusal(servers)
+    drop(servers, "another")
+    wait_until_whole(servers, "job")
+    client.push(filled(-1.0))
+    assert describe(servers, "ps-1").held_bytes > 6 * MIB
+    another.close()
+    client.close()
+
+
+def test_a_copy_of_a_table_grows_no_further_than_its_server_may(servers: ParameterServers) -> None:
+    """The primary, which has room, goes on without it; pushes are acknowledged all the while."""
+    servers.add("ps-0", patience=PATIENCE)
+    member = Embedder(servers, users(), timeout_s=20.0)
+    member.push(range(100))
+    servers.add("ps-1", memory_limit_bytes=2 * MIB)
+    wait_until_whole(servers, "tables")
+    for start in range(0, 16_000, 2000):
+        member.push(range(start, start + 2000))
+    assert "no memory left for" in await_refusal(servers)
+    assert describe(servers, "ps-0").held_bytes > 8 * MIB
+    assert describe(servers, "ps-1").held_bytes < 6 * MIB
+    member.close()

@@ -1,0 +1,206 @@
+"""A server at its memory limit says so, lets nothing grow, and goes on with the rest."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from memory_limits import (
+    ADAM,
+    DIM,
+    MIB,
+    SCHEMA,
+    SGD,
+    Embedder,
+    connect,
+    created,
+    describe,
+    drop,
+    filled,
+    users,
+)
+from parameter_servers import ParameterServers, config
+from table_specs import live, new_push, new_shard, new_table
+
+from shoal_proto.errors import InvalidSpec, Overloaded
+from shoal_proto.v1.optimizer_pb2 import (
+    HyperParameters,
+    OptimizerSpec,
+    Phase,
+    Schedule,
+    StalenessPolicy,
+    StepPhase,
+)
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_proto.v1.tables_pb2 import Eviction, RowFate
+from shoal_server.parameters.memory_limit import SHARE, default_limit_bytes
+from shoal_server.parameters.shard import LiveShard
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    """One server, with room for Adam on the 2 MiB of one job, and for 2 MiB more."""
+    with ParameterServers(1, memory_limit_bytes=9 * MIB) as servers:
+        yield servers
+
+
+def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
+    servers: ParameterServers,
+) -> None:
+    """The client asks again until its time is over, and then tells the reason; the job that is
+    there trains on. Once there is room, the same client creates."""
+    trained = created(servers, ADAM, "first")
+    other = connect(servers, "second", timeout_s=0.5)
+    other.place(SCHEMA)
+    with pytest.raises(Overloaded) as refused:
+        other.create(ADAM, filled(0.0))
+    assert "new shards of job second" in refused.value.what
+    assert "--memory-limit-bytes" in refused.value.fix
+    details = {name: int(value) for name, value in refused.value.details.items()}
+    assert details["limit_bytes"] == 9 * MIB
+    assert 6 * MIB < details["held_bytes"] < 7 * MIB
+    assert 6 * MIB < details["asked_bytes"] < 7 * MIB
+    trained.push(filled(-1.0))
+    said = describe(servers)
+    assert said.memory_limit_bytes == 9 * MIB
+    assert said.held_bytes == said.memory_bytes == details["held_bytes"]
+    drop(servers, "first")
+    assert other.create(ADAM, filled(0.0)) > 0
+    other.push(filled(-1.0))
+    trained.close()
+    other.close()
+
+
+def test_what_fits_is_created_and_exists_for_all(servers: ParameterServers) -> None:
+    """A shard that is there already asks for nothing: any member may create at any time."""
+    first = created(servers, ADAM, "first")
+    second = created(servers, SGD, "second")
+    assert first.create(ADAM, filled(0.0)) == 0
+    assert second.create(SGD, filled(0.0)) == 0
+    for client in (first, second):
+        client.push(filled(-1.0))
+        client.close()
+
+
+def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
+    """Whatever its optimizer, schedule, staleness policy and dtype."""
+    hyper = HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, momentum=0.5)
+    schedule = Schedule(phases=[Phase(step=StepPhase(step_size=2, gamma=0.5))])
+    adaptive = StalenessPolicy(kind="compensate", strength=0.1, decay=0.9, adaptive=True)
+    blocks = [Block(parameter="p", num_elements=96), Block(parameter="q", num_elements=7)]
+    for kind in ("sgd", "adagrad", "adam", "adamw", "outer"):
+        for dtype in ("float32", "float64", "bfloat16"):
+            for more in ({}, {"schedule": schedule}, {"staleness": adaptive}):
+                optimizer = OptimizerSpec(kind=kind, groups=[hyper], **more)  # type: ignore[arg-type]
+                spec = Shard(dtype=dtype, blocks=blocks)
+                size = {"float32": 4, "float64": 8, "bfloat16": 2}[dtype]
+                shard = LiveShard(spec, optimizer, bytearray(103 * size))
+                assert LiveShard.bytes_to_make(spec, optimizer) == shard.memory_bytes
+
+
+def test_a_table_that_would_grow_waits_for_room(servers: ParameterServers) -> None:
+    """At the limit, rows that are there are trained and all are looked up; a push that makes rows
+    beyond the memory at hand is refused, and gets through once another job has gone."""
+    dense = created(servers, ADAM, "dense")
+    member = Embedder(servers, users())
+    first = range(2000)
+    member.push(first)
+    with pytest.raises(Overloaded) as refused:
+        member.push(range(2000, 8000))
+    assert "more rows in shard" in refused.value.what
+    assert int(refused.value.details["asked_bytes"]) > 0
+    assert describe(servers).held_bytes <= 9 * MIB
+    member.push(first)
+    assert member.look_up(range(8000)) == 8000 * DIM * 4
+    dense.push(filled(-1.0))
+    drop(servers, "dense")
+    result = member.push(range(2000, 8000))
+    assert result.fates == {("users", 0): bytes([RowFate.ROW_FATE_MADE]) * 6000}
+    dense.close()
+    member.close()
+
+
+def refuse_all(num_bytes: int) -> None:
+    if num_bytes:
+        raise Overloaded("full")
+
+
+def test_rows_that_were_evicted_make_room_without_more_memory() -> None:
+    """Also those that only the refused push would evict. A retry of what was applied is answered
+    as before, at the limit too, and a refused push changes nothing."""
+    shard = new_shard(new_table(eviction=Eviction(max_idle_s=8.0)))
+    ones = [[1.0, 1.0]] * 64
+    outcome = shard.push(new_push(range(64), ones, at_unix_s=1.0), live)
+    before = shard.num_bytes
+    later = {"sequence": 2, "base_version": 2}
+    for at_unix_s in (2.0, 8.0):
+        with pytest.raises(Overloaded):
+            push = new_push([64, 65], ones[:2], at_unix_s=at_unix_s, **later)
+            shard.push(push, live, refuse_all)
+        assert (shard.version, shard.num_rows) == (2, 64)
+    again = shard.push(new_push(range(64), ones, at_unix_s=1.0), live, refuse_all)
+    assert again.is_duplicate
+    assert again.version == outcome.version
+    shard.push(new_push([64, 65], ones[:2], at_unix_s=20.0, **later), live, refuse_all)
+    assert (shard.num_rows, shard.num_bytes) == (2, before)
+
+
+def test_a_full_table_that_evicts_its_oldest_rows_asks_for_nothing() -> None:
+    """Its rows have all the memory that they will ever have."""
+    table = new_table(max_rows=64, eviction=Eviction(oldest_when_full=True))
+    shard = new_shard(table)
+    ones = [[1.0, 1.0]] * 64
+    shard.push(new_push(range(64), ones, at_unix_s=1.0), live)
+    push = new_push(range(100, 164), ones, at_unix_s=2.0, sequence=2, base_version=2)
+    assert RowFate.ROW_FATE_FULL not in shard.push(push, live, refuse_all).fates
+
+
+# --- the default ---
+
+
+def cgroup(folder: Path, file: str, limit: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / file).write_text(f"{limit}\n")
+
+
+def own(folder: Path, lines: str) -> Path:
+    path = folder / "own"
+    path.write_text(lines)
+    return path
+
+
+def test_the_default_is_a_share_of_the_lowest_limit_around(tmp_path: Path) -> None:
+    """Of the process's cgroup and those that it lies in; "max" is no limit."""
+    cgroup(tmp_path / "pod", "memory.max", str(64 * MIB))
+    cgroup(tmp_path / "pod" / "server", "memory.max", "max")
+    mine = own(tmp_path, "0::/pod/server\n")
+    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 64 * MIB)
+    cgroup(tmp_path / "pod" / "server", "memory.max", str(16 * MIB))
+    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 16 * MIB)
+
+
+def test_a_container_has_its_limit_at_the_root(tmp_path: Path) -> None:
+    """What it sees as its path may be that of the host, which is not mounted in it."""
+    cgroup(tmp_path, "memory.max", str(32 * MIB))
+    mine = own(tmp_path, "0::/kubepods/pod-7/container\n")
+    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 32 * MIB)
+
+
+def test_version_1_of_cgroups_counts_too(tmp_path: Path) -> None:
+    """Only the memory controller's path does."""
+    cgroup(tmp_path / "memory" / "job", "memory.limit_in_bytes", str(8 * MIB))
+    mine = own(tmp_path, "5:cpu,cpuacct:/other\n3:memory:/job\n")
+    assert default_limit_bytes(tmp_path, mine) == int(SHARE * 8 * MIB)
+
+
+def test_without_a_limit_it_is_a_share_of_the_machine(tmp_path: Path) -> None:
+    """Also where version 1 says "no limit" by a huge number."""
+    unlimited = default_limit_bytes(tmp_path, tmp_path / "absent")
+    assert unlimited > 64 * MIB
+    cgroup(tmp_path / "memory", "memory.limit_in_bytes", "9223372036854771712")
+    assert default_limit_bytes(tmp_path, own(tmp_path, "3:memory:/\n")) == unlimited
+
+
+def test_a_limit_must_be_above_zero() -> None:
+    """Nobody means a server that takes nothing."""
+    with pytest.raises(InvalidSpec, match="memory_limit_bytes 0"):
+        config("ps-0", memory_limit_bytes=0)
