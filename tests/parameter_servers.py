@@ -77,6 +77,8 @@ class ParameterServers:
         try:
             for name in list(self._stacks):
                 self.stop(name)
+            # What was put off to threads is over, so they end too.
+            self.run(self._loop.shutdown_default_executor())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()

@@ -30,7 +30,8 @@ class Rank:
         self.process.start()
         child.close()
         # Reads at once what is reported: a full pipe would stop the process in its report.
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="read-rank", daemon=True)
+        self._reader.start()
         self.seen: list[tuple[str, dict[str, Any]]] = []
 
     def expect(self, kind: str, timeout_s: float = 60.0) -> dict[str, Any]:
@@ -70,12 +71,13 @@ class Rank:
         self._events.put(None)
 
     def _read(self) -> None:
-        while True:
-            try:
-                self._events.put(self._pipe.recv())
-            except (EOFError, OSError):
-                self._events.put(None)
-                return
+        with self._pipe:
+            while True:
+                try:
+                    self._events.put(self._pipe.recv())
+                except (EOFError, OSError):
+                    self._events.put(None)
+                    return
 
     def kinds(self) -> list[str]:
         return [kind for kind, _ in self.seen]
@@ -89,6 +91,13 @@ class Rank:
         self.process.join(timeout_s)
         assert self.process.exitcode is not None, "still running"
         return self.process.exitcode
+
+    def close(self) -> None:
+        """Kill the process, unless it has ended, and wait until nothing of it is left here."""
+        # Not `send_signal`: one that ends just now is gone before its end is known here.
+        self.process.kill()
+        self.process.join(10)
+        self._reader.join(10)
 
 
 class Ranks:
@@ -112,10 +121,9 @@ class Ranks:
         trace: TracebackType | None,
     ) -> None:
         for rank in self._ranks:
-            # Not `send_signal`: one that ends just now is gone before its end is known here.
             rank.process.kill()
         for rank in self._ranks:
-            rank.process.join(10)
+            rank.close()
 
 
 def _run(events: Connection, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:

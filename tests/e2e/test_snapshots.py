@@ -37,7 +37,7 @@ def numbers(values: dict[str, memoryview]) -> set[float]:
 
 
 class Joined:
-    """A member of the job `snapped` that is in its job from the beginning of the block."""
+    """A member of the job `snapped`, from its making to the end of the block at the latest."""
 
     def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
         spec = JobSpec(job="snapped", min_members=1, max_members=2, desired_members=1)
@@ -50,6 +50,7 @@ class Joined:
                 info=MemberInfo(host="localhost", address="127.0.0.1"),
             )
         )
+        stack.callback(self.membership.close)
         self.membership.attend()
         self.client = ParameterClient([cluster.coordinator], lambda: self.membership.token)
         stack.callback(self.client.close)

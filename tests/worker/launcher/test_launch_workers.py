@@ -75,12 +75,13 @@ def book() -> ExitBook:
 
 @pytest.fixture
 def coordinator(book: ExitBook) -> Iterator[str]:
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    add_MembershipServicer_to_server(book, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield f"127.0.0.1:{port}"
-    server.stop(0).wait()
+    with futures.ThreadPoolExecutor(2) as answering:
+        server = grpc.server(answering)
+        add_MembershipServicer_to_server(book, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        yield f"127.0.0.1:{port}"
+        server.stop(0).wait()
 
 
 Run = Callable[..., "subprocess.Popen[str]"]
