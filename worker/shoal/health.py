@@ -149,8 +149,10 @@ class HealthReporter:
         try:
             response = client.post(url.rstrip("/") + self._path, json=report)
             problem = "" if response.is_success else f"HTTP {response.status_code} {response.text}"
+            # The last report of a member that has left, or whose job has ended.
+            too_late = self._closed and response.status_code == httpx.codes.NOT_FOUND
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem, too_late = f"{type(error).__name__}: {error}", False
         if not problem:
             self._num_sent += 1
             if self._outage:
@@ -158,7 +160,9 @@ class HealthReporter:
             self._outage = False
             return
         self._num_failed += 1
-        if not self._outage:
+        if too_late:
+            log.info("health_report_too_late", url=url)
+        elif not self._outage:
             log.warning("health_report_failed", url=url, reason=problem[:500])
         self._outage = True
 
