@@ -32,6 +32,7 @@ from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 from shoal_proto.v1.replication_pb2 import ShardHoldings
 from shoal_server.etcd import keys
 from shoal_server.etcd.config import EtcdConfig
+from shoal_server.parameters.journal import JournalConfig
 from shoal_server.parameters.process import ParameterServerConfig, serve
 
 START_S = 30.0
@@ -108,8 +109,17 @@ class Server:
 class ParameterCluster:
     """`with ParameterCluster(tmp_path, 3) as cluster:` servers `ps-0` to `ps-2`, all ready."""
 
-    def __init__(self, directory: Path, num_servers: int, network: Network | None = None) -> None:
-        """With a network, every server lies behind wires of its own, which can be cut."""
+    def __init__(
+        self,
+        directory: Path,
+        num_servers: int,
+        network: Network | None = None,
+        *,
+        with_journals: bool = False,
+    ) -> None:
+        """With a network, every server lies behind wires of its own, which can be cut. With
+        journals, each finds its own again when it is started again."""
+        self._with_journals = with_journals
         self._directory = directory
         self._num_servers = num_servers
         self._network = network
@@ -169,9 +179,19 @@ class ParameterCluster:
             server_id=server_id,
             ready_file=self._directory / f"{server_id}.json",
             lease_ttl_s=LEASE_S,
+            journal=JournalConfig(directory=self._directory / f"{server_id}-journal")
+            if self._with_journals
+            else None,
             num_threads=2,
         )
         return Server(server_id, config, self._directory / f"{server_id}.log", wires)
+
+    def kill_all(self) -> None:
+        """SIGKILL to every server before any of them can take over from another."""
+        for server in self.present:
+            server.send_signal(signal.SIGKILL)
+        for server in self.present:
+            server.kill()
 
     def dismiss(self, server: Server) -> None:
         """Let a server hand over what it has, and wait until it has ended by itself."""
@@ -193,6 +213,18 @@ class ParameterCluster:
         incarnation = json.loads(record)["incarnation"]
         assert isinstance(incarnation, str)
         return incarnation
+
+    def await_forgotten(self) -> None:
+        """Wait until every server serves and none that was killed is listed any more: a job that is
+        placed before that may get one of these."""
+        self.await_ready()
+        gone = set(self.servers) - {server.server_id for server in self.present}
+        for server_id in gone:
+            awaited(
+                lambda key=server_id: self._read(keys.server(key)) is None,
+                START_S,
+                f"the lease of {server_id} runs out",
+            )
 
     @property
     def present(self) -> list[Server]:

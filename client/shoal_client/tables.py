@@ -32,6 +32,7 @@ from shoal_client.table_rows import (
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import InternalError, RetryError, ShoalError, UnknownShard
 from shoal_proto.status import from_detail
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import GetMapRequest, Shard, ShardMap
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
@@ -68,7 +69,9 @@ class TableClient:
         token: Callable[[], Token],
         *,
         timeout_s: float = 60.0,
+        acknowledgement: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
     ) -> None:
+        self._acknowledgement = acknowledgement
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
@@ -173,6 +176,7 @@ class TableClient:
             sequence=sequence,
             shards=[_item(shard, pushed[_where(shard)]) for shard in shards],
             all_shard_ids=sorted(self._shards[where].shard_id for where in pushed),
+            acknowledgement=self._acknowledgement,
         )
         pieces = (piece for s in shards for piece in self._gradients(pushed[_where(s)], s))
         for number, rows in enumerate(packed(pieces)):

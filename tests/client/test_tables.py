@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from parameter_servers import ParameterServers
@@ -27,6 +28,7 @@ from shoal_proto.errors import (
     UnknownShard,
     UnsupportedOptimizer,
 )
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.tables_pb2 import (
     Admission,
@@ -36,7 +38,9 @@ from shoal_proto.v1.tables_pb2 import (
     RowOptimizer,
     TableSpec,
 )
+from shoal_server.parameters.journal import JournalConfig
 
+DURABLE = Acknowledgement.ACKNOWLEDGEMENT_DURABLE
 DIM = 4
 NUM_SHARDS = 8
 
@@ -64,11 +68,18 @@ class Member:
     """A client with one table or more, that speaks in lists."""
 
     def __init__(
-        self, servers: ParameterServers, token: Token, *tables: TableSpec, timeout_s: float = 20.0
+        self,
+        servers: ParameterServers,
+        token: Token,
+        *tables: TableSpec,
+        timeout_s: float = 20.0,
+        level: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
     ) -> None:
         self.parameters = ParameterClient([servers.coordinator], lambda: token)
         self.parameters.place([], tables)
-        self.client = TableClient([servers.coordinator], lambda: token, timeout_s=timeout_s)
+        self.client = TableClient(
+            [servers.coordinator], lambda: token, timeout_s=timeout_s, acknowledgement=level
+        )
         self.map = self.client.fetch_map()
         self.dim = tables[0].dim
         self.found: dict[Where, Rows] = {}
@@ -165,6 +176,24 @@ def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
         servers.add("ps-0")
         with pytest.raises(ShardNotReady, match="lost with all the servers that had them"):
             member.look_up([1])
+        member.close()
+
+
+def test_rows_are_durable_only_on_servers_with_a_journal(
+    servers: ParameterServers, tmp_path: Path
+) -> None:
+    """Without one a push is refused, and changes nothing; with one it is answered."""
+    member = Member(servers, servers.admit("w0"), table(), level=DURABLE)
+    member.look_up([1])
+    with pytest.raises(InvalidSpec, match="--journal"):
+        member.push(-1.0)
+    assert member.look_up([1]) == {1: [1.0] * DIM}
+    member.close()
+    with ParameterServers(1, journal=JournalConfig(directory=tmp_path)) as others:
+        member = Member(others, others.admit("w0"), table(), level=DURABLE)
+        member.look_up([1])
+        member.push(-1.0)
+        assert member.look_up([1]) == {1: [1.5] * DIM}
         member.close()
 
 

@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from history.checker import Report, check
 from history.events import now_s, read_journals
+from history.rows import RowMember, RowWork, RowWorker
 from history.workers import Reader, Work, Worker, settle
 from parameter_cluster import ParameterCluster, Server
 
@@ -29,10 +31,10 @@ class Campaign:
     """The workers of one job on a cluster. `seed` decides who is killed, and what is pushed."""
 
     cluster: ParameterCluster
-    work: Work
+    work: Work | RowWork
     seed: int
-    workers: Sequence[Worker]
-    reader: Reader
+    workers: Sequence[Worker | RowWorker]
+    reader: Reader | None = None
     failovers_s: list[float] = field(default_factory=list)
     """From each kill of a primary until a push that it was in the way of was acknowledged."""
 
@@ -89,7 +91,7 @@ class Campaign:
         """What `look` finds, which comes about in other processes and threads."""
         give_up_s = now_s() + PATIENCE_S
         while not (found := look()):
-            for each in (*self.workers, self.reader):
+            for each in filter(None, (*self.workers, self.reader)):
                 if not each.runs:
                     each.stop()
             if now_s() > give_up_s:
@@ -103,7 +105,7 @@ class Campaign:
             f"  {w.name}: {len(w.successes)} pushes; {w.failures}" for w in self.workers
         )
         held = self.cluster.holdings(self.work.job)
-        return f"seed {self.seed}, {self.work.directory}\n{ended}\n{held}"
+        return f"seed {self.seed}, {self.work}\n{ended}\n{held}"
 
 
 @contextmanager
@@ -126,10 +128,32 @@ def campaign(
             each.stop()
 
 
+@contextmanager
+def row_campaign(
+    cluster: ParameterCluster, work: RowWork, seed: int, num_workers: int
+) -> Iterator[Campaign]:
+    """The same with workers that push rows of a table; each push is acknowledged in the end."""
+    cluster.await_ready()
+    workers = []
+    for number in range(num_workers):
+        name = f"worker-{number}"
+        workers.append(RowWorker(work, name, seed, partial(RowMember, work, name)))
+    run = Campaign(cluster, work, seed, workers)
+    for worker in workers:
+        worker.start()
+    try:
+        run.await_all_succeed()
+        yield run
+        run.await_all_succeed()
+    finally:
+        for worker in workers:
+            worker.stop()
+
+
 def judge(work: Work) -> Report:
     """Whether what survived is what the workers were told."""
     shard_map = settle(work)
     return check(shard_map.shards, work.optimizer, read_journals(work.directory.glob("*.jsonl")))
 
 
-__all__ = ["Campaign", "Stuck", "campaign", "judge"]
+__all__ = ["Campaign", "Stuck", "campaign", "judge", "row_campaign"]

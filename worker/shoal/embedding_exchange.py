@@ -14,6 +14,7 @@ from shoal.embedding_rows import TableRows
 from shoal.strategies.base import Context
 from shoal_client.tables import Gradients, TableClient, TablePushResult, Where
 from shoal_proto.errors import InternalError
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 MAX_PREFETCHES = 4
@@ -51,11 +52,15 @@ class TableExchange:
             return {}
         return {"tables": " | ".join(" ".join(str(spec).split()) for spec in self.specs)}
 
-    def attach(self, context: Context) -> None:
+    def attach(self, context: Context, acknowledgement: Acknowledgement.ValueType) -> None:
+        """Pushes wait from now on for what `acknowledgement` says."""
         if not self._tables:
             return
         self._client = TableClient(
-            context.coordinators, context.token, timeout_s=context.limits.collective_s or 60.0
+            context.coordinators,
+            context.token,
+            timeout_s=context.limits.collective_s or 60.0,
+            acknowledgement=acknowledgement,
         )
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="shoal-tables")
         for table in self._tables.values():

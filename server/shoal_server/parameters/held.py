@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import count
 
-from shoal_proto.errors import Overloaded, ShoalError, WrongEpoch
+from shoal_proto.errors import InvalidSpec, Overloaded, ShoalError, WrongEpoch
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.holdings import Holder
 from shoal_server.parameters.image import Record, ShardState
 
@@ -115,6 +116,24 @@ class Held:
                 fix="Retry a little later.",
             )
 
+    def check_durable(self) -> None:
+        """Raise InvalidSpec where no journal keeps the shard: nothing here becomes durable."""
+        if self.disk.safe_version is None:
+            raise InvalidSpec(
+                f"shard {self.shard_id} of job {self.job} is on no disk",
+                seen="a push that is to be acknowledged as durable",
+                expected="a server that keeps a journal",
+                fix="Start every `shoal ps` with --journal DIRECTORY, or push with another level.",
+            )
+
+    async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
+        """Return once a version is as safe as the level asks for. Raises what ended the wait."""
+        if level == Acknowledgement.ACKNOWLEDGEMENT_APPLIED:
+            return
+        await self.receipts.wait_safe(version)
+        if level == Acknowledgement.ACKNOWLEDGEMENT_DURABLE:
+            await self.disk.wait_safe(version)
+
     def before_push(self) -> None:
         """To be called before each push is applied. Any thread."""
         copy_first = self.copy_first
@@ -142,4 +161,4 @@ def _always_room() -> None:
 
 def num_bytes_of(record: Record) -> int:
     """What a record takes up while it waits."""
-    return len(record.data) + len(record.push.row_ids)
+    return len(record.data) + len(record.push.row_ids) + len(record.push.row_births)

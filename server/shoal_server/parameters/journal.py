@@ -24,6 +24,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import structlog
 
 from shoal_proto.errors import AddressInUse, InvalidSpec, Overloaded, ShoalError, Unavailable
+from shoal_server.parameters.held import num_bytes_of
 from shoal_server.parameters.image import Image, Record, ShardState
 from shoal_server.parameters.journal_format import START_BYTES, Entry, encode, start
 from shoal_server.parameters.journal_images import JournalImages, Kept
@@ -256,9 +257,7 @@ class Journal:
 
 
 def _num_bytes(entry: Entry) -> int:
-    record = entry.record
-    data = 0 if record is None else len(record.data) + len(record.push.row_ids)
-    return ENTRY_BYTES + data
+    return ENTRY_BYTES + (0 if entry.record is None else num_bytes_of(entry.record))
 
 
 def _claimed(path: Path) -> BinaryIO:

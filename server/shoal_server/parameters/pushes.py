@@ -85,8 +85,8 @@ class IncomingPush:
         if isinstance(held, ShoalError):
             raise held
         held.check_room()
-        if self._is_durable and held.disk.safe_version is None:
-            raise _no_journal(held)
+        if self._is_durable:
+            held.check_durable()
         shard = dense(held)
         group = shard.spec.group
         if self._header.lr and group >= len(self._header.lr):
@@ -161,12 +161,8 @@ class IncomingPush:
         """The answer, once every backup, and the disk if it is asked for, has what it tells of."""
         answer = await applied
         told = max(answer.outcome.version, answer.values.version if answer.values else 0)
-        if self._header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_APPLIED:
-            return answer
         try:
-            await held.receipts.wait_safe(told)
-            if self._is_durable:
-                await held.disk.wait_safe(told)
+            await held.wait_acknowledged(told, self._header.acknowledgement)
         except ShoalError as error:
             return _refusal(held.shard_id, error)
         return answer
@@ -206,15 +202,6 @@ class IncomingPush:
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         answer.set_result(_refusal(shard_id, error))
         self._pending.append((shard_id, answer))
-
-
-def _no_journal(held: Held) -> InvalidSpec:
-    return InvalidSpec(
-        f"shard {held.shard_id} of job {held.job} is on no disk",
-        seen="a push that is to be acknowledged as durable",
-        expected="a server that keeps a journal",
-        fix="Start every `shoal ps` with --journal DIRECTORY, or push with another level.",
-    )
 
 
 def dense(held: Held) -> LiveShard:

@@ -41,8 +41,8 @@ from shoal_proto.errors import (
     InvalidSpec,
     StalePush,
 )
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
-from shoal_proto.v1.parameters_pb2 import Acknowledgement
 
 MAX_REDONE = 16
 """So often one step is taken anew on fresh values before its member gives up."""
@@ -150,7 +150,7 @@ class AsyncSGD(Strategy):
             acknowledgement=self._acknowledgement,
         )
         self._pace.attach(context)
-        self._tables.attach(context)
+        self._tables.attach(context, self._acknowledgement)
 
     def enter(self, generation: Generation) -> None:
         """The first one brings the values; a later one changes nothing, training goes on."""

@@ -1,6 +1,7 @@
 """Tables come into being without values: the server that first leads a shard makes it itself."""
 
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import structlog
 
@@ -80,6 +81,7 @@ class TableMaker:
             log.info("table_shards_made", job=job, num_shards=len(made))
             await self._catalog.notify()
             await self._catalog.wait_for(job, made, FORMING_S)
+            await self._wait_on_disk(job, made)
         return is_lost
 
     def _register(self, job: str, new: Sequence[Held]) -> list[int]:
@@ -91,6 +93,17 @@ class TableMaker:
                 self._custody.created(held)
                 claim.became(held.state.memory_bytes)
         return [held.shard_id for held in new]
+
+    async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
+        """Have shards in the journal, where there is one, before anybody trains them: one that is
+        on no disk would be told to be lost after all servers died, though nobody pushed to it."""
+        for held in map(partial(self._catalog.find, job), made):
+            if held is None:
+                continue
+            try:
+                await held.disk.wait_safe(held.state.version)
+            except ShoalError as error:
+                log.warning("table_shard_not_on_disk", job=job, why=str(error))
 
 
 def _new(spec: Shard, layout: ShardMap) -> TableShard:

@@ -12,6 +12,7 @@ import structlog
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import InternalError, MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import (
     FoundRows,
     RowGradients,
@@ -145,12 +146,12 @@ class TablesServicer(Base):
             yield push.reply()
 
     async def apply(self, part: Part, header: TablePushHeader, session: str) -> TablePushOutcome:
-        """Apply one shard's part; its answer, once every backup has what it tells of."""
+        """Apply one shard's part; its answer, once what it tells of is as safe as was asked for."""
         push = part.push(session, header.sequence, time.time())
         self._memory.refresh()
         try:
             outcome = await self._run(part.num_bytes, partial(self._push, part, push))
-            await part.held.receipts.wait_safe(outcome.version)
+            await part.held.wait_acknowledged(outcome.version, header.acknowledgement)
         except ShoalError as error:
             return refusal(part.item.shard_id, error)
         except Exception as error:
@@ -196,6 +197,8 @@ class _IncomingPush:
                 if isinstance(found, ShoalError):
                     raise found
                 part = Part(item=item, held=found[0], shard=found[1])
+                if self._header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE:
+                    part.held.check_durable()
             except ShoalError as error:
                 self._refuse(item.shard_id, error)
                 continue

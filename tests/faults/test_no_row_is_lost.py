@@ -1,0 +1,112 @@
+"""Servers with tables are killed, come and go: rows are the serial replay of what was told."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from history.campaign import row_campaign
+from history.row_replay import check
+from history.rows import RowWork
+from parameter_cluster import ParameterCluster
+from table_specs import OPTIMIZERS
+
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
+from shoal_proto.v1.tables_pb2 import Admission, Initialiser, TableSpec
+
+NUM_SERVERS, NUM_WORKERS = 3, 3
+NUM_SHARDS, NUM_IDS, DIM = 6, 80, 5
+NUM_KILLS = 4
+NUM_NIGHTLY_KILLS = 100
+SEED = 1
+KINDS = ["adagrad", "adam"]
+
+_jobs = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ParameterCluster]:
+    with ParameterCluster(tmp_path_factory.mktemp("cluster"), NUM_SERVERS) as cluster:
+        yield cluster
+
+
+def new_work(
+    cluster: ParameterCluster,
+    kind: str,
+    level: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
+) -> RowWork:
+    cluster.await_forgotten()
+    table = TableSpec(
+        name="clicks",
+        dim=DIM,
+        dtype="float32",
+        seed=11,
+        initialiser=Initialiser(kind="normal", spread=1.0),
+        optimizer=OPTIMIZERS[kind],
+        # An id is pushed twice before it has a row: counts are part of what must not be lost.
+        admission=Admission(kind="count", min_pushes=3),
+        num_shards=NUM_SHARDS,
+    )
+    return RowWork(
+        coordinators=[cluster.coordinator.grpc],
+        job=f"{kind}-{next(_jobs)}",
+        table=table,
+        num_ids=NUM_IDS,
+        level=level,
+    )
+
+
+def kill_servers(cluster: ParameterCluster, kind: str, num_kills: int) -> None:
+    work = new_work(cluster, kind)
+    with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
+        for _ in range(num_kills):
+            cluster.await_ready()
+            run.await_in_step()
+            run.kill_one()
+    assert check(work) > num_kills
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_killed_primaries_lose_no_row(cluster: ParameterCluster, kind: str) -> None:
+    """SIGKILL after SIGKILL under pushes: what every worker was told and saw, and every row in the
+    end, are those of one shard that got the same pushes one after the other."""
+    kill_servers(cluster, kind, NUM_KILLS // len(KINDS))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_hundred_kills_lose_no_row(cluster: ParameterCluster, kind: str) -> None:
+    """The same, for as long as a machine has the time."""
+    kill_servers(cluster, kind, NUM_NIGHTLY_KILLS // len(KINDS))
+
+
+def test_moves_lose_no_row(cluster: ParameterCluster) -> None:
+    """A server that comes is given shards, one that gets SIGTERM hands its own over first; the
+    state of each row's optimizer goes with the row, as the pushes behind the moves show."""
+    work = new_work(cluster, "adam")
+    with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
+        run.await_spread()
+        cluster.start(f"ps-{len(cluster.servers)}")
+        cluster.await_ready()
+        run.await_spread()
+        run.await_all_succeed()
+        cluster.dismiss(run.victim())
+        run.await_spread()
+    assert check(work) > 0
+
+
+def test_a_lone_server_that_was_killed_has_every_durable_row(tmp_path: Path) -> None:
+    """SIGKILL to all servers that there are, under pushes; started again with its journal it goes
+    on, and a push that was on its way is applied once."""
+    with ParameterCluster(tmp_path, 1, with_journals=True) as cluster:
+        work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
+        with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
+            run.await_in_step()
+            run.await_all_succeed()
+            cluster.kill_all()
+            for server_id in cluster.servers:
+                cluster.start(server_id)
+            cluster.await_ready()
+            run.await_all_succeed()
+        assert check(work, all_sightings=False) > 0

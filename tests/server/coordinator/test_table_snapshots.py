@@ -1,0 +1,122 @@
+"""Snapshots of tables that are pushed to all the time: whole, and restored on other servers."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from history.row_replay import compare, everything
+from history.rows import RowClient, RowHistory, RowWork, RowWorker
+from parameter_servers import ParameterServers
+from served_process import awaited
+from snapshot_cluster import Snapshots
+from table_specs import OPTIMIZERS
+
+from shoal_proto.v1.tables_pb2 import Admission, Initialiser, TableSpec
+
+TABLE = TableSpec(
+    name="users",
+    dim=3,
+    dtype="float32",
+    seed=5,
+    initialiser=Initialiser(kind="normal", spread=1.0),
+    optimizer=OPTIMIZERS["adam"],
+    admission=Admission(kind="count", min_pushes=2),
+    num_shards=6,
+)
+NUM_IDS, NUM_WORKERS, LIMIT_S = 60, 3, 30.0
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(
+    opened: ExitStack, directory: Path, num_servers: int
+) -> tuple[ParameterServers, Snapshots]:
+    servers = opened.enter_context(ParameterServers(num_servers))
+    snapshots = Snapshots(servers, directory)
+    opened.callback(snapshots.close)
+    return servers, snapshots
+
+
+def client(servers: ParameterServers, work: RowWork, name: str) -> RowClient:
+    token = servers.admit(name)
+    return RowClient(work, name, lambda: token)
+
+
+def workers(servers: ParameterServers, work: RowWork, prefix: str) -> list[RowWorker]:
+    names = [f"{prefix}-{number}" for number in range(NUM_WORKERS)]
+    return [
+        RowWorker(work, name, seed=1, connect=partial(client, servers, work, name)).start()
+        for name in names
+    ]
+
+
+def wait_for_more(crew: list[RowWorker], num_pushes: int) -> None:
+    """Until each has got so many more pushes through; raises what made one of them fail."""
+    for worker in crew:
+        wanted = len(worker.successes) + num_pushes
+
+        def is_there(worker: RowWorker = worker, wanted: int = wanted) -> bool:
+            return len(worker.successes) >= wanted or not worker.runs
+
+        awaited(is_there, LIMIT_S, f"{worker.name} pushes")
+        if not worker.runs:
+            worker.stop()
+
+
+def cut(history: RowHistory, versions: dict[tuple[str, int], int]) -> RowHistory:
+    """The pushes up to these versions. Raises AssertionError if one was cut in two."""
+    found: dict[tuple[str, int], set[bool]] = defaultdict(set)
+    kept = RowHistory()
+    for where, pushes in history.pushed.items():
+        for pushed in pushes:
+            is_in = pushed.version <= versions[where]
+            found[pushed.session, pushed.sequence].add(is_in)
+            if is_in:
+                kept.pushed.setdefault(where, []).append(pushed)
+    torn = [push for push, sides in found.items() if len(sides) > 1]
+    assert not torn, f"{torn} are in the snapshot in part"
+    assert set(map(frozenset, found.values())) == {frozenset({True}), frozenset({False})}
+    return kept
+
+
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_a_table_that_is_pushed_to_is_restored_on_other_servers(
+    opened: ExitStack, tmp_path: Path, num_servers: int
+) -> None:
+    """The snapshot has each push on all of its shards or on none; what is restored is the serial
+    replay of these, and so it stays when pushes go on, for which the state of the optimizer and
+    the counts of ids not admitted yet have to be there."""
+    servers, snapshots = start(opened, tmp_path, num_servers=2)
+    work = RowWork(coordinators=[servers.coordinator], job="job", table=TABLE, num_ids=NUM_IDS)
+    crew = workers(servers, work, "before")
+    try:
+        wait_for_more(crew, 4)
+        snapshots.take()
+        wait_for_more(crew, 4)
+    finally:
+        for worker in crew:
+            worker.stop()
+    others, other_snapshots = start(opened, tmp_path, num_servers)
+    other_snapshots.restore()
+    restored = replace(work, coordinators=[others.coordinator], history=RowHistory())
+    reader = client(others, restored, "reader")
+    opened.callback(reader.close)
+    back = everything(reader, restored)
+    versions = {where: found.version for where, found in back.items()}
+    restored.history.pushed.update(cut(work.history, versions).pushed)
+    num_before = compare(restored, back)
+    crew = workers(others, restored, "after")
+    try:
+        wait_for_more(crew, 4)
+    finally:
+        for worker in crew:
+            worker.stop()
+    assert compare(restored, everything(reader, restored)) > num_before > 0
