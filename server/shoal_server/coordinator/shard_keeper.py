@@ -21,6 +21,7 @@ from shoal_server.core.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
 from shoal_server.core.upkeep import Servers, gone_on_without, num_lost, upkeep
 from shoal_server.etcd import holdings as records
 from shoal_server.etcd import keys, shard_map
+from shoal_server.etcd import servers as registered
 from shoal_server.etcd.api import KeyValueStore, Revision
 
 log = structlog.get_logger(__name__)
@@ -120,15 +121,11 @@ class ShardKeeper:
                 known_of_it.pop(job, None)
 
     async def _servers(self) -> Servers:
-        snapshot = await self._store.range(keys.SERVERS)
-        present, leaving = set(), set()
-        for item in snapshot.items:
-            record = json.loads(item.value)
-            holder = Holder(item.key.removeprefix(keys.SERVERS), str(record.get("incarnation", "")))
-            present.add(holder)
-            if record.get("leaving"):
-                leaving.add(holder)
-        return Servers(present=frozenset(present), leaving=frozenset(leaving))
+        found = await registered.read(self._store)
+        return Servers(
+            present=frozenset(server.holder for server in found),
+            leaving=frozenset(server.holder for server in found if server.is_leaving),
+        )
 
     async def _tend(self, entry: records.Entry, seen: Servers) -> None:
         job = entry.holdings.job

@@ -4,26 +4,19 @@ Layout and holders are two records. The layout is written once; the holders chan
 failover and move.
 """
 
-import json
-
 from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.core.holdings import Holder
 from shoal_server.etcd import holdings, keys
+from shoal_server.etcd import servers as registered
 from shoal_server.etcd.api import KeyValueStore
 
 
 async def servers(store: KeyValueStore) -> dict[Holder, str]:
     """The parameter servers present: their addresses."""
-    snapshot = await store.range(keys.SERVERS)
-    found = {}
-    for item in snapshot.items:
-        record = json.loads(item.value)
-        holder = Holder(item.key.removeprefix(keys.SERVERS), str(record.get("incarnation", "")))
-        found[holder] = str(record["address"])
-    return found
+    return {server.holder: server.address for server in await registered.read(store)}
 
 
 async def read(store: KeyValueStore, job: str) -> ShardMap | None:

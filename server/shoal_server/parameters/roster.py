@@ -1,7 +1,6 @@
 """Which parameter servers there are, and where: followed in etcd."""
 
 import asyncio
-import json
 from collections.abc import Callable
 from contextlib import aclosing
 
@@ -11,6 +10,7 @@ from shoal_proto.errors import RetryError
 from shoal_server.core.holdings import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValueStore, Revision
+from shoal_server.etcd.servers import Server, parse_all
 
 log = structlog.get_logger(__name__)
 
@@ -20,8 +20,7 @@ class Roster:
 
     def __init__(self, store: KeyValueStore, on_change: Callable[[], None]) -> None:
         self._store = store
-        self._servers: dict[str, tuple[str, str]] = {}
-        self._leaving: set[str] = set()
+        self._servers: dict[str, Server] = {}
         self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
 
@@ -39,12 +38,13 @@ class Roster:
 
     def has_others(self, me: Holder) -> bool:
         """Whether a server is there beside this one that does not leave too."""
-        return any(name != me.server_id for name in self._servers.keys() - self._leaving)
+        others = (s for name, s in self._servers.items() if name != me.server_id)
+        return any(not server.is_leaving for server in others)
 
     def address(self, holder: Holder) -> str | None:
         """Where that process is reached; None if it is not registered, or another one is."""
-        incarnation, address = self._servers.get(holder.server_id, ("", ""))
-        return address if incarnation == holder.incarnation else None
+        server = self._servers.get(holder.server_id)
+        return server.address if server is not None and server.holder == holder else None
 
     async def find(self, holder: Holder) -> str | None:
         """The same, asking etcd about a holder that is not known. Raises what the store raises."""
@@ -76,13 +76,5 @@ class Roster:
                     self._on_change()
 
     def _put(self, key: str, value: bytes) -> None:
-        try:
-            record = json.loads(value)
-            found = str(record.get("incarnation", "")), str(record["address"])
-            is_leaving = bool(record.get("leaving", False))
-        except (ValueError, KeyError, AttributeError):
-            log.error("server_record_unreadable", key=key)
-            return
-        name = key.removeprefix(keys.SERVERS)
-        self._servers[name] = found
-        (self._leaving.add if is_leaving else self._leaving.discard)(name)
+        for server in parse_all({key: value}):
+            self._servers[server.holder.server_id] = server

@@ -1,0 +1,31 @@
+"""Records of parameter servers: read as they are written, and what is no record stands alone."""
+
+import pytest
+
+from shoal_proto.errors import InternalError
+from shoal_server.core.holdings import Holder
+from shoal_server.etcd import keys, servers
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.registration import Identity
+
+IDENTITY = Identity(holder=Holder("ps-0", "one"), address="10.0.0.1:7710", started_unix_s=1e9)
+
+
+@pytest.mark.parametrize("leaving", [False, True])
+def test_what_a_server_writes_is_read(leaving: bool) -> None:
+    """All that others need to know of it."""
+    found = servers.parse(keys.server("ps-0"), IDENTITY.record(leaving=leaving))
+    assert found.holder == IDENTITY.holder
+    assert (found.address, found.is_leaving) == (IDENTITY.address, leaving)
+
+
+@pytest.mark.parametrize("value", [b"", b"[]", b"7", b"{}", b"\xff"])
+async def test_a_record_that_cannot_be_read_hides_no_other(value: bytes) -> None:
+    """Whoever asks for it alone is told what is wrong with it."""
+    with pytest.raises(InternalError, match="ps-9"):
+        servers.parse(keys.server("ps-9"), value)
+    store = MemoryStore()
+    await store.put(keys.server("ps-9"), value)
+    await store.put(keys.server("ps-0"), IDENTITY.record())
+    assert [server.holder for server in await servers.read(store)] == [IDENTITY.holder]
+    await store.close()
