@@ -89,7 +89,11 @@ class Session:
         self._client = ParameterClient(
             work.coordinators, lambda: self._membership.token, timeout_s=work.timeout_s
         )
-        self.shard_map = self._client.place(PARAMETERS)
+        try:
+            self.shard_map = self._client.place(PARAMETERS)
+        except BaseException:
+            self.close()
+            raise
         self._values, self._gradients = Values(self.shard_map), Values(self.shard_map)
 
     def create(self) -> None:
