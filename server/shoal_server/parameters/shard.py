@@ -274,13 +274,20 @@ class LiveShard:
 
     @staticmethod
     def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-        """The `memory_bytes` that a new shard will have; nothing is allocated to find out."""
-        sizes = [block.num_elements for block in spec.blocks]
-        # On this device tensors have a size and no memory.
-        with torch.device("meta"):
-            values = torch.empty(sum(sizes), dtype=DTYPES[spec.dtype])
-            rule = UpdateRule(optimizer, spec.group, torch.split(values, sizes), Cutter(spec))
+        """The `memory_bytes` that a new shard will have, from two small ones with as many blocks:
+        it grows by the same for each element."""
+
+        def bytes_of(block_size: int) -> int:
+            values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])
+            blocks = torch.split(values, [block_size] * len(spec.blocks))
+            rule = UpdateRule(optimizer, spec.group, blocks, Cutter(spec))
             return values.nbytes + sum(tensor.nbytes for tensor in rule.state().values())
+
+        if not spec.blocks:
+            return 0
+        num_elements, num_blocks = sum(b.num_elements for b in spec.blocks), len(spec.blocks)
+        least = bytes_of(1)
+        return least + (bytes_of(2) - least) * (num_elements - num_blocks) // num_blocks
 
 
 def _dense_spec(image: Image) -> DenseSpec:
