@@ -7,14 +7,16 @@ whose end could be listened for. So another thread waits in the trainer's place.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.strategies.gates import Gate, Gates
+from shoal.strategies.gates import Gates
 
 
 class Awaited(Protocol):
@@ -34,8 +36,10 @@ class Courier(Gates):
         self.group = group
         # On a GPU a wait is an order on the stream of the thread that waits, and ends at once.
         self._takes_turns = device.type == "cpu"
-        self._orders: queue.SimpleQueue[tuple[dist.Work, Gate] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._orders: _Orders = queue.SimpleQueue()
+        self._has_thread = False
+        # Whoever forgets to close it leaves no thread behind.
+        weakref.finalize(self, self._orders.put, None)
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Awaited:
         """Begin to send the tensor, the only one of the list, to that rank of the group."""
@@ -61,39 +65,42 @@ class Courier(Gates):
 
     def close(self) -> None:
         """No message will be waited for any more. Quick, may be called twice."""
-        if self._thread is not None:
+        if self._has_thread:
             self._orders.put(None)
-            self._thread = None
+            self._has_thread = False
 
     def _sent(self, work: dist.Work) -> Awaited:
         return _Message(work, self._await) if self._takes_turns else work
 
     def _await(self, work: dist.Work) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._stand_in, name="shoal-courier", daemon=True
-            )
-            self._thread.start()
+        if not self._has_thread:
+            self._has_thread = True
+            arguments = (self._orders,)
+            threading.Thread(
+                target=_stand_in, args=arguments, name="shoal-courier", daemon=True
+            ).start()
         gate = self._new_gate()
-        self._orders.put((work, gate))
+        self._orders.put((work, partial(self._open, gate)))
         reason = gate.wait()
         self._forget()
         if reason:
             raise RuntimeError(reason)
 
-    def _stand_in(self) -> None:
-        while (order := self._orders.get()) is not None:
-            work, gate = order
-            try:
-                work.wait()
-                reason = ""
-            except RuntimeError as error:
-                reason = str(error) or "a message failed without a reason"
-            self._open(gate, reason)
-            # What is kept here would keep the group.
-            del order, work, gate
+
+def _stand_in(orders: "_Orders") -> None:
+    """Wait for one message after the other. Keeps nothing: it would keep the group."""
+    while (order := orders.get()) is not None:
+        work, end = order
+        try:
+            work.wait()
+            reason = ""
+        except RuntimeError as error:
+            reason = str(error) or "a message failed without a reason"
+        end(reason)
+        del order, work, end
 
 
+_Orders = queue.SimpleQueue[tuple[dist.Work, Callable[[str], None]] | None]
 Receives = Sequence[tuple[Tensor, int]]
 
 
