@@ -218,6 +218,10 @@ class ParameterCluster:
         """Wait until every server serves and none that was killed is listed any more: a job that is
         placed before that may get one of these."""
         self.await_ready()
+        self.await_unlisted()
+
+    def await_unlisted(self) -> None:
+        """Wait until no server that was killed is listed any more."""
         gone = set(self.servers) - {server.server_id for server in self.present}
         for server_id in gone:
             awaited(

@@ -110,3 +110,43 @@ def test_a_lone_server_that_was_killed_has_every_durable_row(tmp_path: Path) -> 
             cluster.await_ready()
             run.await_all_succeed()
         assert check(work, all_sightings=False) > 0
+
+
+@pytest.mark.parametrize("coming_back", ["at once", "one by one", "late"])
+def test_servers_that_were_killed_at_once_have_every_durable_row(
+    tmp_path: Path, coming_back: str
+) -> None:
+    """Their leases end one after the other, and a shard may be given to a backup that is dead too:
+    the one journal that has the shard is waited for, and nothing else is made of it."""
+    with ParameterCluster(tmp_path, 2, with_journals=True) as cluster:
+        work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
+        with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
+            run.await_in_step()
+            run.await_all_succeed()
+            cluster.kill_all()
+            if coming_back == "late":
+                cluster.await_unlisted()
+            for server_id in cluster.servers:
+                cluster.start(server_id)
+                if coming_back == "one by one":
+                    cluster.await_ready()
+            cluster.await_ready()
+            run.await_all_succeed()
+        assert check(work, all_sightings=False) > 0
+
+
+def test_a_server_that_leaves_leaves_every_durable_row_on_a_disk(tmp_path: Path) -> None:
+    """Its shards are in another server's journal before it ends: that one may be killed at once."""
+    with ParameterCluster(tmp_path, 2, with_journals=True) as cluster:
+        work = new_work(cluster, "adam", Acknowledgement.ACKNOWLEDGEMENT_DURABLE)
+        with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
+            run.await_spread()
+            run.await_all_succeed()
+            leaver = run.victim()
+            (stayer,) = (server for server in cluster.present if server is not leaver)
+            cluster.dismiss(leaver)
+            stayer.kill()
+            cluster.start(stayer.server_id)
+            cluster.await_ready()
+            run.await_all_succeed()
+        assert check(work, all_sightings=False) > 0

@@ -74,9 +74,14 @@ class ShardHolding(_message.Message):
     BACKUPS_FIELD_NUMBER: _builtins.int
     JOINING_FIELD_NUMBER: _builtins.int
     SUCCESSOR_FIELD_NUMBER: _builtins.int
+    ON_DISK_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     """Number of times the primary was decided, from 1."""
+    on_disk: _builtins.str
+    """The server, whichever process it is, whose journal has every update that was acknowledged as
+    durable. Empty: none was.
+    """
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
@@ -100,10 +105,11 @@ class ShardHolding(_message.Message):
         backups: _abc.Iterable[Global___Holder] | None = ...,
         joining: Global___Holder | None = ...,
         successor: Global___Holder | None = ...,
+        on_disk: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["joining", b"joining", "primary", b"primary", "successor", b"successor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "epoch", b"epoch", "joining", b"joining", "primary", b"primary", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "epoch", b"epoch", "joining", b"joining", "on_disk", b"on_disk", "primary", b"primary", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -57,6 +57,7 @@ class ShardKeeper:
         self._pushed: dict[str, Mapping[int, int]] = {}
         self._weights: dict[str, dict[int, int]] = {}
         self._gone_since_s: dict[Holder, float] = {}
+        self._disk_gone_since_s: dict[str, float] = {}
         self._suspect_until_s: dict[Holder, float] = {}
         self._last: dict[str, Holdings] = {}
         self._wake = asyncio.Event()
@@ -137,6 +138,7 @@ class ShardKeeper:
             seen,
             dead=self._dead(entry.holdings, seen),
             suspects=self._suspects(entry.holdings, seen),
+            disks=self._disks(entry.holdings, seen),
         )
         lost = num_lost(entry.holdings, servers)
         if lost and self._restore is not None and not await self._may_begin_anew(job):
@@ -176,6 +178,21 @@ class ShardKeeper:
         for holder in seen.present:
             self._gone_since_s.pop(holder, None)
         return frozenset(dead)
+
+    def _disks(self, holdings: Holdings, seen: Servers) -> frozenset[str]:
+        """Servers whose journals are not given up yet. One that is back and found nothing in its
+        own has said so in the record."""
+        now_s = time.monotonic()
+        present = {holder.server_id for holder in seen.present}
+        disks = {h.on_disk for h in holdings.shards if h.on_disk}
+        for server_id in disks & present:
+            self._disk_gone_since_s.pop(server_id, None)
+        return frozenset(
+            server_id
+            for server_id in disks
+            if server_id in present
+            or now_s - self._disk_gone_since_s.setdefault(server_id, now_s) < DEAD_AFTER_S
+        )
 
     def _suspects(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
         """Those whose peers went on without them. If they live after all, they are given shards

@@ -36,6 +36,13 @@ class Holding:
     """To be brought in step."""
     successor: Holder | None = None
     """The backup that the primary is to hand the shard over to."""
+    on_disk: str = ""
+    """Id of the server whose journal has all that was acknowledged as durable; empty if none was.
+
+    A primary acknowledges nothing as durable before this names its own server, and no server's
+    journal lets go of a shard while this names it. So where every process that held a shard is
+    gone, there is one disk to lead it from again, and it lacks nothing.
+    """
 
     def holds(self, holder: Holder) -> bool:
         """Whether it has every update that was acknowledged."""
@@ -116,6 +123,40 @@ def in_step(holding: Holding, primary: Holder, joined: Holder) -> Holding:
     if holding.primary != primary or holding.joining != joined:
         return holding
     return replace(holding, backups=(*holding.backups, joined), joining=None)
+
+
+def put_on_disk(holding: Holding, primary: Holder) -> Holding:
+    """The primary's journal has all of the shard, and from here on every push."""
+    if holding.primary != primary:
+        return holding
+    return replace(holding, on_disk=primary.server_id)
+
+
+def led_from_disk(
+    holding: Holding, server: Holder, present: "frozenset[Holder]", dead: "frozenset[Holder]"
+) -> Holding:
+    """A later process of the server on whose disk the shard is leads it, if nobody is left that
+    has its updates in memory. `dead`: primaries that are known to be gone for good.
+
+    A backup that is merely out of sight can do nothing before it has written itself down. A primary
+    that is out of sight may be acknowledging updates, which then nobody else has.
+    """
+    if holding.on_disk != server.server_id or holding.primary == server:
+        return holding
+    own = holding.primary.server_id == server.server_id
+    if not (own or holding.primary in dead) or any(b in present for b in holding.backups):
+        return holding
+    return Holding(
+        shard_id=holding.shard_id,
+        epoch=holding.epoch + 1,
+        primary=server,
+        on_disk=holding.on_disk,
+    )
+
+
+def off_disk(holding: Holding, server: Holder) -> Holding:
+    """What the server's journal had is gone, with its disk."""
+    return replace(holding, on_disk="") if holding.on_disk == server.server_id else holding
 
 
 def _without(holders: Sequence[Holder], gone: Holder) -> tuple[Holder, ...]:

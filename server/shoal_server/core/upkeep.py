@@ -29,6 +29,8 @@ class Servers:
     suspects: frozenset[Holder] = frozenset()
     """Those of the present that another server has just gone on without: nothing is given to them
     until it is known whether they live."""
+    disks: frozenset[str] = frozenset()
+    """Ids of servers that may lead from their journals again, now or once they come back."""
 
     @property
     def staying(self) -> frozenset[Holder]:
@@ -99,7 +101,8 @@ def _rescue(holding: Holding, servers: Servers, loads: _Loads, weight: int) -> H
 
 
 def _is_lost(holding: Holding, servers: Servers) -> bool:
-    return {holding.primary, *holding.backups} <= servers.dead
+    dead = {holding.primary, *holding.backups} <= servers.dead
+    return dead and holding.on_disk not in servers.disks
 
 
 def num_lost(holdings: Holdings, servers: Servers) -> int:

@@ -60,7 +60,9 @@ async def change(store: KeyValueStore, held: Entry, wanted: Change) -> Entry | N
 def encode(holdings: Holdings) -> bytes:
     message = pb.ShardHoldings(job=holdings.job, copies=holdings.copies)
     for h in holdings.shards:
-        shard = message.shards.add(shard_id=h.shard_id, epoch=h.epoch, primary=_holder(h.primary))
+        shard = message.shards.add(
+            shard_id=h.shard_id, epoch=h.epoch, primary=_holder(h.primary), on_disk=h.on_disk
+        )
         shard.backups.extend(_holder(b) for b in h.backups)
         if h.joining is not None:
             shard.joining.CopyFrom(_holder(h.joining))
@@ -85,6 +87,7 @@ def parse(entry: KeyValue) -> Entry:
             backups=tuple(_from(b) for b in s.backups),
             joining=_from(s.joining) if s.HasField("joining") else None,
             successor=_from(s.successor) if s.HasField("successor") else None,
+            on_disk=s.on_disk,
         )
         for s in message.shards
     )

@@ -6,7 +6,7 @@ out here. This server itself changes it in four cases: a joiner is in step or a 
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import WrongEpoch
-from shoal_server.core.holdings import Holder, Holding, Holdings, handed_over
+from shoal_server.core.holdings import Holder, Holding, Holdings, handed_over, put_on_disk
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
@@ -73,12 +73,16 @@ class Custody:
     @asynccontextmanager
     async def journaling(self, journal: Journal, pool: Executor) -> AsyncIterator[Journaling]:
         """Keep what is led here in a journal too, as long as the block runs."""
-        async with Journaling(journal, pool, self._copying.take) as journaling:
+        async with Journaling(journal, pool, self._copying.take, self._put_on_disk) as journaling:
             self._copying.journaling = journaling
             try:
                 yield journaling
             finally:
                 self._copying.journaling = None
+
+    async def _put_on_disk(self, job: str, shard_ids: Collection[int]) -> None:
+        change = partial(put_on_disk, primary=self.me)
+        await self.change_record(job, partial(Holdings.changed, shard_ids=shard_ids, change=change))
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the watch of the record."""
@@ -92,6 +96,19 @@ class Custody:
     def holding(self, job: str, shard_id: int) -> Holding | None:
         """Who holds a shard, as of the newest record seen."""
         return self._record.holding(job, shard_id)
+
+    def of_job(self, job: str) -> Mapping[int, Holding]:
+        """Who holds each shard of a job, as of the newest record seen."""
+        return self._record.of_job(job)
+
+    @property
+    def jobs(self) -> Iterator[str]:
+        """Jobs that have a record."""
+        return self._record.jobs
+
+    async def change_record(self, job: str, change: Callable[[Holdings], Holdings]) -> bool:
+        """Make a change to the record; see `RecordOfHolders.change`."""
+        return await self._record.change(job, change)
 
     async def refresh(self, job: str) -> None:
         """Read the job's record anew. Raises what the store raises."""
@@ -114,7 +131,11 @@ class Custody:
         await self._empty.wait()
 
     def _look_whether_empty(self) -> None:
-        if next(self._catalog.shards(), None) is None or not self._roster.has_others(self.me):
+        journaling = self._copying.journaling
+        is_bare = next(self._catalog.shards(), None) is None
+        # What only this disk has goes on to another server's before this one leaves.
+        is_bare = is_bare and (journaling is None or not journaling.keeps_for_others)
+        if is_bare or not self._roster.has_others(self.me):
             self._empty.set()
         else:
             self._empty.clear()
@@ -131,11 +152,28 @@ class Custody:
             elif held.role is Role.PRIMARY:
                 self._step_down(held, holding)
         self._watching.look(job)
-        self._look_whether_empty()
+        self._let_journal_go(job)
 
     def _record_gone(self, job: str) -> None:
         self._copying.forget(job)
         self.drop_job(job)
+        self._let_journal_go(job)
+
+    def keep_in_journal(self, keys: Collection[tuple[str, int]]) -> None:
+        """Shards that the last process of this server left in its journal, by job and id."""
+        assert self._copying.journaling is not None
+        self._copying.journaling.keep(keys)
+        for job in {job for job, _ in keys}:
+            self._let_journal_go(job)
+
+    def _let_journal_go(self, job: str) -> None:
+        """Of what the record names another disk for."""
+        journaling = self._copying.journaling
+        if journaling is not None and journaling.keeps_for_others:
+            on_disk = {shard_id: h.on_disk for shard_id, h in self._record.of_job(job).items()}
+            mine = {shard_id for shard_id, disk in on_disk.items() if disk == self.me.server_id}
+            journaling.let_go(job, but=mine)
+        self._look_whether_empty()
 
     def created(self, held: Held) -> None:
         """A shard has got its first values here. It may be pushed to once its backup has them."""

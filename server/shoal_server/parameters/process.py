@@ -39,7 +39,7 @@ from shoal_server.parameters.kinds import restore
 from shoal_server.parameters.memory import Memory
 from shoal_server.parameters.memory_limit import default_limit_bytes
 from shoal_server.parameters.patience import Patience
-from shoal_server.parameters.reclaiming import reclaim
+from shoal_server.parameters.reclaiming import Reclaiming, disown
 from shoal_server.parameters.registration import Identity, Registration
 from shoal_server.parameters.servicer import Servicer
 from shoal_server.parameters.shard_snapshots import ShardSnapshots
@@ -200,6 +200,8 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         await server.start()
         if config.journal is not None:
             await stack.enter_async_context(_journal(config.journal, store, custody, config))
+        else:
+            await disown(custody)
         stack.push_async_callback(server.stop, 1.0)
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
         identity = Identity(holder=me, address=address, started_unix_s=time.time())
@@ -237,10 +239,15 @@ async def _journal(
         recovered = await loop.run_in_executor(pool, journal.recover, restore)
         with journal:
             async with custody.journaling(journal, pool):
-                patience_s = LEASES_TO_WAIT_FOR * config.lease_ttl_s
-                for other in await reclaim(store, custody, recovered, patience_s):
-                    journal.forget(other.job, other.state.shard_id)
-                yield
+                custody.keep_in_journal([(each.job, each.state.shard_id) for each in recovered])
+                reclaiming = Reclaiming(store, custody, recovered)
+                await reclaiming.at_once(LEASES_TO_WAIT_FOR * config.lease_ttl_s)
+                later = asyncio.create_task(reclaiming.later(), name="reclaim")
+                try:
+                    yield
+                finally:
+                    later.cancel()
+                    await asyncio.gather(later, return_exceptions=True)
 
 
 async def _until(stop: asyncio.Event, server: Running) -> None:

@@ -1,14 +1,20 @@
-"""After a crash: leading again what only this server's journal still has."""
+"""After a crash: leading again, from this server's journal, what nobody else has in memory.
+
+The record of holders names the server on whose disk a shard is (`Holding.on_disk`). Its last
+process may have led the shard to the end; or a backup took over from it and ended too, before all
+was on a disk of its own.
+"""
 
 import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import structlog
 
-from shoal_server.core.holdings import Holder, Holding, Holdings
-from shoal_server.etcd import holdings as records
+from shoal_proto.errors import RetryError
+from shoal_server.core.holdings import Holder, Holding, Holdings, led_from_disk, off_disk
 from shoal_server.etcd import shard_map
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.custody import Custody
@@ -19,91 +25,129 @@ from shoal_server.parameters.journal_replay import Recovered
 log = structlog.get_logger(__name__)
 
 LOOK_EACH_S = 0.2
+LOOK_LATER_EACH_S = 1.0
+GONE_AFTER_S = 30.0
+"""A primary on another server that etcd has not heard of for so long is taken for dead."""
+
+Key = tuple[str, int]
 
 
-async def reclaim(
-    store: KeyValueStore,
-    custody: Custody,
-    recovered: Sequence[Recovered[ShardState]],
-    within_s: float,
-) -> Sequence[Recovered[ShardState]]:
-    """Lead the shards of the journal that the last process of this server led and of which no
-    backup in step is left; such a backup has more, and takes over by itself.
+class Reclaiming:
+    """Lives on the event loop. What is in `recovered` is led here again, or the record comes to
+    name another disk and the journal lets go of it (see `Journaling`)."""
 
-    To be called before this server is registered: from then on its last process is known to be
-    gone, and others would be given its shards. Backups that etcd still lists may be dead as well:
-    their leases are waited for, `within_s` at most. Gives the shards that are not led here, of
-    which the journal may let go.
-    """
-    open_ones: dict[str, dict[int, Recovered[ShardState]]] = defaultdict(dict)
-    for found in recovered:
-        open_ones[found.job][found.state.shard_id] = found
-    others: list[Recovered[ShardState]] = []
-    give_up_s = asyncio.get_running_loop().time() + within_s
-    while open_ones:
-        present = frozenset(await shard_map.servers(store))
-        is_over = asyncio.get_running_loop().time() >= give_up_s
-        for job, shards in list(open_ones.items()):
-            holdings = await _reclaimed(store, job, shards, custody.me, present)
-            for shard_id, found in list(shards.items()):
-                holding = holdings.find(shard_id) if holdings is not None else None
-                if holding is not None and holding.primary == custody.me:
-                    await custody.refresh(job)
-                    await _lead(custody, found, holding)
-                elif holding is None or not _is_ours(holding, custody.me) or is_over:
-                    others.append(found)
-                else:
-                    continue
-                del shards[shard_id]
-            if not shards:
-                del open_ones[job]
-        if open_ones:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        custody: Custody,
+        recovered: Sequence[Recovered[ShardState]],
+    ) -> None:
+        self._store = store
+        self._custody = custody
+        self._open: dict[Key, Recovered[ShardState]] = {
+            (found.job, found.state.shard_id): found for found in recovered
+        }
+        self._absent_since_s: dict[Holder, float] = {}
+        self._num_led = 0
+
+    @property
+    def num_open(self) -> int:
+        """Shards in the journal that others may have."""
+        return len(self._open)
+
+    async def at_once(self, within_s: float) -> None:
+        """Lead what the last process of this server led and of which no backup in step is left;
+        such a backup has more, and takes over by itself.
+
+        To be called before this server is registered: others see a shard come back then, and not
+        one that nobody has. Backups that etcd still lists may be dead as well: their leases are
+        waited for, `within_s` at most.
+        """
+        loop = asyncio.get_running_loop()
+        give_up_s = loop.time() + within_s
+        await disown(self._custody, self._open)
+        while True:
+            await self._claim(await self._present(), dead=frozenset())
+            if not any(map(self._is_own, self._open)) or loop.time() >= give_up_s:
+                break
             await asyncio.sleep(LOOK_EACH_S)
-    log.info("journal_recovered", num_led=len(recovered) - len(others), num_let_go=len(others))
-    return others
+        log.info("journal_recovered", num_led=self._num_led, num_open=self.num_open)
+
+    async def later(self) -> None:
+        """Go on for as long as others that had a shard may turn out to be gone."""
+        while self._open:
+            await asyncio.sleep(LOOK_LATER_EACH_S)
+            try:
+                present = await self._present()
+                await self._claim(present, self._dead(present))
+            except RetryError as error:
+                log.warning("journal_not_compared", reason=str(error))
+
+    async def _present(self) -> frozenset[Holder]:
+        return frozenset(await shard_map.servers(self._store))
+
+    def _is_own(self, key: Key) -> bool:
+        holding = self._custody.holding(*key)
+        return holding is not None and holding.primary.server_id == self._custody.me.server_id
+
+    def _dead(self, present: frozenset[Holder]) -> frozenset[Holder]:
+        """Primaries whose server has another process by now, or none for long."""
+        now_s = time.monotonic()
+        ids = {holder.server_id for holder in present}
+        holdings = (self._custody.holding(*key) for key in self._open)
+        absent = {h.primary for h in holdings if h is not None and h.primary not in present}
+        self._absent_since_s = {h: self._absent_since_s.get(h, now_s) for h in absent}
+        return frozenset(
+            holder
+            for holder, since_s in self._absent_since_s.items()
+            if holder.server_id in ids or now_s - since_s >= GONE_AFTER_S
+        )
+
+    async def _claim(self, present: frozenset[Holder], dead: frozenset[Holder]) -> None:
+        by_job: dict[str, list[int]] = defaultdict(list)
+        for job, shard_id in self._open:
+            by_job[job].append(shard_id)
+        claim = partial(led_from_disk, server=self._custody.me, present=present, dead=dead)
+        for job, shard_ids in by_job.items():
+            wanted = partial(Holdings.changed, shard_ids=shard_ids, change=claim)
+            await self._custody.change_record(job, wanted)
+            for shard_id in shard_ids:
+                holding = self._custody.holding(job, shard_id)
+                if holding is None or holding.on_disk != self._custody.me.server_id:
+                    del self._open[job, shard_id]
+                elif holding.primary == self._custody.me:
+                    await self._lead(self._open.pop((job, shard_id)), holding)
+
+    async def _lead(self, found: Recovered[ShardState], holding: Holding) -> None:
+        self._num_led += 1
+        found.state.enter_epoch(holding.epoch)
+        held = Held(found.job, found.state, Role.PRIMARY, holding.epoch)
+        await self._custody.adopt(held)
+        self._custody.created(held)
+        log.info(
+            "shard_reclaimed",
+            job=found.job,
+            shard_id=held.shard_id,
+            version=found.state.version,
+            num_replayed=found.num_replayed,
+        )
 
 
-async def _reclaimed(
-    store: KeyValueStore,
-    job: str,
-    shard_ids: Collection[int],
-    me: Holder,
-    present: frozenset[Holder],
-) -> Holdings | None:
-    """The job's record once all is reclaimed that may be; None if there is none."""
-    entry = await records.read(store, job)
-    if entry is None:
-        return None
-    change: Callable[[Holding], Holding] = partial(_without_the_dead, me=me, present=present)
-    changed = await records.change(
-        store, entry, partial(Holdings.changed, shard_ids=shard_ids, change=change)
-    )
-    return None if changed is None else changed.holdings
+async def disown(custody: Custody, found: "Mapping[Key, object] | Collection[Key]" = ()) -> None:
+    """Say so in the records where this server's disk should have a shard and has it not: a disk
+    that was lost, or a server that keeps no journal any more. Otherwise the shard is waited for."""
+    gone = partial(off_disk, server=custody.me)
+    for job in custody.jobs:
+        missing = [
+            shard_id
+            for shard_id, holding in custody.of_job(job).items()
+            if holding.on_disk == custody.me.server_id and (job, shard_id) not in found
+        ]
+        if missing:
+            log.warning("shards_not_in_journal", job=job, num_shards=len(missing))
+            await custody.change_record(
+                job, partial(Holdings.changed, shard_ids=missing, change=gone)
+            )
 
 
-def _without_the_dead(holding: Holding, me: Holder, present: frozenset[Holder]) -> Holding:
-    if not _is_ours(holding, me) or any(backup in present for backup in holding.backups):
-        return holding
-    return Holding(shard_id=holding.shard_id, epoch=holding.epoch + 1, primary=me)
-
-
-def _is_ours(holding: Holding, me: Holder) -> bool:
-    """Whether the last process of this server led the shard."""
-    return holding.primary.server_id == me.server_id and holding.primary != me
-
-
-async def _lead(custody: Custody, found: Recovered[ShardState], holding: Holding) -> None:
-    found.state.enter_epoch(holding.epoch)
-    held = Held(found.job, found.state, Role.PRIMARY, holding.epoch)
-    await custody.adopt(held)
-    custody.created(held)
-    log.info(
-        "shard_reclaimed",
-        job=found.job,
-        shard_id=held.shard_id,
-        version=found.state.version,
-        num_replayed=found.num_replayed,
-    )
-
-
-__all__ = ["reclaim"]
+__all__ = ["Reclaiming", "disown"]

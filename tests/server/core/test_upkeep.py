@@ -121,6 +121,15 @@ def test_what_is_lost_for_good_gets_a_new_primary() -> None:
     assert (shard.primary, shard.epoch, shard.backups) == (C, 2, ())
 
 
+def test_a_disk_that_may_come_back_is_waited_for() -> None:
+    """All that held the shard in memory are gone, and one journal has it."""
+    record = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
+    servers = Servers(present=frozenset({C}), dead=frozenset({A, B}), disks=frozenset({"a"}))
+    assert upkeep(record, servers, {}).shards[0].primary == A
+    (shard,) = upkeep(record, replace(servers, disks=frozenset()), {}).shards
+    assert (shard.primary, shard.epoch, shard.on_disk) == (C, 2, "")
+
+
 def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
     """It may be dead, and not known so yet: somebody else is recruited."""
     before = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
