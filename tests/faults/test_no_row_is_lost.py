@@ -35,7 +35,6 @@ def new_work(
     kind: str,
     level: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
 ) -> RowWork:
-    cluster.await_forgotten()
     table = TableSpec(
         name="clicks",
         dim=DIM,
@@ -110,6 +109,19 @@ def test_a_lone_server_that_was_killed_has_every_durable_row(tmp_path: Path) -> 
             cluster.await_ready()
             run.await_all_succeed()
         assert check(work, all_sightings=False) > 0
+
+
+def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
+    tmp_path: Path,
+) -> None:
+    """The lease of the killed one is still there."""
+    with ParameterCluster(tmp_path, 2) as cluster:
+        cluster["ps-0"].kill()
+        work = new_work(cluster, "adagrad")
+        with row_campaign(cluster, work, SEED, NUM_WORKERS) as run:
+            run.await_all_succeed()
+        assert {server.server_id for server in cluster.primaries(work.job)} == {"ps-1"}
+        assert check(work) > 0
 
 
 @pytest.mark.parametrize("coming_back", ["at once", "one by one", "late"])

@@ -1,7 +1,7 @@
 """The Shards service: who holds which part of a job's parameters, decided once and kept in etcd."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
 import structlog
@@ -28,6 +28,7 @@ from shoal_proto.v1.shards_pb2 import (
 from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
 from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.coordinator import table_specs
+from shoal_server.coordinator.answering import answering
 from shoal_server.coordinator.shard_keeper import num_bytes_of
 from shoal_server.core import placement
 from shoal_server.core.holdings import Holder, Holding, Holdings
@@ -54,12 +55,22 @@ MAX_TOLD_DIFFERENCES = 8
 Authorize = Callable[[Token], Awaitable[None]]
 
 
+Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
+
+
 class ShardsService(ShardsServicer):
     """`authorize` raises for a token whose holder may not act for its job."""
 
-    def __init__(self, store: KeyValueStore, authorize: Authorize, copies: int = 2) -> None:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        authorize: Authorize,
+        copies: int = 2,
+        choose: Choose = answering,
+    ) -> None:
         """`copies` of each shard are wanted, the primary included; fewer where there are fewer
-        servers."""
+        servers. `choose` says which of those that etcd lists may be given any."""
+        self._choose = choose
         self._store = store
         self._authorize = authorize
         self._copies = copies
@@ -107,11 +118,12 @@ class ShardsService(ShardsServicer):
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
         """Write the first map, or give the one that another call wrote meanwhile."""
-        addresses = await shard_map.servers(self._store)
+        listed = await shard_map.servers(self._store)
+        addresses = await self._choose(listed)
         if not addresses:
             raise NoServers(
                 f"no parameter server is there for job {job}",
-                seen="none registered",
+                seen=f"none of {len(listed)} registered answers" if listed else "none registered",
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
             )

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
 
@@ -18,6 +18,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import GetMapRequest, ParameterSpec, PlaceRequest, ShardMap
 from shoal_server.coordinator.shards import ShardsService
+from shoal_server.core.holdings import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.rpc import Context
@@ -34,6 +35,11 @@ async def only_members(token: Token) -> None:
         raise Fenced("not a member")
 
 
+async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
+    """Here servers are entries in a store."""
+    return addresses
+
+
 # The servicer asks nothing of gRPC's context.
 CONTEXT: Context = None  # type: ignore[assignment]
 
@@ -48,7 +54,7 @@ async def store() -> AsyncIterator[MemoryStore]:
 
 
 async def place(store: MemoryStore, parameters: list[ParameterSpec] = SCHEMA) -> ShardMap:
-    service = ShardsService(store, only_members)
+    service = ShardsService(store, only_members, choose=whoever_is_listed)
     return await service.Place(PlaceRequest(token=TOKEN, parameters=parameters), CONTEXT)
 
 
