@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
@@ -23,6 +25,9 @@ from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.process import ParameterServerConfig, Running, running
 from shoal_server.rpc import bind, new_server
+
+# As `serve` does: threads within a kernel wait for each other where all cores are busy.
+torch.set_num_threads(1)
 
 T = TypeVar("T")
 
