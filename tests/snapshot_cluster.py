@@ -2,7 +2,7 @@
 
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +51,11 @@ class Snapshots:
     def _forget_cursor(self, job: str) -> None:
         self.cursor = None
 
+    def taking(self, *, only_if_changed: bool = False) -> Coroutine[Any, Any, Taken]:
+        return self._taker.take(self.library, only_if_changed=only_if_changed)
+
     def take(self, *, only_if_changed: bool = False) -> Taken:
-        return self._servers.run(self._taker.take(self.library, only_if_changed=only_if_changed))
+        return self._servers.run(self.taking(only_if_changed=only_if_changed))
 
     def restore(
         self, number: int = 0, *, under_members: bool = False

@@ -12,6 +12,7 @@ Whatever goes wrong on the way, everything is let in again and no snapshot is le
 
 import asyncio
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.server_calls import ServerCalls
+from shoal_server.coordinator.threads import to_its_end
 from shoal_server.core.steps import Shards, Step, merged
 from shoal_server.etcd import holdings, keys, shard_map
 from shoal_server.etcd.api import Get, KeyValueStore, Put, absent
@@ -97,14 +99,21 @@ class SnapshotTaker:
             lineage = await self._lineage(job)
             before = await asyncio.to_thread(library.newest)
             cut, frozen = await self._frozen(job, lineage, before)
+            committed = threading.Event()
             try:
                 parts = await self._written(job, library.storage.url, cut, frozen)
                 if only_if_changed and before is not None and parts == tuple(before.parts):
                     return Taken(manifest=before, pause_s=frozen.pause_s)
                 manifest = self._manifest(job, lineage, cut, frozen, parts)
-                await asyncio.to_thread(library.commit, manifest)
+
+                def commit() -> None:
+                    library.commit(manifest)
+                    committed.set()
+
+                await to_its_end(commit)
             except BaseException:
-                await self._undo(library, cut)
+                if not committed.is_set():
+                    await self._undo(library, cut)
                 raise
         log.info(
             "snapshot_taken",

@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -13,6 +14,7 @@ from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsServicer
 from shoal_server.coordinator.snapshot_restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshot_taking import SnapshotTaker
+from shoal_server.coordinator.threads import to_its_end
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.rpc import Context
@@ -152,7 +154,7 @@ class SnapshotService(SnapshotsServicer):
 
     async def _clean_up(self, library: Library) -> None:
         try:
-            removed = await asyncio.to_thread(library.keep_newest, self._policy.num_kept)
+            removed = await to_its_end(partial(library.keep_newest, self._policy.num_kept))
         except ShoalError as error:
             log.warning("old_snapshots_not_removed", job=library.job, reason=str(error))
             return

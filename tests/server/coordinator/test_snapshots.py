@@ -1,5 +1,6 @@
 """Snapshots under load hold each push whole, and bring everything back on any servers."""
 
+import asyncio
 import threading
 import time
 import zlib
@@ -352,6 +353,42 @@ def test_snapshots_are_taken_and_removed_as_the_policy_says(
 def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(InvalidSpec):
         SnapshotPolicy(**fields)  # type: ignore[arg-type]
+
+
+class SlowLibrary(Library):
+    """Commits when it is told to."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(library.storage, library.job)
+        self.begun, self.may_commit = threading.Event(), threading.Event()
+
+    def commit(self, manifest: Manifest) -> None:
+        self.begun.set()
+        assert self.may_commit.wait(60.0)
+        super().commit(manifest)
+
+
+def test_a_snapshot_that_is_cancelled_as_it_is_committed_is_whole(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """As by a coordinator that stops to lead: its thread commits all the same."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    library = snapshots.library = SlowLibrary(snapshots.library)
+
+    async def cancelled() -> None:
+        taking = asyncio.create_task(snapshots.taking())
+        await asyncio.to_thread(library.begun.wait)
+        taking.cancel()
+        # The cancellation is delivered before the commit goes on.
+        await asyncio.sleep(0)
+        library.may_commit.set()
+        with suppress(asyncio.CancelledError):
+            await taking
+
+    servers.run(cancelled())
+    (manifest,) = library.list()
+    assert len(images(library, manifest)) == 6
 
 
 def test_another_model_is_not_overwritten(opened: ExitStack, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """A server at its memory limit takes no copies, and whoever offers them goes on without."""
 
+import itertools
 from array import array
 from collections.abc import Iterator
 
@@ -121,9 +122,13 @@ def test_a_copy_of_a_table_grows_no_further_than_its_server_may(servers: Paramet
     member.push(range(100))
     servers.add("ps-1", memory_limit_bytes=2 * MIB)
     wait_until_whole(servers, "tables")
-    for start in range(0, 16_000, 2000):
-        member.push(range(start, start + 2000))
+    batches = (range(start, start + 2000) for start in itertools.count(0, 2000))
+    # What it holds is counted four times a second only: it may take in a few batches more.
+    while not servers.servers["ps-0"].custody.full_peers:
+        member.push(next(batches))
     assert "no memory left for" in await_refusal(servers)
-    assert describe(servers, "ps-0").held_bytes > 8 * MIB
-    assert describe(servers, "ps-1").held_bytes < 6 * MIB
+    held_bytes = describe(servers, "ps-1").held_bytes
+    while describe(servers, "ps-0").held_bytes < 2 * held_bytes + 4 * MIB:
+        member.push(next(batches))
+    assert describe(servers, "ps-1").held_bytes <= held_bytes + 2 * MIB
     member.close()
