@@ -30,6 +30,7 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership import Member, Membership
 from shoal_client.parameters import ParameterClient
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.membership_pb2 import JobSpec, Limits, MemberInfo
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
@@ -171,7 +172,8 @@ def worker_rows(cluster: LocalCluster) -> Row:
                 coordinators=[cluster.coordinator],
                 token=lambda: membership.token,
                 limits=Limits(collective_s=60.0, bring_up_s=60.0),
-            )
+            ),
+            Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
         )
         tables.enter()
 
