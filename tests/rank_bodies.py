@@ -17,7 +17,7 @@ from ranks import Report
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.backends.base import Seat
+from shoal.backends.base import Seat, Waiting
 from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.joining import JoinConfig
 from shoal.layouts.relay import Neighbours
@@ -172,6 +172,20 @@ def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -
     group.retire()
 
 
+def _freed(group: GlooGroup, waiting: Waiting) -> threading.Thread:
+    """The thread that lets the trainer go once it waits."""
+
+    def free() -> None:
+        while not waiting.waits:
+            time.sleep(0.01)
+        group.keep_for_ever()
+        waiting.give_up("test")
+
+    thread = threading.Thread(target=free)
+    thread.start()
+    return thread
+
+
 def stuck_for_good(report: Report, path: str, rank: int) -> None:
     """Rank 1 of two stops. Rank 0's group is cut as if there were no connection to shut down any
     more, which is how Gloo may hang."""
@@ -186,19 +200,8 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
     if rank == 1:
         report("going")
         os.kill(os.getpid(), signal.SIGSTOP)
-    begun = threading.Event()
-
-    def free() -> None:
-        begun.wait(30)
-        while not exchange.waits:
-            begun.wait(0.01)
-        group.keep_for_ever()
-        exchange.give_up("test")
-
-    thread = threading.Thread(target=free)
-    thread.start()
     exchange.begin(0)
-    begun.set()
+    thread = _freed(group, exchange)
     try:
         ddp(torch.ones(2, 4)).sum().backward()
     except RuntimeError as error:
@@ -219,18 +222,7 @@ def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
     if rank == 1:
         report("going")
         os.kill(os.getpid(), signal.SIGSTOP)
-    begun = threading.Event()
-
-    def free() -> None:
-        begun.wait(30)
-        while not near.courier.waits:
-            begun.wait(0.01)
-        group.keep_for_ever()
-        near.courier.give_up("test")
-
-    thread = threading.Thread(target=free)
-    thread.start()
-    begun.set()
+    thread = _freed(group, near.courier)
     try:
         if way == "send":  # more than the kernel takes for a peer that does not read
             near.send([torch.ones(1 << 24)], to=1, values=True)

@@ -4,13 +4,10 @@ import asyncio
 from collections import defaultdict
 from functools import partial
 
-import grpc
-import grpc.aio
 import structlog
 
-from shoal_proto.v1 import replication_pb2 as pb
-from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.core.holdings import Holder, Holdings, promoted
+from shoal_server.identify import answers
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.patience import PEER_OPTIONS, Patience
@@ -94,11 +91,5 @@ class Watching:
         address = await self._roster.reach(holder)
         if address is None:
             return False
-        async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
-            try:
-                found = await ReplicationStub(channel).Identify(
-                    pb.IdentifyRequest(), timeout=self._patience.silence_s / 2
-                )
-            except grpc.RpcError:
-                return False
-        return Holder(found.server_id, found.incarnation) == holder
+        within_s = self._patience.silence_s / 2
+        return await answers(holder, address, options=PEER_OPTIONS, within_s=within_s)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,25 +80,23 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
         assert [rank.join() for rank in crew] == [0] * 4
 
 
-def test_a_trainer_leaves_a_collective_that_never_ends_and_its_process_too(tmp_path: Path) -> None:
-    """Gloo's thread waits on, for a minute; neither the trainer nor the exit waits for it."""
-    with Ranks() as ranks:
-        path = str(tmp_path / "store")
-        crew = [ranks.start(rank_bodies.stuck_for_good, path, r) for r in range(2)]
-        crew[1].expect("going")
-        assert crew[0].expect("freed", timeout_s=30)["recognised"]
-        crew[0].expect("retired", timeout_s=30)
-        assert crew[0].join(timeout_s=30) == 0
-
-
-@pytest.mark.parametrize("way", ["send", "receive"])
-def test_a_trainer_leaves_a_message_that_never_ends_and_its_process_too(
-    tmp_path: Path, way: str
+@pytest.mark.parametrize(
+    ("body", "arguments"),
+    [
+        (rank_bodies.stuck_for_good, ()),
+        (rank_bodies.stuck_message, ("send",)),
+        (rank_bodies.stuck_message, ("receive",)),
+    ],
+    ids=["collective", "send", "receive"],
+)
+def test_a_trainer_leaves_what_never_ends_and_its_process_too(
+    tmp_path: Path, body: Callable[..., None], arguments: tuple[str, ...]
 ) -> None:
-    """Such as one between the stages of a pipeline."""
+    """A collective, or a message such as one between the stages of a pipeline. Another thread waits
+    on, for a minute; neither the trainer nor the exit waits for it."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
-        crew = [ranks.start(rank_bodies.stuck_message, path, r, way) for r in range(2)]
+        crew = [ranks.start(body, path, r, *arguments) for r in range(2)]
         crew[1].expect("going")
         assert crew[0].expect("freed", timeout_s=30)["recognised"]
         crew[0].expect("retired", timeout_s=30)
