@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 
 from shoal_proto.errors import InvalidSpec
 
+KEPT_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
+    "MALLOC_TRIM_THRESHOLD_": str(1024 * 1024 * 1024),
+}
+"""Bytes, for glibc's malloc: blocks up to 32 MiB (the most it takes) come from its heap, and it
+gives the heap's end back only once more than 1 GiB is free there. Left to itself it hands what a
+step frees back to the kernel, which clears each page of it again for the next step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -85,6 +93,9 @@ def worker_environment(config: RunConfig, member_id: str) -> dict[str, str]:
         SHOAL_DESIRED_MEMBERS=str(config.desired_members),
     )
     environment.setdefault("OMP_NUM_THREADS", str(threads_per_worker(config.num_workers)))
+    if not any("malloc" in environment.get(key, "") for key in ("GLIBC_TUNABLES", "LD_PRELOAD")):
+        for key, value in KEPT_MEMORY.items():
+            environment.setdefault(key, value)
     return environment
 
 

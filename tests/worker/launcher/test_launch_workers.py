@@ -101,7 +101,8 @@ def shoal_run(tmp_path: Path, coordinator: str) -> Iterator[Run]:
             path.write_text(script)
             target = (str(path), *arguments)
         environment = {**os.environ, "SHOAL_COORDINATOR": coordinator}
-        environment.pop("OMP_NUM_THREADS", None)
+        for key in ("OMP_NUM_THREADS", "MALLOC_TRIM_THRESHOLD_"):
+            environment.pop(key, None)
         process = subprocess.Popen(
             [sys.executable, "-m", "shoal_client", "run", *options, *target],
             stdout=subprocess.PIPE,
@@ -151,6 +152,7 @@ import os, sys
 keys = ("COORDINATOR", "JOB", "MEMBER_ID", "MIN_MEMBERS", "MAX_MEMBERS", "DESIRED_MEMBERS")
 print(*(os.environ["SHOAL_" + key] for key in keys), *sys.argv[1:], sep="|")
 print("threads", os.environ["OMP_NUM_THREADS"])
+print("kept", os.environ["MALLOC_TRIM_THRESHOLD_"])
 """
 
 WAIT = "import os, signal; print('pid', os.getpid(), flush=True); signal.pause()"
@@ -169,6 +171,7 @@ def test_workers_know_their_job(shoal_run: Run, coordinator: str) -> None:
         assert text == f"{coordinator}|j|{member}|2|3|3|--lr|1"
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
     assert output.count(f"threads {threads}\n") == 3
+    assert output.count(f"kept {1 << 30}\n") == 3
     assert f"OMP_NUM_THREADS={threads}" in output
 
 
