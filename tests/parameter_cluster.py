@@ -7,7 +7,6 @@ moment after its SIGKILL. Nothing is shared but the code: each has its own memor
 import asyncio
 import ctypes
 import json
-import multiprocessing
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from typing import Self
 import grpc
 from coordinator_processes import CoordinatorProcess
 from etcd_fixture import TEST_OPTIONS
+from forking import forked
 from network import Network, Wire
 from served_process import awaited
 
@@ -39,9 +39,6 @@ START_S = 30.0
 CALL_S = 5.0
 LEASE_S = 2.0
 """As short as etcd grants it."""
-
-_forked = multiprocessing.get_context("forkserver")
-_forked.set_forkserver_preload([__name__, "shoal_server.parameters.process"])
 
 
 def _serve(config: ParameterServerConfig, log_path: Path) -> None:
@@ -75,7 +72,7 @@ class Server:
         """Start the process, or another one with nothing in its memory."""
         assert self.config.ready_file is not None
         self.config.ready_file.unlink(missing_ok=True)
-        self.process: BaseProcess = _forked.Process(
+        self.process: BaseProcess = forked.Process(
             target=_serve, args=(self.config, self.log_path), name=self.server_id, daemon=True
         )
         self.process.start()

@@ -1,6 +1,5 @@
 """Member processes for tests: real ones, forked from a server that has torch imported already."""
 
-import multiprocessing
 import os
 import queue
 import threading
@@ -11,11 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import torch
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    ["torch", "shoal.session", "shoal.strategies.ddp", "shoal.strategies.async_sgd", "rank_bodies"]
-)
+from forking import forked
 
 Report = Callable[..., None]
 
@@ -24,9 +19,9 @@ class Rank:
     """One process that runs `body(report, *arguments)`; `report(kind, **data)` tells the test."""
 
     def __init__(self, body: Callable[..., None], *arguments: Any) -> None:
-        self._pipe, child = _context.Pipe(duplex=False)
+        self._pipe, child = forked.Pipe(duplex=False)
         self._events: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
-        self.process = _context.Process(target=_run, args=(child, body, arguments))
+        self.process = forked.Process(target=_run, args=(child, body, arguments))
         self.process.start()
         child.close()
         # Reads at once what is reported: a full pipe would stop the process in its report.

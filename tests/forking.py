@@ -1,0 +1,29 @@
+"""Where tests fork their processes from: a server that has imported already what takes long.
+
+A process has one such server, whichever module asks for it, and what is set last is preloaded: so
+the list stands here once, for ranks and for servers. Modules of the tests cannot be in it, as they
+are not on the server's path.
+"""
+
+import multiprocessing
+
+forked = multiprocessing.get_context("forkserver")
+forked.set_forkserver_preload(
+    [
+        "shoal.session",
+        "shoal.strategies.async_diloco",
+        "shoal.strategies.async_sgd",
+        "shoal.strategies.ddp",
+        "shoal.strategies.fsdp",
+        "shoal.strategies.hybrid",
+        "shoal.strategies.local_sgd",
+        "shoal.strategies.zero1",
+        "shoal_server.parameters.process",
+        # What torch imports only when a first optimizer is made.
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.pipelining",
+    ]
+)
+
+__all__ = ["forked"]
