@@ -7,8 +7,12 @@ from array import array
 import pytest
 from parameter_servers import ParameterServers
 
+from shoal_client import parameter_calls
+from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.opening import connect
 from shoal_client.parameters import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 
 NUM_ELEMENTS = 20_000
@@ -78,15 +82,29 @@ class BreakingProxy:
             return
 
 
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
 @pytest.mark.parametrize("seed", range(6))
-def test_each_push_counts_once_over_broken_connections(seed: int) -> None:
+def test_each_push_counts_once_over_broken_connections(
+    seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The values are those of every push applied once, in order, whatever broke on the way."""
     with ParameterServers(0) as servers:
         proxy = BreakingProxy(random.Random(seed))
         port = servers.run(proxy.start())
-        proxy.target_port = servers.add("ps-0", advertise=f"127.0.0.1:{port}").port
+        if transport == "grpc":
+            proxy.target_port = servers.add("ps-0", advertise=f"127.0.0.1:{port}").port
+        else:
+            servers.add("ps-0")
+
+        def by_proxy(offer: OpenBulkReply, address: str, largest_bytes: int) -> Connection | None:
+            proxy.target_port, offer.port = offer.port, port
+            return connect(offer, address, largest_bytes)
+
+        monkeypatch.setattr(parameter_calls, "connect", by_proxy)
         token = servers.admit("w0")
-        client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
+        client = ParameterClient(
+            [servers.coordinator], lambda: token, timeout_s=30.0, transport=transport
+        )
         client.place(SCHEMA)
         values = memoryview(array("f", [0.0]) * NUM_ELEMENTS).cast("B")
         client.create(MOMENTUM, {"w": values})

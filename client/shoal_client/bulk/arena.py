@@ -1,0 +1,85 @@
+"""Memory shared with a server, in places of one size, each for a shard on its way."""
+
+import mmap
+from collections.abc import Iterator, Sequence
+
+from shoal_client.parts import Part
+from shoal_proto import bulk
+from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
+from shoal_proto.checksum import crc32
+
+NUM_PLACES = 12
+MIN_PLACES = 3
+"""A server reads one shard ahead; with fewer places both ends would wait for each other."""
+PAGE_BYTES = 4096
+
+
+def arena_bytes(largest_bytes: int) -> int:
+    """How much memory to share for shards of at most so many bytes; 0: they are too large."""
+    place = _place_bytes(largest_bytes)
+    places = min(NUM_PLACES, MAX_ARENA_BYTES // place)
+    return place * places if places >= MIN_PLACES else 0
+
+
+def _place_bytes(largest_bytes: int) -> int:
+    return max(-(-largest_bytes // PAGE_BYTES), 1) * PAGE_BYTES
+
+
+class Arena:
+    """Takes over the mapping."""
+
+    def __init__(self, mapped: mmap.mmap, largest_bytes: int) -> None:
+        self._memory = memoryview(mapped)
+        self.place_bytes = _place_bytes(largest_bytes)
+        self._all = [i * self.place_bytes for i in range(len(mapped) // self.place_bytes)]
+        self._free: list[int] = []
+        self._taken: dict[int, int] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """A call begins: every place is free."""
+        self._free = self._all[::-1]
+        self._taken.clear()
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def fits(self, part: Part) -> bool:
+        return part.num_bytes <= self.place_bytes
+
+    def place(self, part: Part) -> Iterator[bytes]:
+        """Copy a part into a free place; the frames that tell the server of it."""
+        at = self._free.pop()
+        self._taken[part.shard_id] = at
+        yield bulk.header(Kind.ROOM, shard_id=part.shard_id, at=at, num_bytes=self.place_bytes)
+        for offset_bytes, buffers in part.pieces(self.place_bytes):
+            size = self._fill(at, buffers)
+            yield bulk.header(
+                Kind.PLACED,
+                shard_id=part.shard_id,
+                offset_bytes=offset_bytes,
+                num_bytes=size,
+                at=at,
+                checksum=crc32(self._memory[at : at + size]),
+            )
+            at += size
+
+    def _fill(self, at: int, buffers: Sequence[memoryview]) -> int:
+        start = at
+        for buffer in buffers:
+            self._memory[at : at + len(buffer)] = buffer
+            at += len(buffer)
+        return at - start
+
+    def release(self, shard_id: int) -> None:
+        """The server is done with the place of that shard, if it has one, and so is the caller."""
+        at = self._taken.pop(shard_id, None)
+        if at is not None:
+            self._free.append(at)
+
+    def view(self, at: int, num_bytes: int) -> memoryview:
+        return self._memory[at : at + num_bytes]
+
+
+__all__ = ["Arena", "arena_bytes"]

@@ -1,0 +1,223 @@
+"""A connection of the bulk transport to one server, with one call at a time on it."""
+
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError
+
+from shoal_client.bulk.arena import Arena
+from shoal_client.bulk.sending import Sending
+from shoal_client.parts import Part
+from shoal_proto import bulk
+from shoal_proto.bulk import SILENCE_S, Frame, FrameReader, Kind
+from shoal_proto.errors import DeadlineExceeded, MalformedMessage, Unavailable
+from shoal_proto.pieces import OnlyPiece, ReadPiece
+from shoal_proto.status import from_detail
+from shoal_proto.v1.identity_pb2 import ErrorDetail
+from shoal_proto.v1.parameters_pb2 import PullRequest, PushReply, PushRequest, ShardData
+
+Reply = TypeVar("Reply", PushReply, ShardData)
+
+
+class Connection:
+    """For one thread at a time, but for `close`. What a call raises ends the connection."""
+
+    def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
+        """Takes the socket over."""
+        connected.setblocking(False)
+        self._socket = connected
+        self._address = address
+        self._arena = arena
+        self._reader = FrameReader(_Scratch())
+        self._lock = threading.Lock()
+        self._is_in_call = False
+        self._is_closed = False
+
+    @property
+    def way(self) -> str:
+        """By what it carries tensors: `shared-memory`, `unix-socket` or `tcp`."""
+        if self._arena is not None:
+            return "shared-memory"
+        return "unix-socket" if self._socket.family == socket.AF_UNIX else "tcp"
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another call may begin."""
+        return not (self._is_in_call or self._is_closed)
+
+    def pull(
+        self, request: PullRequest, parts: Iterable[Part], timeout_s: float
+    ) -> Iterator[ShardData | OnlyPiece]:
+        """The parts, without pieces, are the shards of the request in its order.
+
+        Raises, while it is iterated, what the server raised, Unavailable or DeadlineExceeded. A
+        piece that it gives is good until the next one is asked for.
+        """
+        opening = bulk.message(Kind.PULL, request.SerializeToString())
+        return self._call(opening, parts, timeout_s, ShardData.FromString, has_values=True)
+
+    def push(
+        self, request: PushRequest, parts: Iterable[Part], timeout_s: float
+    ) -> Iterator[PushReply | OnlyPiece]:
+        """As `pull`; the parts have the gradients, shard by shard."""
+        opening = bulk.message(Kind.PUSH, request.SerializeToString())
+        has_values = request.header.return_values
+        return self._call(opening, parts, timeout_s, PushReply.FromString, has_values=has_values)
+
+    def _call(
+        self,
+        opening: bytes,
+        parts: Iterable[Part],
+        timeout_s: float,
+        parse: Callable[[bytes], Reply],
+        *,
+        has_values: bool,
+    ) -> Iterator[Reply | OnlyPiece]:
+        give_up_s = time.monotonic() + timeout_s
+        self._begin()
+        try:
+            if self._arena is not None:
+                self._arena.clear()
+            sending = Sending(self._socket, opening, parts, self._arena)
+            ledger = _Ledger(has_values=has_values)
+            while (frame := self._next_frame(sending, give_up_s)).kind is not Kind.END:
+                reply = self._read(frame, parse)
+                if reply is None:
+                    continue
+                done = ledger.note(reply)
+                yield reply
+                # By now the caller has taken what lay there.
+                if done is not None and self._arena is not None:
+                    self._arena.release(done)
+            self._is_in_call = False
+        except OSError as error:
+            raise self._broken(repr(error)) from error
+        finally:
+            self._end()
+
+    def _begin(self) -> None:
+        with self._lock:
+            if not self.is_usable:
+                raise self._broken("closed")
+            self._is_in_call = True
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._is_in_call or self._is_closed:
+                self._is_in_call, self._is_closed = False, True
+                self._socket.close()
+
+    def _next_frame(self, sending: Sending, give_up_s: float) -> Frame:
+        heard_s = time.monotonic()
+        while (frame := self._reader.next()) is None:
+            sending.go_on()
+            if self._receive():
+                heard_s = time.monotonic()
+                continue
+            now_s = time.monotonic()
+            if now_s >= give_up_s:
+                raise DeadlineExceeded(f"{self._address} did not answer in time")
+            if now_s - heard_s >= SILENCE_S:
+                raise self._broken(f"nothing for {SILENCE_S:g} s")
+            # With nothing to be read and no room to write, nothing can be done.
+            events = select.POLLIN | (select.POLLOUT if sending.is_stuck else 0)
+            waiting = select.poll()
+            waiting.register(self._socket, events)
+            until_s = min(give_up_s, heard_s + SILENCE_S)
+            waiting.poll(max(until_s - now_s, 0.0) * 1000 + 1)
+        return frame
+
+    def _receive(self) -> bool:
+        """Whether anything came. Raises Unavailable if the server hung up."""
+        try:
+            count = self._socket.recv_into(self._reader.space())
+        except BlockingIOError:
+            return False
+        if not count:
+            raise self._broken("it hung up")
+        self._reader.received(count)
+        return True
+
+    def _read(self, frame: Frame, parse: Callable[[bytes], Reply]) -> Reply | OnlyPiece | None:
+        if frame.kind is Kind.BEAT:
+            return None
+        if frame.kind is Kind.ERROR:
+            raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
+        if frame.kind is Kind.MESSAGE:
+            try:
+                return parse(bytes(frame.body))
+            except DecodeError as error:
+                raise self._malformed(f"a reply that does not parse ({error})") from error
+        if frame.kind is Kind.PIECE:
+            data = frame.body
+        elif frame.kind is Kind.PLACED and self._arena is not None:
+            data = self._arena.view(frame.at, frame.num_bytes)
+        else:
+            raise self._malformed(f"a frame of kind {frame.kind.name}")
+        return OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum))
+
+    def _malformed(self, seen: str) -> MalformedMessage:
+        return MalformedMessage(
+            f"the answer of {self._address} is not as it should be", seen=seen, expected="replies"
+        )
+
+    def _broken(self, seen: str) -> Unavailable:
+        return Unavailable(
+            f"the bulk connection to {self._address} broke", seen=seen, expected="an answer"
+        )
+
+    def close(self) -> None:
+        """A call under way on another thread fails."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            if not self._is_in_call:
+                self._socket.close()
+                return
+            try:
+                # Wakes the other thread, which then closes it.
+                self._socket.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                # The server was faster: the other thread is woken by that.
+                return
+
+
+class _Ledger:
+    """Knows from the replies when all is there for a shard."""
+
+    def __init__(self, *, has_values: bool) -> None:
+        self._has_values = has_values
+        self._shard_id = 0
+        self._left_bytes = 0
+
+    def note(self, reply: PushReply | ShardData | OnlyPiece) -> int | None:
+        """The shard that is done with this reply, if one is."""
+        if isinstance(reply, OnlyPiece):
+            self._left_bytes -= len(reply.piece.data)
+            return self._shard_id if self._left_bytes == 0 else None
+        if isinstance(reply, PushReply) and reply.HasField("outcome"):
+            outcome = reply.outcome
+            is_done = outcome.HasField("error") or not self._has_values
+            return outcome.shard_id if is_done else None
+        self._shard_id, self._left_bytes = reply.version.shard_id, reply.version.num_bytes
+        return self._shard_id if self._left_bytes == 0 else None
+
+
+class _Scratch:
+    """One piece after the other lies in the same memory."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(b"")
+
+    def __call__(self, num_bytes: int) -> memoryview:
+        if len(self._memory) < num_bytes:
+            self._memory = memoryview(bytearray(num_bytes))
+        return self._memory[:num_bytes]
+
+
+__all__ = ["Connection"]

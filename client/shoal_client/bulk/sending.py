@@ -1,0 +1,110 @@
+"""What a call still has to send: as much of it as goes now, without ever waiting."""
+
+import socket
+from collections import deque
+from collections.abc import Iterable, Iterator
+
+from shoal_client.bulk.arena import Arena
+from shoal_client.parts import Part
+from shoal_proto import bulk
+from shoal_proto.bulk import Kind
+from shoal_proto.checksum import crc32
+from shoal_proto.pieces import Buffer
+
+PIECE_BYTES = 1024 * 1024
+LOW_WATER_BYTES = 256 * 1024
+"""With fewer bytes on their way to the kernel, more are made ready."""
+MAX_BUFFERS = 256
+"""Given to the kernel at a time; Linux takes 1024."""
+
+
+class Sending:
+    """The opening of a call, its parts, and its end."""
+
+    def __init__(
+        self,
+        connected: socket.socket,
+        opening: bytes,
+        parts: Iterable[Part],
+        arena: Arena | None,
+    ) -> None:
+        self._socket = connected
+        self._arena = arena
+        self._ready: deque[memoryview] = deque()
+        self._ready_bytes = 0
+        self._frames = self._all_frames(parts)
+        self._is_over = False
+        self._put(opening)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the kernel took less than there is."""
+        return bool(self._ready)
+
+    def go_on(self) -> None:
+        """Send until the kernel takes no more, no place is free for the next part, or all is sent.
+        Raises OSError for a connection that broke."""
+        while True:
+            self._make_ready()
+            if not self._ready or not self._send():
+                return
+
+    def _make_ready(self) -> None:
+        while not self._is_over and self._ready_bytes < LOW_WATER_BYTES:
+            buffers = next(self._frames, None)
+            if buffers is None:
+                self._is_over = True
+            elif not buffers:
+                return
+            else:
+                for buffer in buffers:
+                    self._put(buffer)
+
+    def _all_frames(self, parts: Iterable[Part]) -> Iterator[list[Buffer]]:
+        """What to send, in pieces; an empty one while a part waits for a place."""
+        for part in parts:
+            if self._arena is not None and self._arena.fits(part):
+                while not self._arena.has_room:
+                    yield []
+                yield list(self._arena.place(part))
+                continue
+            if self._arena is not None:
+                # No room: its values come as pieces.
+                yield [bulk.header(Kind.ROOM, shard_id=part.shard_id)]
+            for offset_bytes, buffers in part.pieces(PIECE_BYTES):
+                checksum = 0
+                for buffer in buffers:
+                    checksum = crc32(buffer, checksum)
+                head = bulk.header(
+                    Kind.PIECE,
+                    shard_id=part.shard_id,
+                    offset_bytes=offset_bytes,
+                    num_bytes=sum(map(len, buffers)),
+                    checksum=checksum,
+                )
+                yield [head, *buffers]
+        yield [bulk.header(Kind.END)]
+
+    def _put(self, buffer: Buffer) -> None:
+        self._ready.append(memoryview(buffer))
+        self._ready_bytes += len(buffer)
+
+    def _send(self) -> bool:
+        """Whether all that was ready is gone."""
+        buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]
+        try:
+            count = self._socket.sendmsg(buffers)
+        except BlockingIOError:
+            return False
+        self._ready_bytes -= count
+        while count:
+            first = self._ready[0]
+            if count < len(first):
+                self._ready[0] = first[count:]
+                return False
+            count -= len(first)
+            self._ready.popleft()
+        return True
+
+
+__all__ = ["Sending"]

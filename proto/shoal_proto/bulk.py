@@ -1,0 +1,202 @@
+"""Frames of the bulk transport: the calls of the Parameters service without gRPC around them.
+
+A connection carries one call at a time. It begins with CALL, a serialized request; what belongs to
+it follows in both directions until END or ERROR. A frame is a header of HEADER_BYTES and a body;
+the data of a piece may also lie in memory that both ends share, and then only the header travels.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+
+from shoal_proto import MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage
+
+KEY_BYTES = 32
+BEAT_S = 0.5
+"""A server in a call is silent for no longer than that."""
+SILENCE_S = 3.0
+"""A server that is silent for so long is taken for gone."""
+MAX_ARENA_BYTES = 192 * 1024 * 1024
+"""Of memory shared by a client and a server."""
+
+
+class Kind(IntEnum):
+    HELLO = 1
+    """The key that was given over gRPC, and `at` bytes of shared memory are wanted. In the answer
+    `at` are given, whose descriptor comes with it; 0: none are."""
+    PUSH = 2
+    """A call: PushRequest with the header."""
+    PULL = 3
+    """A call: PullRequest."""
+    PIECE = 4
+    """`num_bytes` of a shard from `offset_bytes` on, in the body."""
+    PLACED = 5
+    """The same, at `at` of the shared memory. The sender leaves them alone until it is answered."""
+    ROOM = 6
+    """At `at` of the shared memory, `num_bytes` are free for the values of a shard."""
+    END = 7
+    """Nothing more comes of this call from this end."""
+    MESSAGE = 8
+    """Of the call: PushReply, ShardData, FollowRequest or FollowReply."""
+    ERROR = 9
+    """The call failed: ErrorDetail."""
+    BEAT = 10
+    """The server is there, and at work."""
+    FOLLOW = 11
+    """A call of another server: what the Replication service calls Follow."""
+
+
+_HEADER = struct.Struct("<BxxxIQQQI")
+_CHECK = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size + _CHECK.size
+BUFFER_BYTES = 64 * 1024
+_MAX_BODY_BYTES = {
+    Kind.HELLO: KEY_BYTES,
+    Kind.PUSH: MAX_MESSAGE_BYTES,
+    Kind.PULL: MAX_MESSAGE_BYTES,
+    Kind.PIECE: MAX_PIECE_BYTES,
+    Kind.MESSAGE: MAX_MESSAGE_BYTES,
+    Kind.ERROR: MAX_MESSAGE_BYTES,
+}
+_MESSAGES = frozenset({Kind.HELLO, Kind.PUSH, Kind.PULL, Kind.MESSAGE, Kind.ERROR})
+_EMPTY = memoryview(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What a header says, and the body: of a message checked, of a piece not yet."""
+
+    kind: Kind
+    shard_id: int
+    offset_bytes: int
+    num_bytes: int
+    at: int
+    checksum: int
+    body: memoryview
+
+
+def header(
+    kind: Kind,
+    *,
+    shard_id: int = 0,
+    offset_bytes: int = 0,
+    num_bytes: int = 0,
+    at: int = 0,
+    checksum: int = 0,
+) -> bytes:
+    """The header of a frame; `num_bytes` of a body are to follow, if the kind has one."""
+    head = _HEADER.pack(kind, shard_id, offset_bytes, num_bytes, at, checksum)
+    return head + _CHECK.pack(crc32(head))
+
+
+def message(kind: Kind, serialized: bytes, *, at: int = 0) -> bytes:
+    """A whole frame around a message."""
+    checksum = crc32(serialized)
+    return header(kind, num_bytes=len(serialized), at=at, checksum=checksum) + serialized
+
+
+def _new(num_bytes: int) -> memoryview:
+    return memoryview(bytearray(num_bytes))
+
+
+class FrameReader:
+    """Cuts what is received into frames, without I/O of its own: receive into `space()`, tell
+    `received()`, then take frames from `next()` until there is none."""
+
+    def __init__(self, allocate: Callable[[int], memoryview] = _new) -> None:
+        """`allocate` gives the memory for the body of a piece of so many bytes."""
+        self._allocate = allocate
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
+        self._start = self._stop = 0
+        self._frame: Frame | None = None
+        self._filled_bytes = 0
+
+    def space(self) -> memoryview:
+        """Where the next bytes belong; never empty."""
+        if self._frame is not None:
+            return self._frame.body[self._filled_bytes :]
+        if self._start == self._stop:
+            self._start = self._stop = 0
+        elif self._stop == BUFFER_BYTES:
+            left = bytes(self._buffer[self._start : self._stop])
+            self._buffer[: len(left)] = left
+            self._start, self._stop = 0, len(left)
+        return self._buffer[self._stop :]
+
+    def received(self, num_bytes: int) -> None:
+        """So many bytes lie in what `space` gave."""
+        if self._frame is not None:
+            self._filled_bytes += num_bytes
+        else:
+            self._stop += num_bytes
+
+    def next(self) -> Frame | None:
+        """The next whole frame, or None until more is received.
+
+        Raises MalformedMessage or ChecksumMismatch; then nothing after it can be read.
+        """
+        if self._frame is None:
+            if self._stop - self._start < HEADER_BYTES:
+                return None
+            self._frame = self._open(self._buffer[self._start : self._start + HEADER_BYTES])
+            self._start += HEADER_BYTES
+            body = self._frame.body
+            here = min(len(body), self._stop - self._start)
+            if here:
+                body[:here] = self._buffer[self._start : self._start + here]
+            self._start += here
+            self._filled_bytes = here
+        if self._filled_bytes < len(self._frame.body):
+            return None
+        frame, self._frame = self._frame, None
+        if frame.kind in _MESSAGES and crc32(frame.body) != frame.checksum:
+            raise ChecksumMismatch(
+                f"a message of kind {frame.kind.name} changed on the way",
+                seen=f"CRC-32 {crc32(frame.body):#010x} of {frame.num_bytes} bytes",
+                expected=f"{frame.checksum:#010x}",
+            )
+        return frame
+
+    def _open(self, head: memoryview) -> Frame:
+        (check,) = _CHECK.unpack(head[_HEADER.size :])
+        if crc32(head[: _HEADER.size]) != check:
+            raise ChecksumMismatch(
+                "the header of a frame changed on the way",
+                seen=f"CRC-32 {crc32(head[: _HEADER.size]):#010x}",
+                expected=f"{check:#010x}",
+            )
+        number, shard_id, offset_bytes, num_bytes, at, checksum = _HEADER.unpack_from(head)
+        try:
+            kind = Kind(number)
+        except ValueError:
+            raise MalformedMessage(
+                "a frame of unknown kind", seen=str(number), expected=f"1 to {max(Kind)}"
+            ) from None
+        if num_bytes > (limit := _MAX_BODY_BYTES.get(kind, MAX_ARENA_BYTES)):
+            raise MalformedMessage(
+                f"a frame of kind {kind.name} is too large",
+                seen=f"{num_bytes} bytes",
+                expected=f"at most {limit}",
+            )
+        if kind is Kind.PIECE:
+            body = self._allocate(num_bytes)
+        else:
+            body = _new(num_bytes) if kind in _MESSAGES and num_bytes else _EMPTY
+        return Frame(kind, shard_id, offset_bytes, num_bytes, at, checksum, body)
+
+
+__all__ = [
+    "BEAT_S",
+    "HEADER_BYTES",
+    "KEY_BYTES",
+    "MAX_ARENA_BYTES",
+    "SILENCE_S",
+    "Frame",
+    "FrameReader",
+    "Kind",
+    "header",
+    "message",
+]

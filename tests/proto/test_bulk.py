@@ -1,0 +1,83 @@
+"""Frames of the bulk transport: however a stream is cut, and whatever becomes of a byte of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_proto import MAX_PIECE_BYTES, bulk
+from shoal_proto.bulk import BUFFER_BYTES, HEADER_BYTES, FrameReader, Kind
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
+
+BODIES = st.one_of(st.binary(max_size=200), st.sampled_from([bytes(BUFFER_BYTES), b"x" * 150_000]))
+
+
+def a_piece(body: bytes) -> bytes:
+    head = bulk.header(
+        Kind.PIECE, shard_id=3, offset_bytes=8, num_bytes=len(body), checksum=crc32(body)
+    )
+    return head + body
+
+
+def read_all(stream: bytes, sizes: list[int]) -> list[tuple[Kind, int, int, bytes]]:
+    """The frames of a stream that comes in parts of these sizes, over and over."""
+    reader = FrameReader()
+    frames, at, turn = [], 0, 0
+    while at < len(stream):
+        space = reader.space()
+        size = min(sizes[turn % len(sizes)], len(space), len(stream) - at)
+        space[:size] = stream[at : at + size]
+        reader.received(size)
+        at, turn = at + size, turn + 1
+        while (frame := reader.next()) is not None:
+            frames.append((frame.kind, frame.offset_bytes, frame.at, bytes(frame.body)))
+    return frames
+
+
+@given(
+    bodies=st.lists(BODIES, min_size=1, max_size=4),
+    sizes=st.lists(st.integers(1, 100_000), min_size=1, max_size=5),
+)
+def test_frames_are_whole_however_the_stream_is_cut(bodies: list[bytes], sizes: list[int]) -> None:
+    stream, expected = b"", []
+    for body in bodies:
+        stream += bulk.message(Kind.PUSH, body) + bulk.header(Kind.ROOM, at=5) + a_piece(body)
+        expected += [
+            (Kind.PUSH, 0, 0, body),
+            (Kind.ROOM, 0, 5, b""),
+            (Kind.PIECE, 8, 0, body),
+        ]
+    # Byte by byte would take long for large bodies.
+    assert read_all(stream, [max(size, len(stream) // 500) for size in sizes]) == expected
+
+
+@given(at=st.integers(0, HEADER_BYTES + 99), flipped=st.integers(1, 255))
+def test_a_message_of_which_a_byte_changed_is_not_read(at: int, flipped: int) -> None:
+    stream = bytearray(bulk.message(Kind.PUSH, b"y" * 100))
+    stream[at] ^= flipped
+    with pytest.raises(ChecksumMismatch):
+        read_all(bytes(stream), [1000])
+
+
+@pytest.mark.parametrize(
+    ("stream", "words"),
+    [
+        (bulk.header(Kind.PIECE, num_bytes=MAX_PIECE_BYTES + 1), "too large"),
+        (bulk.header(Kind.PUSH, num_bytes=1 << 40), "too large"),
+        (bulk.header(99), "unknown kind"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_a_header_may_not_say(stream: bytes, words: str) -> None:
+    with pytest.raises(MalformedMessage, match=words):
+        read_all(stream, [1000])
+
+
+def test_a_frame_that_is_cut_off_is_not_given() -> None:
+    stream = a_piece(b"z" * 1000)
+    assert read_all(stream[:-1], [300]) == []
+
+
+@given(noise=st.binary(min_size=HEADER_BYTES, max_size=300))
+def test_noise_is_refused(noise: bytes) -> None:
+    with pytest.raises(ShoalError):
+        read_all(noise, [1000])
