@@ -4,12 +4,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Generic, TypeVar
 
 import grpc
 import structlog
 
 from shoal_client.channel import CHANNEL_OPTIONS, BackOff, close_channels
+from shoal_proto import routes
 from shoal_proto.errors import (
     DeadlineExceeded,
     RetryError,
@@ -57,7 +59,8 @@ class ShardServers(Generic[Stub]):
 
         What may succeed later is attempted again until `timeout_s` has passed, by a newer map
         where the old one may be at fault. Shards without values are waited for until `ready_by_s`
-        of the monotonic clock. Raises the error that ended it.
+        of the monotonic clock. A refusal that says where a shard is led now is followed at once:
+        the map then names that server, too. Raises the error that ended it.
         """
         give_up_s = time.monotonic() + self._timeout_s
         back_off = BackOff()
@@ -75,6 +78,9 @@ class ShardServers(Generic[Stub]):
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = worst_of(errors) if errors else _incomplete(todo)
+            if _redirected(held, errors) and time.monotonic() < give_up_s:
+                retries += 1
+                continue
             pause_s = back_off.pause_s()
             next_s = time.monotonic() + pause_s
             out_of_time = next_s >= give_up_s or (
@@ -154,8 +160,30 @@ class ShardServers(Generic[Stub]):
 
 
 def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
-    """The error that decides what happens next: one that forbids a retry, if there is one."""
-    return min(errors, key=lambda error: isinstance(error, RetryError))
+    """The error that decides what happens next: one that forbids a retry, if there is one, then one
+    that does not say where to go instead. One that does says all that the errors together do."""
+    worst = min(errors, key=lambda error: (isinstance(error, RetryError), _has_route(error)))
+    return routes.gather(worst, errors)
+
+
+def _has_route(error: ShoalError) -> bool:
+    return isinstance(error, WrongEpoch) and bool(routes.of(error))
+
+
+def _redirected(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
+    """Write into the shards where they are led now, as far as the errors say; whether each of the
+    errors said something new, so that there is nothing to wait for."""
+    by_id = {shard.shard_id: shard for shard in shards}
+    told = [routes.of(error) if isinstance(error, WrongEpoch) else [] for error in errors]
+    news = [
+        [r for r in found if r.shard_id in by_id and r.epoch > by_id[r.shard_id].epoch]
+        for found in told
+    ]
+    for route in sorted(chain.from_iterable(news), key=lambda route: route.epoch):
+        shard = by_id[route.shard_id]
+        shard.epoch, shard.server_id = route.epoch, route.server_id
+        shard.address = route.address
+    return bool(news) and all(news)
 
 
 def _by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:

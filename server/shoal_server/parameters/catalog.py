@@ -1,10 +1,11 @@
 """All the shards that a server holds, by job and id, and how a missing one is explained."""
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import structlog
 
+from shoal_proto import routes
 from shoal_proto.errors import (
     DtypeMismatch,
     ProposalConflict,
@@ -14,6 +15,7 @@ from shoal_proto.errors import (
     UnknownShard,
     WrongEpoch,
 )
+from shoal_proto.routes import Route
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.core.holdings import Holder, Holding
@@ -25,6 +27,15 @@ from shoal_server.parameters.shard import LiveShard
 
 log = structlog.get_logger(__name__)
 
+LED_WITHIN_S = 1.0
+"""Who comes ahead of the news that this server leads a shard is kept waiting for so long."""
+
+FindRoute = Callable[[str, int], Route | None]
+
+
+def _no_route(job: str, shard_id: int) -> Route | None:
+    """Before there is a record to know one from."""
+
 
 class Catalog:
     """Lives on the event loop; the shards' states may be used from any thread."""
@@ -34,31 +45,80 @@ class Catalog:
         self._me = me
         self._shards: dict[str, dict[int, Held]] = {}
         self._changed = asyncio.Condition()
+        self.route: FindRoute = _no_route
+        """Where a shard is led, or is about to be, as far as this server knows."""
 
     def find(self, job: str, shard_id: int) -> Held | None:
         return self._shards.get(job, {}).get(shard_id)
 
     async def look_up(self, job: str, wanted: Sequence[tuple[int, int]]) -> list[Held | ShoalError]:
         """For each (shard id, epoch) the shard that this server leads, or the error that explains
-        why it is not to be had: WrongEpoch, ShardNotReady or UnknownShard."""
+        why it is not to be had: WrongEpoch, ShardNotReady or UnknownShard.
+
+        Waits for those that it is about to lead: who sends somebody here for them does so while
+        they are handed over."""
+        await self._wait_led(job, wanted)
         found: list[Held | ShoalError] = []
         for shard_id, epoch in wanted:
             held = self.find(job, shard_id)
             if held is None or held.role is not Role.PRIMARY:
-                found.append(await self._explain(job, shard_id))
+                found.append(
+                    self.redirect(job, shard_id, epoch) or await self._explain(job, shard_id)
+                )
             elif held.epoch != epoch or held.is_handing_over:
-                found.append(_wrong_epoch(held, epoch))
+                found.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(held, epoch))
             elif held.is_forming:
                 found.append(_not_ready(job, shard_id, "a backup that has its values"))
             else:
                 found.append(held)
         return found
 
+    async def _wait_led(self, job: str, wanted: Sequence[tuple[int, int]]) -> None:
+        def is_expected(shard_id: int, epoch: int) -> bool:
+            held = self.find(job, shard_id)
+            return held is not None and held.role is Role.BACKUP and held.epoch < epoch
+
+        def none_expected() -> bool:
+            return not any(is_expected(*each) for each in wanted)
+
+        if none_expected():
+            return
+        try:
+            async with asyncio.timeout(LED_WITHIN_S), self._changed:
+                await self._changed.wait_for(none_expected)
+        except TimeoutError:
+            return
+
+    def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
+        """The error for one who believes in that epoch of a shard, with the way to where a newer
+        one is led; None if this server knows of none."""
+        route = self.route(job, shard_id)
+        if route is None or route.epoch <= epoch:
+            return None
+        return WrongEpoch(
+            f"shard {shard_id} of job {job} is not led here in epoch {epoch}",
+            seen=f"epoch {epoch} at server {self._me.server_id}",
+            expected=f"epoch {route.epoch} at server {route.server_id}",
+            fix=f"Retry at {route.address}, or fetch the shard map.",
+            details=routes.told([route]),
+        )
+
+    def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
+        """A refusal of a shard that was led here when the call came, with the way to where it is
+        led now."""
+        if not isinstance(error, WrongEpoch) or error.details:
+            return error
+        return self.redirect(job, shard_id, epoch) or error
+
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
-        """Return when all are there, or when the time is over."""
+        """Return when all are there, or when the time is over. Those that another server leads
+        are not waited for."""
         wanted = list(shard_ids)
 
         def is_there(shard_id: int) -> bool:
+            route = self.route(job, shard_id)
+            if route is not None and route.server_id != self._me.server_id:
+                return True
             held = self.find(job, shard_id)
             return held is not None and held.role is Role.PRIMARY and not held.is_forming
 

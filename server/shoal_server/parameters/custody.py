@@ -2,7 +2,7 @@
 
 The record says who holds what (`core/holdings.py`); every change of it, whoever made it, is carried
 out here. This server itself changes it in four cases: a joiner is in step or a backup is gone
-(`copying.py`), a primary is gone (`watching.py`), a shard is handed over (here).
+(`copying.py`), a primary is gone (`watching.py`), a shard is handed over (`handing_over.py`).
 """
 
 import asyncio
@@ -15,12 +15,14 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import WrongEpoch
-from shoal_server.core.holdings import Holder, Holding, Holdings, handed_over, put_on_disk
+from shoal_proto.routes import Route
+from shoal_server.core.holdings import Holder, Holding, Holdings, put_on_disk
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.copying import Copying
 from shoal_server.parameters.frames import Arrived
+from shoal_server.parameters.handing_over import HandingOver
 from shoal_server.parameters.held import Held, Receipts, Role
 from shoal_server.parameters.image import Image
 from shoal_server.parameters.journal import Journal
@@ -56,6 +58,8 @@ class Custody:
         }
         self._copying = Copying(me, run=run, **parts)
         self._watching = Watching(me, **parts)
+        self._handing_over = HandingOver(me, self._record)
+        catalog.route = self._route
         self._background = Background()
         self._empty = asyncio.Event()
 
@@ -66,7 +70,7 @@ class Custody:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._record.__aexit__(*exc)
-        for part in (self._background, self._copying, self._watching):
+        for part in (self._background, self._handing_over, self._copying, self._watching):
             await part.close()
         await self._roster.__aexit__(*exc)
 
@@ -96,6 +100,18 @@ class Custody:
     def holding(self, job: str, shard_id: int) -> Holding | None:
         """Who holds a shard, as of the newest record seen."""
         return self._record.holding(job, shard_id)
+
+    def _route(self, job: str, shard_id: int) -> Route | None:
+        """Where a shard is led, or is about to be; None where that is not known."""
+        holding = self.holding(job, shard_id)
+        if holding is None:
+            return None
+        held = self._catalog.find(job, shard_id)
+        leader, epoch = holding.primary, holding.epoch
+        if held is not None and held.is_handing_over and holding.successor is not None:
+            leader, epoch = holding.successor, epoch + 1
+        address = self._roster.address(leader)
+        return None if address is None else Route(shard_id, epoch, leader.server_id, address)
 
     def of_job(self, job: str) -> Mapping[int, Holding]:
         """Who holds each shard of a job, as of the newest record seen."""
@@ -193,9 +209,8 @@ class Custody:
             self._background.start(("promote", held), self._promote(held))
             return
         self._copying.follow_as_written(held, holding)
-        if holding.successor is not None and not held.is_handing_over:
-            held.is_handing_over = True
-            self._background.start(("hand over", held), self._hand_over(held))
+        if holding.successor is not None:
+            self._handing_over.begin(held)
 
     async def _promote(self, held: Held) -> None:
         """What came from the last primary is applied first: some of it was acknowledged."""
@@ -210,22 +225,6 @@ class Custody:
         log.info("shard_led", job=held.job, shard_id=held.shard_id, epoch=held.epoch)
         self._begin_to_lead(held, holding)
         await self._catalog.notify()
-
-    async def _hand_over(self, held: Held) -> None:
-        """Stop, let every backup draw level, change places with the successor."""
-        # From here on pushes of this epoch are refused; the next one is the successor's.
-        held.state.enter_epoch(held.epoch + 1)
-        try:
-            await held.receipts.wait_safe(held.state.version)
-            change = partial(handed_over, primary=self.me)
-            chosen = partial(Holdings.changed, shard_ids=[held.shard_id], change=change)
-            await self._record.change(held.job, chosen)
-        except WrongEpoch:
-            return  # Somebody else leads it already.
-        holding = self.holding(held.job, held.shard_id)
-        if held.role is Role.PRIMARY and holding is not None and holding.epoch == held.epoch:
-            held.state.enter_epoch(held.epoch)
-            held.is_handing_over = False
 
     def _step_down(self, held: Held, holding: Holding) -> None:
         self._end(held)

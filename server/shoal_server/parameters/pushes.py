@@ -11,7 +11,7 @@ import structlog
 
 from shoal_proto.errors import InternalError, InvalidSpec, MalformedMessage, ShoalError
 from shoal_proto.pieces import AnyPiece
-from shoal_proto.status import to_detail
+from shoal_proto.status import from_detail, to_detail
 from shoal_proto.v1.parameters_pb2 import (
     Acknowledgement,
     PushHeader,
@@ -66,6 +66,7 @@ class IncomingPush:
 
     async def open(self, catalog: Catalog) -> None:
         """Look up every shard that the header names."""
+        self._catalog = catalog
         items = self._header.shards
         found = await catalog.look_up(
             self._header.token.job, [(item.shard_id, item.epoch) for item in items]
@@ -146,7 +147,7 @@ class IncomingPush:
         shard_id, pending = self._pending.popleft()
         answer = await pending
         reservation.release(shard_id)
-        return _messages(answer)
+        return _messages(self._with_route(answer))
 
     def _start(self, part: _Part) -> None:
         work = partial(self._apply, part)
@@ -196,6 +197,15 @@ class IncomingPush:
             duplicate=duplicate,
         )
         return _Answer(outcome=message, values=values)
+
+    def _with_route(self, answer: _Answer) -> _Answer:
+        """The shard may have gone elsewhere while its gradient came in."""
+        if not answer.outcome.HasField("error"):
+            return answer
+        job, shard_id = self._header.token.job, answer.outcome.shard_id
+        epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
+        error = from_detail(answer.outcome.error)
+        return _refusal(shard_id, self._catalog.with_route(error, job, shard_id, epoch))
 
     def _refuse(self, shard_id: int, error: ShoalError) -> None:
         self._refused.add(shard_id)

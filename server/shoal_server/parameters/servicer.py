@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing
 from functools import partial
 
+from shoal_proto import routes
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1.parameters_pb2 import (
@@ -131,11 +132,14 @@ class Servicer:
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
         await self._catalog.wait_for(job, [item.shard_id for item in request.shards], wait_s)
         found = await self._catalog.look_up(job, [(i.shard_id, i.epoch) for i in request.shards])
-        reads = []
-        for item, held in zip(request.shards, found, strict=True):
-            if isinstance(held, ShoalError):
-                raise held
-            reads.append((held, item.known_version))
+        errors = [error for error in found if isinstance(error, ShoalError)]
+        for error in errors:
+            raise routes.gather(error, errors)
+        reads = [
+            (held, item.known_version)
+            for item, held in zip(request.shards, found, strict=True)
+            if isinstance(held, Held)
+        ]
         async for held, values in self._read_ahead(reads):
             # What a backup has not got yet may still vanish: nobody is to have seen it.
             await held.receipts.wait_safe(values.version)

@@ -13,6 +13,7 @@ from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.memory import Memory
+from shoal_server.parameters.tables.intake import Part
 from shoal_server.parameters.tables.shard import TableShard
 
 log = structlog.get_logger(__name__)
@@ -39,7 +40,12 @@ class TableMaker:
         """For each (shard id, epoch) the shard that this server leads, made now if it never was, or
         the error that explains why it is not to be had."""
         items = list(wanted)
-        missing = [shard_id for shard_id, _ in items if self._catalog.find(job, shard_id) is None]
+        missing = [
+            shard_id
+            for shard_id, epoch in items
+            if self._catalog.find(job, shard_id) is None
+            and self._catalog.redirect(job, shard_id, epoch) is None
+        ]
         is_lost = bool(missing) and await self._make(job, missing)
         found: list[tuple[Held, TableShard] | ShoalError] = []
         for held in await self._catalog.look_up(job, items):
@@ -52,6 +58,11 @@ class TableMaker:
             else:
                 found.append(_dense(held))
         return found
+
+    def with_route(self, error: ShoalError, part: Part) -> ShoalError:
+        """A refusal of a shard, with the way to where it is led now; see `Catalog`."""
+        item = part.item
+        return self._catalog.with_route(error, part.held.job, item.shard_id, item.epoch)
 
     async def make_all(self, job: str) -> None:
         """Make all that this server leads and nobody ever had: a snapshot has every shard."""

@@ -153,7 +153,7 @@ class TablesServicer(Base):
             outcome = await self._run(part.num_bytes, partial(self._push, part, push))
             await part.held.wait_acknowledged(outcome.version, header.acknowledgement)
         except ShoalError as error:
-            return refusal(part.item.shard_id, error)
+            return refusal(part.item.shard_id, self._maker.with_route(error, part))
         except Exception as error:
             log.exception("table_push_failed", job=part.held.job, shard_id=part.item.shard_id)
             unnamed = InternalError("the push failed", seen=repr(error))

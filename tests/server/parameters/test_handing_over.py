@@ -1,0 +1,142 @@
+"""Shards that move on purpose: pushes follow at once, and pause for no longer than they must."""
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import pytest
+from parameter_servers import ParameterServers
+
+from shoal_client.parameters import ParameterClient
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.holdings import Holding, Holdings
+from shoal_server.etcd import holdings as records
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValue, Revision
+
+JOB = "job"
+NUM_ELEMENTS = 1_500_000
+SCHEMA = [
+    ParameterSpec(name="v", shape=[NUM_ELEMENTS], dtype="float32"),
+    ParameterSpec(name="w", shape=[8], dtype="float32", group=1),
+]
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)] * 2)
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+@pytest.fixture
+def client(servers: ParameterServers) -> Iterator[ParameterClient]:
+    """Its parameters exist, all zero, and every shard has its backup."""
+    token = servers.admit("w0")
+    client = ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
+    client.place(SCHEMA)
+    client.create(SGD, filled(0.0))
+    client.pull(filled(9.0))
+    yield client
+    client.close()
+
+
+def filled(value: float) -> dict[str, memoryview]:
+    return {spec.name: memoryview(array("f", [value]) * spec.shape[0]).cast("B") for spec in SCHEMA}
+
+
+def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
+    """So many gradients of -1 are in the values, each once."""
+    value = velocity = 0.0
+    for _ in range(num_pushes):
+        velocity = 0.5 * velocity + 1.0
+        value += velocity
+    values = filled(9.0)
+    client.pull(values)
+    for name, buffer in values.items():
+        assert set(buffer.cast("f")) == {value}, name
+
+
+async def name_successors(servers: ParameterServers) -> int:
+    """Have each server hand over all that it leads, so that the coordinator has nothing to even
+    out; the revision at which they were told."""
+    entry = await records.read(servers.store, JOB)
+    assert entry is not None
+
+    def named(holding: Holding) -> Holding:
+        return Holding(
+            shard_id=holding.shard_id,
+            epoch=holding.epoch,
+            primary=holding.primary,
+            backups=holding.backups,
+            successor=holding.backups[0],
+        )
+
+    def all_named(holdings: Holdings) -> Holdings:
+        return holdings.changed([h.shard_id for h in holdings.shards], named)
+
+    changed = await records.change(servers.store, entry, all_named)
+    assert changed is not None
+    return changed.revision
+
+
+async def first_move(servers: ParameterServers, since: int) -> dict[int, Holding]:
+    """The shards that have another primary by the first change of the record that gave any one."""
+    epochs: dict[int, int] = {}
+    watch = servers.store.watch(keys.holdings(JOB), Revision(since))
+    async with aclosing(watch) as batches:
+        async for batch in batches:
+            for event in batch.events:
+                at = Revision(event.mod_revision)
+                held = records.parse(KeyValue(event.key, event.value, at, at, 1)).holdings
+                moved = {
+                    h.shard_id: h
+                    for h in held.shards
+                    if h.epoch > epochs.setdefault(h.shard_id, h.epoch)
+                }
+                if moved:
+                    return moved
+    raise AssertionError("the watch ended")
+
+
+def swap(servers: ParameterServers) -> dict[int, Holding]:
+    """Have the two servers change places; what moved first."""
+    told_at = servers.run(name_successors(servers))
+    return servers.run(first_move(servers, told_at))
+
+
+def test_a_push_follows_a_shard_without_the_coordinator(
+    servers: ParameterServers, client: ParameterClient
+) -> None:
+    """The server that refuses it says who leads the shard now; later pushes go there straight."""
+    servers.run(servers.coordinator_server.stop(None))
+    swap(servers)
+    first = client.push(filled(-1.0))
+    second = client.push(filled(-1.0))
+    assert (first.retries, second.retries) == (1, 0)
+    assert_pushed(client, 2)
+
+
+def test_a_pull_follows_a_shard_without_the_coordinator(
+    servers: ParameterServers, client: ParameterClient
+) -> None:
+    """The same for values."""
+    client.push(filled(-1.0))
+    servers.run(servers.coordinator_server.stop(None))
+    swap(servers)
+    assert_pushed(client, 1)
+
+
+def test_shards_that_move_together_move_at_once(
+    servers: ParameterServers, client: ParameterClient
+) -> None:
+    """One change of the record for all of them: one pause for whoever pushes to them all."""
+    led: dict[str, set[int]] = defaultdict(set)
+    for shard in client.fetch_map().shards:
+        led[shard.server_id].add(shard.shard_id)
+    assert min(map(len, led.values())) > 1
+    assert set(swap(servers)) in led.values()
+    client.push(filled(-1.0))
+    assert_pushed(client, 1)
