@@ -7,6 +7,7 @@ each other without it. So nothing is lost while no coordinator leads.
 import asyncio
 import json
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
@@ -16,6 +17,7 @@ import structlog
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.core import loads
+from shoal_server.core.absences import Absences
 from shoal_server.core.holdings import Holder, Holdings
 from shoal_server.core.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
 from shoal_server.core.upkeep import Servers, gone_on_without, num_lost, upkeep
@@ -56,8 +58,10 @@ class ShardKeeper:
         self._num_bytes: dict[str, dict[int, int]] = {}
         self._pushed: dict[str, Mapping[int, int]] = {}
         self._weights: dict[str, dict[int, int]] = {}
-        self._gone_since_s: dict[Holder, float] = {}
-        self._disk_gone_since_s: dict[str, float] = {}
+        self._gone: dict[str, Absences[Holder]] = defaultdict(Absences)
+        """By job: holders of its shards."""
+        self._gone_disks: dict[str, Absences[str]] = defaultdict(Absences)
+        """By job: ids of servers on whose disk its shards are."""
         self._suspect_until_s: dict[Holder, float] = {}
         self._last: dict[str, Holdings] = {}
         self._wake = asyncio.Event()
@@ -118,8 +122,14 @@ class ShardKeeper:
             await self._tend(entry, present)
         for job in self._last.keys() - known:
             self._last.pop(job)
-            for known_of_it in (self._num_bytes, self._pushed, self._weights):
-                known_of_it.pop(job, None)
+            self._forget(job)
+
+    def _forget(self, job: str) -> None:
+        """The job's record is gone."""
+        for known_of_it in (self._num_bytes, self._pushed, self._weights):
+            known_of_it.pop(job, None)
+        for gone in (self._gone, self._gone_disks):
+            gone.pop(job, None)
 
     async def _servers(self) -> Servers:
         found = await registered.read(self._store)
@@ -167,32 +177,24 @@ class ShardKeeper:
     def _dead(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
         """Holders that will not come back with what they held: another process has their name, or
         they were away for long."""
-        now_s = time.monotonic()
         held_by = {holder for holding in holdings.shards for holder in holding.holders}
         replaced = {holder.server_id for holder in seen.present}
-        dead = set()
-        for holder in held_by - seen.present:
-            since_s = self._gone_since_s.setdefault(holder, now_s)
-            if holder.server_id in replaced or now_s - since_s >= DEAD_AFTER_S:
-                dead.add(holder)
-        for holder in seen.present:
-            self._gone_since_s.pop(holder, None)
-        return frozenset(dead)
+        away_s = self._gone[holdings.job].away_s(held_by - seen.present, time.monotonic())
+        return frozenset(
+            holder
+            for holder, for_s in away_s.items()
+            if holder.server_id in replaced or for_s >= DEAD_AFTER_S
+        )
 
     def _disks(self, holdings: Holdings, seen: Servers) -> frozenset[str]:
         """Servers whose journals are not given up yet. One that is back and found nothing in its
         own has said so in the record."""
-        now_s = time.monotonic()
         present = {holder.server_id for holder in seen.present}
         disks = {h.on_disk for h in holdings.shards if h.on_disk}
-        for server_id in disks & present:
-            self._disk_gone_since_s.pop(server_id, None)
-        return frozenset(
-            server_id
-            for server_id in disks
-            if server_id in present
-            or now_s - self._disk_gone_since_s.setdefault(server_id, now_s) < DEAD_AFTER_S
-        )
+        away_s = self._gone_disks[holdings.job].away_s(disks - present, time.monotonic())
+        return frozenset(disks & present) | {
+            server_id for server_id, for_s in away_s.items() if for_s < DEAD_AFTER_S
+        }
 
     def _suspects(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
         """Those whose peers went on without them. If they live after all, they are given shards

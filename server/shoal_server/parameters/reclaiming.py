@@ -14,6 +14,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import RetryError
+from shoal_server.core.absences import Absences
 from shoal_server.core.holdings import Holder, Holding, Holdings, led_from_disk, off_disk
 from shoal_server.etcd import shard_map
 from shoal_server.etcd.api import KeyValueStore
@@ -47,7 +48,8 @@ class Reclaiming:
         self._open: dict[Key, Recovered[ShardState]] = {
             (found.job, found.state.shard_id): found for found in recovered
         }
-        self._absent_since_s: dict[Holder, float] = {}
+        self._absences = Absences[Holder]()
+        """Of primaries whose server etcd does not list."""
         self._num_led = 0
 
     @property
@@ -92,15 +94,14 @@ class Reclaiming:
 
     def _dead(self, present: frozenset[Holder]) -> frozenset[Holder]:
         """Primaries whose server has another process by now, or none for long."""
-        now_s = time.monotonic()
         ids = {holder.server_id for holder in present}
         holdings = (self._custody.holding(*key) for key in self._open)
         absent = {h.primary for h in holdings if h is not None and h.primary not in present}
-        self._absent_since_s = {h: self._absent_since_s.get(h, now_s) for h in absent}
+        away_s = self._absences.away_s(absent, time.monotonic())
         return frozenset(
             holder
-            for holder, since_s in self._absent_since_s.items()
-            if holder.server_id in ids or now_s - since_s >= GONE_AFTER_S
+            for holder, for_s in away_s.items()
+            if holder.server_id in ids or for_s >= GONE_AFTER_S
         )
 
     async def _claim(self, present: frozenset[Holder], dead: frozenset[Holder]) -> None:
