@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median, quantiles
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,22 @@ class Row:
 
     def as_json(self) -> dict[str, str | float | int]:
         return {key: value for key, value in asdict(self).items() if value is not None}
+
+
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile; of less than a hundred values, the largest."""
+    return quantiles(values, n=100)[-1] if len(values) >= 100 else max(values)
+
+
+def spread(metric: str, values: Sequence[float], unit: str) -> list[Row]:
+    """Two rows, METRIC_p50 and METRIC_p99, of values that are better when they are low; they are
+    told in one line too."""
+    middle, high = median(values), p99(values)
+    print(f"{metric}: p50 {middle:.4g} {unit}, p99 {high:.4g} {unit}, {len(values)} runs")
+    return [
+        Row(metric=f"{metric}_{name}", value=value, unit=unit, runs=len(values))
+        for name, value in (("p50", middle), ("p99", high))
+    ]
 
 
 def publish(name: str, rows: Sequence[Row]) -> Path:
