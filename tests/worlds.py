@@ -110,6 +110,7 @@ class LaidOutTraining:
                 layout.backward(training.loss(layout.module(inputs[own]), targets[own]), weight)
         layout.reduce()
         assert layout.synchronised()
+        layout.check()
         self.bound.optimizer.step()
         layout.stepped()
 

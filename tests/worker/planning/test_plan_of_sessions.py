@@ -16,9 +16,11 @@ NUM_MEMBERS, BATCH, COUNTED_STEP = 2, 6, 2
 STRATEGIES = {
     "ddp": shoal.DDP,
     "zero1": lambda: shoal.Zero1(copies=0),
+    "zero2": lambda: shoal.Zero2(copies=0),
     "fsdp": lambda: shoal.FSDP(copies=0),
     "tensor": lambda: shoal.TensorParallel(min_split_bytes=0, copies=0),
     "pipeline": lambda: shoal.Pipeline(copies=0),
+    "hybrid": lambda: shoal.Hybrid(pipeline=2, copies=0),
 }
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.backends.base import Waiting
-from shoal.layouts.gradients import check_gradients
+from shoal.layouts.verdict import Verdict
 from shoal.state.pieces import Box, Piece
 from shoal.strategies.base import LossFunction
 from shoal.strategies.state import persistent_buffers
@@ -66,6 +66,9 @@ class Layout(ABC):
 
     step: int = 0
     """Steps committed before the present one, for what is told of a fault in it."""
+
+    verdict: Verdict | None = None
+    """Where ranks see a fault in their own gradients only: what tells it to the others."""
 
     @property
     def plain(self) -> nn.Module:
@@ -147,12 +150,13 @@ class Layout(ABC):
         """Complete the gradients: from here on those of `parameters` are the global batch's."""
 
     def check(self) -> None:
-        """Raise unless the gradients are finite. Called behind `reduce`; may communicate.
+        """Raise unless the gradients are finite, on every rank if on any: NonFiniteGradient where
+        they are not, GenerationBroken elsewhere. Called behind `reduce`; may communicate.
 
-        As it stands: NonFiniteGradient on the ranks whose parts are not; the others find out when
-        those leave.
+        As it stands: see `Verdict.check`.
         """
-        check_gradients(self.parameters, self.step)
+        if self.verdict is not None:
+            self.verdict.check(self.parameters, self.step)
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right behind `optimizer.step()`. May communicate."""

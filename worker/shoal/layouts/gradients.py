@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shoal.strategies.gates import Gates
 from shoal_proto.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
@@ -19,15 +20,23 @@ def clip(layout: "Layout", max_norm: float) -> Tensor:
     """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
 
     Collective. As torch.nn.utils.clip_grad_norm_ does on one process: each element of each
-    parameter counts once, whichever rank holds it and however many do.
+    parameter counts once, whichever rank holds it and however many do. The message also carries
+    what a layout's verdict is to tell.
     """
     gradients = _local_gradients(layout.parameters)
     counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
-    square = torch.zeros((), dtype=torch.float32, device=layout.world.device)
+    message = torch.zeros(1, dtype=torch.float32, device=layout.world.device)
     for norm in torch._foreach_norm(counted) if counted else ():
-        square += norm.float() ** 2
-    dist.all_reduce(square, group=layout.world.group)
-    total = square.sqrt()
+        message += norm.float() ** 2
+    verdict = layout.verdict
+    if verdict is not None:
+        message = torch.cat([message, verdict.words(layout.parameters)])
+    waiting = layout.waiting
+    gates = waiting if isinstance(waiting, Gates) else Gates()
+    gates.wait(dist.all_reduce(message, group=layout.world.group, async_op=True))
+    if verdict is not None:
+        verdict.hear(message[1:])
+    total = message[0].sqrt()
     # The same small number as in torch, and the same order: clipped runs stay equal to one process.
     torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
@@ -37,13 +46,6 @@ def check_loss(loss: Tensor, step: int) -> None:
     """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
     if not bool(torch.isfinite(loss.detach()).all()):
         raise _not_finite("the loss", step, seen=str(loss.detach()), expected="a finite number")
-
-
-def check_gradients(parameters: Mapping[str, nn.Parameter], step: int) -> None:
-    """Raise NonFiniteGradient, by name, unless this rank's part of all gradients is finite."""
-    fault = name_of_fault(parameters)
-    if fault:
-        raise gradient_not_finite(fault, step)
 
 
 def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:
@@ -57,14 +59,33 @@ def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:
     )
 
 
+def sum_not_finite(name: str, step: int) -> NonFiniteGradient:
+    """What all ranks are told where each one's own gradients were finite; `name` is that of a
+    parameter in which this rank sees it, or empty."""
+    return _not_finite(
+        "the sum of all members' gradients",
+        step,
+        seen="an overflow; each member's own gradient was finite",
+        expected="finite numbers",
+        fix="Scale the loss down or use a wider dtype.",
+        parameter=name,
+    )
+
+
 def _not_finite(
-    what: str, step: int, *, seen: str, expected: str, parameter: str = ""
+    what: str,
+    step: int,
+    *,
+    seen: str,
+    expected: str,
+    fix: str = "Lower the learning rate, clip gradients, or look at the batch's samples.",
+    parameter: str = "",
 ) -> NonFiniteGradient:
     return NonFiniteGradient(
         f"{what} is not finite at step {step}",
         seen=seen,
         expected=expected,
-        fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
+        fix=fix,
         details={"parameter": parameter, "step": str(step)},
     )
 
@@ -88,4 +109,10 @@ def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor
     return {name: gradient for name, gradient in found.items() if gradient.numel()}
 
 
-__all__ = ["check_gradients", "check_loss", "clip", "gradient_not_finite", "name_of_fault"]
+__all__ = [
+    "check_loss",
+    "clip",
+    "gradient_not_finite",
+    "name_of_fault",
+    "sum_not_finite",
+]

@@ -16,6 +16,7 @@ from shoal.layouts.pipeline import Course, PipelineLayout
 from shoal.layouts.sharded import broadcast_packed
 from shoal.layouts.tensor import parallelise
 from shoal.layouts.tensor_plan import MASK, TensorPlan
+from shoal.layouts.verdict import Verdict
 from shoal.strategies.gates import Gates
 
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -49,7 +50,7 @@ class HybridLayout(Layout):
         self._at = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
         self.data_index, self.data_count = self._at["data"], plan.mesh.data
         self.elementwise = plan.mesh.tensor > 1
-        self._inner: Layout
+        self._inner: _OneStage | PipelineLayout
         split = _splitter(mesh["tensor"], plan.tensor)
         if plan.cut is None:
             self._inner = _OneStage(model, world, split)
@@ -58,7 +59,8 @@ class HybridLayout(Layout):
                 model, world, plan.cut, plan.course, group=self._groups["pipeline"], prepare=split
             )
         self.module = self._inner.module
-        self._gates = self._inner.waiting if isinstance(self._inner, PipelineLayout) else Gates()
+        self._gates = self._inner.waiting
+        self.verdict = self._inner.verdict
 
     @property
     def plain(self) -> nn.Module:
@@ -120,6 +122,8 @@ class HybridLayout(Layout):
 class _OneStage(Layout):
     """The whole model, perhaps split."""
 
+    verdict: Verdict
+
     def __init__(
         self, model: nn.Module, world: World, prepare: Callable[[nn.Module], None]
     ) -> None:
@@ -128,6 +132,18 @@ class _OneStage(Layout):
         prepare(model)
         materialise(model, world.device)
         self._parameters = dict(model.named_parameters())
+        self._gates = Gates()
+        self.verdict = Verdict(world.group, world.device, self._gates)
+
+    @property
+    def waiting(self) -> Gates:
+        return self._gates
+
+    def begin(self) -> None:
+        self.verdict.begin()
+
+    def reduce(self) -> None:
+        self.verdict.look(self._parameters)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -13,7 +13,7 @@ from shoal.layouts.hybrid import HybridPlan, buckets, plan_of_stage
 from shoal.layouts.meta import on_meta, to_meta
 from shoal.layouts.schedules import Feed, num_microbatches
 from shoal.layouts.stages import Stage
-from shoal.layouts.tensor_figures import first_alike, split_alone, tensor_groups
+from shoal.layouts.tensor_figures import first_alike, split_alone, tensor_groups, verdict_message
 from shoal.planning.figures import (
     BACKWARD,
     FORWARD,
@@ -182,6 +182,8 @@ class MeshFigures:
                 for bucket in buckets(list(part.trained.values()))
             ]
             yield _collective("all_reduce", averaged)
+        if self._mesh.world_size > 1:
+            yield verdict_message(self._mesh.world_size)
         if self._mesh.tensor > 1:
             whole = [p for p in part.trained.values() if id(p) not in part.cut]
             yield _collective("broadcast", list(map(_bytes, buckets(whole))))

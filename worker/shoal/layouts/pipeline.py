@@ -15,6 +15,7 @@ from shoal.layouts.outline import Outline
 from shoal.layouts.relay import Neighbours
 from shoal.layouts.schedules import Feed, Rounds, num_microbatches
 from shoal.layouts.stages import Stage
+from shoal.layouts.verdict import Verdict
 from shoal.strategies.replica import replica_of
 from shoal_proto.errors import InvalidSpec
 
@@ -35,6 +36,7 @@ class PipelineLayout(Layout):
     """The stage of this rank, in a pipeline over all ranks or over those of `group`."""
 
     elementwise = False
+    verdict: Verdict
 
     def __init__(
         self,
@@ -58,6 +60,7 @@ class PipelineLayout(Layout):
         self._rounds: dict[str, Rounds] = {}
         self._parameters = self.stage.parameters
         self._complete = False
+        self.verdict = Verdict(world.group, world.device, self._near.courier)
         self.module = _Whole(self)
         self._shown = replica_of(self.stage.model, lambda: self.module)
 
@@ -77,6 +80,7 @@ class PipelineLayout(Layout):
 
     def begin(self) -> None:
         self._complete = False
+        self.verdict.begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         raise _needs_forward_backward()
@@ -120,6 +124,7 @@ class PipelineLayout(Layout):
 
     def reduce(self) -> None:
         """Sum the gradients of parameters that several stages use, among those stages."""
+        self.verdict.look(self._parameters)
         for name, stages in self.stage.holders.items():
             parameter = self._parameters.get(name)
             if parameter is not None and len(stages) > 1 and parameter.requires_grad:

@@ -22,7 +22,9 @@ from shoal.layouts.tensor_parts import (
 )
 from shoal.layouts.tensor_plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, Entry, TensorPlan
 from shoal.layouts.tensor_styles import CUT_DIMS
+from shoal.layouts.verdict import Verdict
 from shoal.state.pieces import MODEL, OPTIM
+from shoal.strategies.gates import Gates
 
 _Known = dict[int, nn.Parameter]
 
@@ -149,6 +151,7 @@ class TensorLayout(Layout):
     """A whole world as one tensor-parallel group."""
 
     elementwise = True
+    verdict: Verdict
 
     def __init__(self, module: nn.Module, world: World, plan: TensorPlan) -> None:
         self.world = world
@@ -162,6 +165,8 @@ class TensorLayout(Layout):
             module.split_over(mesh)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
+        self._gates = Gates()
+        self.verdict = Verdict(world.group, world.device, self._gates)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -176,17 +181,26 @@ class TensorLayout(Layout):
         owner, _, _ = name.removeprefix(OPTIM).rpartition("/")
         return isinstance(self._parameters.get(owner), DTensor)
 
+    @property
+    def waiting(self) -> Gates:
+        return self._gates
+
+    def begin(self) -> None:
+        self.verdict.begin()
+
     def reduce(self) -> None:
         """Give all ranks the first one's gradients of whole parameters.
 
         They are the same up to kernels that add in no fixed order, or to machines of two kinds;
         that is enough for copies to drift apart over many steps.
         """
+        self.verdict.look(self._parameters)
         if self.world.world_size == 1:
             return
         for gradients in self._whole_gradients():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            dist.broadcast(flat, group_src=0, group=self.world.group)
+            message = dist.broadcast(flat, group_src=0, group=self.world.group, async_op=True)
+            self._gates.wait(message)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))

@@ -50,6 +50,12 @@ def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
     )
 
 
+def verdict_message(world_size: int) -> Collective:
+    """By which all ranks learn whether the step's gradients are finite; see `Verdict`."""
+    num_bytes = world_size * torch.float32.itemsize
+    return Collective(kind="all_reduce", when=UPDATE, calls=1, num_bytes=num_bytes)
+
+
 def split_alone(module: nn.Module, plan: TensorPlan, group: SilentGroup) -> frozenset[int]:
     """Make the module, which is on the meta device, the part that the group's rank has of it.
 
@@ -115,15 +121,12 @@ def _collectives(
         split_alone(model, tensor_plan, group)
         inputs = to_meta(subject.inputs)
         moved = Rehearsed(group, lambda: model(inputs)).collectives()
-    if not aligned:
-        return moved
     # Gradients of whole parameters are taken from the first rank, those of a dtype together.
-    return (
-        *moved,
-        Collective(
-            kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
-        ),
+    taken = Collective(
+        kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
+    told = verdict_message(subject.world_size)
+    return (*moved, taken, told) if aligned else (*moved, told)
 
 
-__all__ = ["first_alike", "split_alone", "tensor_figures", "tensor_groups"]
+__all__ = ["first_alike", "split_alone", "tensor_figures", "tensor_groups", "verdict_message"]
