@@ -1,86 +1,160 @@
-"""One worker, or the one process, of bench/accuracy.py:
-on_accuracy.py TASK MODE NUM_WORKERS SEED RESULT; MODE `alone` is the one process.
+"""One worker's part in a training of bench/accuracy.py, and the one process beside it."""
 
-Trains to the end, and writes down when that was and how many held-out samples it gets right.
-"""
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import mean
+from threading import Barrier
 
-import json
-import os
-import sys
-import time
-from pathlib import Path
-
+import structlog
 import torch
-from accuracy_tasks import ROW_LR, TASKS, Task, accuracy
+from accuracy_tasks import TASKS, Score, Task, score
+from clicks import ROW_LR
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim.lr_scheduler import LinearLR, LRScheduler
 
 import shoal
 from shoal.data import Loader, Order
 
-STRATEGIES = {
-    "async": shoal.AsyncSGD,
-    "ssp": lambda: shoal.AsyncSGD(consistency="ssp", staleness_bound=8),
-    "dc_asgd": lambda: shoal.AsyncSGD(staleness="compensate"),
+SSP_BOUND = 4
+STRATEGIES: Mapping[str, Callable[[LRScheduler], shoal.AsyncSGD]] = {
+    "async": lambda schedule: shoal.AsyncSGD(schedule=schedule),
+    "ssp": lambda schedule: shoal.AsyncSGD(
+        consistency="ssp", staleness_bound=SSP_BOUND, schedule=schedule
+    ),
+    "dc_asgd": lambda schedule: shoal.AsyncSGD(staleness="compensate", schedule=schedule),
 }
+MEETING_S = 300.0
 
 
-def dense_optimizer(task: Task, model: nn.Module) -> SGD:
-    held = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
-    dense = [parameter for parameter in model.parameters() if id(parameter) not in held]
-    return SGD(dense, lr=task.lr, momentum=task.momentum)
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """One run of `num_workers` workers; of the one process where the mode is `alone`."""
+
+    task: str
+    mode: str
+    num_workers: int
+    seed: int
+
+    @property
+    def job(self) -> str:
+        return f"{self.task}-{self.mode}-{self.num_workers}-{self.seed}"
 
 
-def alone(task: Task, seed: int) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one worker tells of its training."""
+
+    score: Score | None
+    """Of the model after the last update of all; one worker tells it."""
+    stalenesses: tuple[float, ...] = ()
+    """Of its pushes of parameters, in updates."""
+
+
+_meetings: Mapping[int, Barrier] = {}
+
+
+def prepare(meetings: Mapping[int, Barrier]) -> None:
+    """Get this process ready to train; `meetings` are where so many workers meet at the end."""
+    global _meetings  # noqa: PLW0603 - set once, as a process starts.
+    _meetings = meetings
+    torch.set_num_threads(1)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+
+
+def train(training: Training, coordinator: str) -> Part:
+    """Take part in a training; `coordinator` is host:port."""
+    torch.manual_seed(training.seed)
+    task = TASKS[training.task]
+    if training.mode == "alone":
+        return Part(score=alone(task, training.seed))
+    meeting = _meetings[training.num_workers]
+    try:
+        return together(task, training, coordinator, meeting)
+    except BaseException:
+        meeting.abort()
+        raise
+
+
+def alone(task: Task, seed: int) -> Score:
+    """Plain torch, with the same samples in the same order."""
     model = task.new_model(False)
-    optimizers: list[Optimizer] = [dense_optimizer(task, model)]
-    optimizers += [
-        Adagrad(module.parameters(), lr=ROW_LR)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-    ]
-    data, _ = task.data()
-    order = Order(
-        num_samples=len(data[0]),
+    order = order_of(task, seed)
+    optimizer = dense_optimizer(task, model)
+    schedule = falling(optimizer, order)
+    optimizers: list[Optimizer] = [optimizer]
+    optimizers += [Adagrad(rows.parameters(), lr=ROW_LR) for rows in embeddings(model)]
+    loader = Loader(task.data()[0], order)
+    for step in range(order.num_steps):
+        batch = loader.synchronous(step, 0, 1)
+        for each in optimizers:
+            each.zero_grad()
+        task.loss(model(batch.inputs), batch.targets).backward()
+        for each in optimizers:
+            each.step()
+        schedule.step()
+    return score(task, model)
+
+
+def together(task: Task, training: Training, coordinator: str, meeting: Barrier) -> Part:
+    """Train with the others until all samples are done."""
+    number = training.num_workers
+    stalenesses = []
+    with shoal.join(
+        training.job, coordinator=coordinator, min_members=number, desired_members=number
+    ) as session:
+        model = task.new_model(True)
+        optimizer = dense_optimizer(task, model)
+        schedule = falling(optimizer, order_of(task, training.seed))
+        session.distribute(model, optimizer, STRATEGIES[training.mode](schedule))
+        for batch in session.batches(
+            task.data()[0],
+            global_batch_size=task.batch_size,
+            epochs=task.epochs,
+            seed=training.seed,
+        ):
+            with session.step():
+                session.backward(task.loss(model(batch.inputs), batch.targets))
+            stalenesses.append(session.strategy.metrics()["staleness"])
+        # Once batches end every sample is done, and the model has all updates. Nobody leaves
+        # before it is measured: a job is over, rows and all, when its members have left.
+        is_first = meeting.wait(MEETING_S) == 0
+        found = score(task, model) if is_first else None
+        meeting.wait(MEETING_S)
+    return Part(score=found, stalenesses=tuple(stalenesses))
+
+
+def order_of(task: Task, seed: int) -> Order:
+    (inputs, _), _ = task.data()
+    return Order(
+        num_samples=len(inputs),
         global_batch_size=task.batch_size,
         num_epochs=task.epochs,
         seed=seed,
     )
-    loader = Loader(data, order)
-    for step in range(order.num_steps):
-        batch = loader.synchronous(step, 0, 1)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        task.loss(model(batch.inputs), batch.targets).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    return accuracy(task, model)
 
 
-def together(task: Task, mode: str, num_workers: int, seed: int) -> float:
-    data, _ = task.data()
-    with shoal.join(min_members=num_workers, desired_members=num_workers) as session:
-        model = task.new_model(True)
-        session.distribute(model, dense_optimizer(task, model), STRATEGIES[mode]())
-        for batch in session.batches(
-            data, global_batch_size=task.batch_size, epochs=task.epochs, seed=seed
-        ):
-            with session.step():
-                session.backward(task.loss(model(batch.inputs), batch.targets))
-        return accuracy(task, model)
+def falling(optimizer: Optimizer, order: Order) -> LinearLR:
+    """A rate that is 0 after the last step of all."""
+    return LinearLR(optimizer, start_factor=1.0, end_factor=0.0, total_iters=order.num_steps)
 
 
-def main() -> None:
-    name, mode, num_workers, seed, result = sys.argv[1:]
-    task = TASKS[name]
-    torch.manual_seed(int(seed))
-    if mode == "alone":
-        percent = alone(task, int(seed))
-    else:
-        percent = together(task, mode, int(num_workers), int(seed))
-    line = {"at_s": time.monotonic(), "accuracy": percent}
-    Path(f"{result}.{os.getpid()}").write_text(json.dumps(line))
+def embeddings(model: nn.Module) -> list[nn.Embedding]:
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
 
-if __name__ == "__main__":
-    main()
+def dense_optimizer(task: Task, model: nn.Module) -> SGD:
+    """For what is no embedding."""
+    rows = {id(parameter) for each in embeddings(model) for parameter in each.parameters()}
+    dense = [parameter for parameter in model.parameters() if id(parameter) not in rows]
+    return SGD(dense, lr=task.lr, momentum=task.momentum)
+
+
+def joined(parts: list[Part]) -> tuple[Score, float]:
+    """The score, and the mean staleness of a push, of all workers of a training."""
+    (found,) = (part.score for part in parts if part.score is not None)
+    return found, mean([s for part in parts for s in part.stalenesses] or [0.0])
+
+
+__all__ = ["STRATEGIES", "Part", "Training", "joined", "prepare", "train"]
