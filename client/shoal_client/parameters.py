@@ -13,6 +13,7 @@ import structlog
 
 from shoal_client.blocks import Buffers, ShardBlocks, check_buffers, encode
 from shoal_client.channel import Coordinators
+from shoal_client.joint_step import JointStep
 from shoal_client.layouts import without_tables
 from shoal_client.piece_stub import PieceStub
 from shoal_client.shard_servers import Attempt, ShardServers, worst_of
@@ -191,6 +192,13 @@ class ParameterClient:
 
         self._until_done(attempt, ready_by_s)
 
+    def joint_step(self, rows_in: Collection[int]) -> JointStep:
+        """The step of the next push here, to every shard, and of a push of rows to these shards:
+        for both to be told of. See `TableClient.shard_ids`."""
+        self._sequence += 1
+        own = (shard.shard_id for shard in self._known_map().shards)
+        return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))
+
     def push(
         self,
         gradients: Buffers,
@@ -199,14 +207,16 @@ class ParameterClient:
         into: Buffers | None = None,
         bases: Buffers | None = None,
         only: Collection[int] | None = None,
+        step: JointStep | None = None,
     ) -> PushResult:
         """Apply gradients, each exactly once, and write the values of right after into `into`.
 
         A parameter without a gradient is left alone by the optimizer. `lr` has one learning rate
         a parameter group; empty: as created. `bases` are the values that the gradients were
         computed on, for servers that compensate for delay: not the memory of `into`. With `only`,
-        nothing goes to, or comes from, any other shard. Raises NonFiniteGradient with the
-        parameter's name; then the parts that lie in other shards may have been applied.
+        nothing goes to, or comes from, any other shard. `step`: what `joint_step` gave for this
+        push and one of rows, which may be on its way at the same time. Raises NonFiniteGradient
+        with the parameter's name; then the parts that lie in other shards may have been applied.
         """
         shard_map = self._known_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
@@ -215,14 +225,15 @@ class ParameterClient:
         if bases is not None:
             check_buffers(shard_map, bases, complete=True, writable=False)
             bases = {name: bases[name] for name in gradients}
-        self._sequence += 1
+        if step is None:
+            self._sequence += 1
         push = _Push(
-            result=PushResult(sequence=self._sequence),
+            result=PushResult(sequence=self._sequence if step is None else step.sequence),
             gradients=gradients,
             bases=bases or {},
             lr=lr,
             into=into,
-            only=tuple(sorted(only or ())),
+            all_shard_ids=sorted(only or ()) if step is None else step.shard_ids,
             base_versions=dict(self._versions),
             base_epochs=dict(self._epochs),
         )
@@ -289,7 +300,7 @@ class ParameterClient:
                 shards=items,
                 lr=push.lr,
                 return_values=push.into is not None,
-                all_shard_ids=push.only,
+                all_shard_ids=push.all_shard_ids,
                 acknowledgement=self._acknowledgement,
             )
         )
@@ -352,7 +363,8 @@ class _Push:
     bases: Buffers
     lr: Sequence[float]
     into: Buffers | None
-    only: Sequence[int]
+    all_shard_ids: Sequence[int]
+    """All that the step touches; none: every shard here."""
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
 

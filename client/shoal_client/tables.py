@@ -13,6 +13,7 @@ import structlog
 
 from shoal_client.blocks import DTYPE_BYTES
 from shoal_client.channel import Coordinators
+from shoal_client.joint_step import JointStep
 from shoal_client.layouts import of_tables
 from shoal_client.shard_servers import Attempt, ShardServers, worst_of
 from shoal_client.table_rows import (
@@ -140,13 +141,21 @@ class TableClient:
         for number, rows in enumerate(packed(pieces)):
             yield TableLookupRequest(header=None if number else header, rows=rows)
 
-    def push(self, pushed: Mapping[Where, Gradients]) -> TablePushResult:
+    def shard_ids(self, pushed: Iterable[Where]) -> list[int]:
+        """The ids of these shards. Raises UnknownShard."""
+        self._check_known(pushed)
+        return [self._shards[where].shard_id for where in pushed]
+
+    def push(
+        self, pushed: Mapping[Where, Gradients], *, step: JointStep | None = None
+    ) -> TablePushResult:
         """Apply gradients, each exactly once.
 
-        Raises NonFiniteGradient with table and row; then what lies in other shards may have been
-        applied.
+        `step`: what `ParameterClient.joint_step` gave for this push and one of parameters; for all
+        pushes of this client, or for none. Raises NonFiniteGradient with table and row; then what
+        lies in other shards may have been applied.
         """
-        self._sequence += 1
+        self._sequence = self._sequence + 1 if step is None else step.sequence
         result = TablePushResult(sequence=self._sequence)
 
         def attempt(
@@ -154,7 +163,7 @@ class TableClient:
         ) -> None:
             by_id = {shard.shard_id: _where(shard) for shard in shards}
             errors: list[ShoalError] = []
-            requests = self._push_requests(pushed, shards, result.sequence)
+            requests = self._push_requests(pushed, shards, result.sequence, step)
             for reply in stub.Push(requests, timeout=timeout_s):
                 for outcome in reply.outcomes:
                     if outcome.HasField("error"):
@@ -169,14 +178,19 @@ class TableClient:
         return result
 
     def _push_requests(
-        self, pushed: Mapping[Where, Gradients], shards: Sequence[Shard], sequence: int
+        self,
+        pushed: Mapping[Where, Gradients],
+        shards: Sequence[Shard],
+        sequence: int,
+        step: JointStep | None,
     ) -> Iterator[TablePushRequest]:
         header = TablePushHeader(
             token=self._token(),
             sequence=sequence,
             shards=[_item(shard, pushed[_where(shard)]) for shard in shards],
-            all_shard_ids=sorted(self._shards[where].shard_id for where in pushed),
+            all_shard_ids=sorted(self.shard_ids(pushed)) if step is None else step.shard_ids,
             acknowledgement=self._acknowledgement,
+            with_parameters=step is not None,
         )
         pieces = (piece for s in shards for piece in self._gradients(pushed[_where(s)], s))
         for number, rows in enumerate(packed(pieces)):
@@ -207,6 +221,10 @@ class TableClient:
         return max(1, MESSAGE_BYTES // max(self._row_bytes(shard), 2 * ID_BYTES))
 
     def _until_done(self, attempt: Attempt[TablesStub], wanted: Mapping[Where, object]) -> int:
+        ids = set(self.shard_ids(wanted))
+        return self._servers.run(self._known_map, self._refetch_map, attempt, math.inf, ids)
+
+    def _check_known(self, wanted: Iterable[Where]) -> None:
         unknown = [where for where in wanted if where not in self._shards]
         if unknown:
             raise UnknownShard(
@@ -214,8 +232,6 @@ class TableClient:
                 seen=f"shard {unknown[0][1]} of table {unknown[0][0]}",
                 expected=", ".join(sorted(self._tables)) or "place() and fetch_map() first",
             )
-        ids = {self._shards[where].shard_id for where in wanted}
-        return self._servers.run(self._known_map, self._refetch_map, attempt, math.inf, ids)
 
     def _refetch_map(self) -> None:
         try:

@@ -9,6 +9,7 @@ import numpy as np
 from history.events import now_s
 from history.workers import MAX_MEMBERS, Success
 
+from shoal_client.joint_step import JointStep
 from shoal_client.membership import Member, Membership
 from shoal_client.parameters import ParameterClient
 from shoal_client.tables import Gradients, Rows, TableClient, Where, route
@@ -16,6 +17,7 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
+from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 TIMEOUT_S = 60.0
@@ -63,6 +65,8 @@ class RowWork:
     table: TableSpec
     num_ids: int
     """Ids that are pushed, from 0 on."""
+    parameters: Sequence[ParameterSpec] = ()
+    """Those of the job, beside the table."""
     level: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT
     history: RowHistory = field(default_factory=RowHistory, repr=False)
 
@@ -74,7 +78,7 @@ class RowClient:
         self._work = work
         self._session = session
         self._parameters = ParameterClient(work.coordinators, token, timeout_s=TIMEOUT_S)
-        self._parameters.place([], [work.table])
+        self._parameters.place(work.parameters, [work.table])
         self._client = TableClient(
             work.coordinators, token, timeout_s=TIMEOUT_S, acknowledgement=work.level
         )
@@ -102,9 +106,13 @@ class RowClient:
 
     def push(self, ids: Sequence[int], rng: np.random.Generator) -> Success:
         """Look rows up, and push gradients of them that are drawn."""
+        return self.push_rows(self.drawn(ids, rng))
+
+    def drawn(self, ids: Sequence[int], rng: np.random.Generator) -> Mapping[Where, Gradients]:
+        """Gradients of rows that are looked up for it."""
         wanted, found = self.look_up(ids)
         dtype, dim = np.dtype(self._work.table.dtype), self._work.table.dim
-        parts = {
+        return {
             where: Gradients(
                 ids=own,
                 births=found[where].births,
@@ -114,8 +122,11 @@ class RowClient:
             )
             for where, own in wanted.items()
         }
+
+    def push_rows(self, parts: Mapping[Where, Gradients], step: JointStep | None = None) -> Success:
+        """Push them, and remember what became of them."""
         sent_s = now_s()
-        result = self._client.push(parts)
+        result = self._client.push(parts, step=step)
         history = self._work.history
         with history.lock:
             for where, part in parts.items():

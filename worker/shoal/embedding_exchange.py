@@ -12,6 +12,7 @@ from shoal.embedding_cache import Held
 from shoal.embedding_routing import Routed, route
 from shoal.embedding_rows import TableRows
 from shoal.strategies.base import Context
+from shoal_client.joint_step import JointStep
 from shoal_client.tables import Gradients, TableClient, TablePushResult, Where
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
@@ -117,15 +118,22 @@ class TableExchange:
                 parts |= self._rows[name].gradients(table.lr)
             return parts
 
-    def start_push(self, parts: Mapping[Where, Gradients]) -> "Future[TablePushResult] | None":
-        """Push on a thread of its own; None where there is nothing to push."""
+    def shard_ids(self, parts: Mapping[Where, Gradients]) -> list[int]:
+        """Those that a push of these parts touches."""
+        with self._lock:
+            return self._connected().shard_ids(parts)
+
+    def start_push(
+        self, parts: Mapping[Where, Gradients], step: JointStep | None = None
+    ) -> "Future[TablePushResult] | None":
+        """Push on a thread of its own, as part of `step`; None where there is nothing to push."""
         if not parts or self._pool is None:
             return None
-        return self._pool.submit(self._push, parts)
+        return self._pool.submit(self._push, parts, step)
 
-    def _push(self, parts: Mapping[Where, Gradients]) -> TablePushResult:
+    def _push(self, parts: Mapping[Where, Gradients], step: JointStep | None) -> TablePushResult:
         with self._lock:
-            result = self._connected().push(parts)
+            result = self._connected().push(parts, step=step)
             for rows in self._rows.values():
                 rows.pushed(parts, result)
             return result

@@ -314,7 +314,8 @@ class PushHeader(_message.Message):
     @_builtins.property
     def all_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The shards that this push touches at any server; empty: every dense shard of the job. A snapshot
-        has a push on all of these or on none.
+        has a push on all of these or on none. Those of tables are among them where rows are pushed
+        under the same number (TablePushHeader.with_parameters).
         """
 
     def __init__(

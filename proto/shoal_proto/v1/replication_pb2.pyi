@@ -159,6 +159,7 @@ class PushRecord(_message.Message):
     FORGOTTEN_SESSIONS_FIELD_NUMBER: _builtins.int
     ROW_BIRTHS_FIELD_NUMBER: _builtins.int
     TABLE_STEP_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     sequence: _builtins.int
     version: _builtins.int
@@ -182,6 +183,10 @@ class PushRecord(_message.Message):
         lives is known where the push came in.
         """
 
+    @_builtins.property
+    def step(self) -> Global___StepScope:
+        """Not set: every dense shard for a push of parameters, this shard alone for one of rows."""
+
     def __init__(
         self,
         *,
@@ -196,14 +201,41 @@ class PushRecord(_message.Message):
         forgotten_sessions: _abc.Iterable[_builtins.str] | None = ...,
         row_births: _builtins.bytes = ...,
         table_step: _builtins.int = ...,
+        step: Global___StepScope | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "forgotten_sessions", b"forgotten_sessions", "lr", b"lr", "row_births", b"row_births", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "table_step", b"table_step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "forgotten_sessions", b"forgotten_sessions", "lr", b"lr", "row_births", b"row_births", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "step", b"step", "table_step", b"table_step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PushRecord: _TypeAlias = PushRecord  # noqa: Y015
+
+@_typing.final
+class StepScope(_message.Message):
+    """What a push is part of: a snapshot has the push on all these shards, or on none."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_BITS_FIELD_NUMBER: _builtins.int
+    OF_TABLES_FIELD_NUMBER: _builtins.int
+    shard_bits: _builtins.bytes
+    """Of shard i: bit i % 8 of byte i / 8."""
+    of_tables: _builtins.bool
+    """The push has its number from the count of the member's table pushes."""
+    def __init__(
+        self,
+        *,
+        shard_bits: _builtins.bytes = ...,
+        of_tables: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["of_tables", b"of_tables", "shard_bits", b"shard_bits"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepScope: _TypeAlias = StepScope  # noqa: Y015
 
 @_typing.final
 class SessionImage(_message.Message):
@@ -216,6 +248,7 @@ class SessionImage(_message.Message):
     SEQUENCES_FIELD_NUMBER: _builtins.int
     VERSIONS_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     floor: _builtins.int
     @_builtins.property
@@ -224,6 +257,10 @@ class SessionImage(_message.Message):
     def versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def staleness(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepScope]:
+        """One for each sequence, without shard_bits for a push that had none; or none at all."""
+
     def __init__(
         self,
         *,
@@ -232,10 +269,11 @@ class SessionImage(_message.Message):
         sequences: _abc.Iterable[_builtins.int] | None = ...,
         versions: _abc.Iterable[_builtins.int] | None = ...,
         staleness: _abc.Iterable[_builtins.int] | None = ...,
+        steps: _abc.Iterable[Global___StepScope] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "sequences", b"sequences", "session", b"session", "staleness", b"staleness", "versions", b"versions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["floor", b"floor", "sequences", b"sequences", "session", b"session", "staleness", b"staleness", "steps", b"steps", "versions", b"versions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshoal_proto/v1/snapshots.proto\x12\x08shoal.v1\"/\n\x13TakeSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\xb7\x01\n\x0fSnapshotSummary\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x14\n\x0ctaken_unix_s\x18\x04 \x01(\x01\x12\x12\n\nnum_shards\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x15\n\rnum_new_bytes\x18\x07 \x01(\x04\x12\x15\n\rpartial_steps\x18\x08 \x03(\t\x12\x0f\n\x07pause_s\x18\t \x01(\x01\"0\n\x14ListSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"r\n\x12ListSnapshotsReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12,\n\tsnapshots\x18\x02 \x03(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07\x65very_s\x18\x03 \x01(\x01\x12\x10\n\x08num_kept\x18\x04 \x01(\r\"B\n\x16RestoreSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"T\n\x14RestoreSnapshotReply\x12+\n\x08snapshot\x18\x01 \x01(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07servers\x18\x02 \x03(\t\"A\n\nBegunSteps\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\"\n\x05steps\x18\x02 \x03(\x0b\x32\x13.shoal.v1.BegunStep\"E\n\tBegunStep\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0btouches_all\x18\x02 \x01(\x08\x12\x11\n\tshard_ids\x18\x03 \x03(\r\"<\n\x0c\x43loseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\"1\n\nCloseReply\x12#\n\x05\x62\x65gun\x18\x01 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"\x99\x01\n\rFreezeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12#\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\ttake_torn\x18\x05 \x01(\x08\x12#\n\x05known\x18\x06 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\">\n\nShardStamp\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\"W\n\x0b\x46reezeReply\x12$\n\x06shards\x18\x01 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\x12\"\n\x04torn\x18\x02 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"H\n\x0cWriteRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\x04\"0\n\nWriteReply\x12\"\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"o\n\tShardFile\x12#\n\x05shard\x18\x01 \x01(\x0b\x32\x14.shoal.v1.ShardStamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06sha256\x18\x05 \x01(\t\"+\n\x0c\x41\x62ortRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\"\x0c\n\nAbortReply\"K\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\"\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"\x1e\n\tLoadReply\x12\x11\n\tshard_ids\x18\x01 \x03(\r2\xe0\x01\n\tSnapshots\x12@\n\x04Take\x12\x1d.shoal.v1.TakeSnapshotRequest\x1a\x19.shoal.v1.SnapshotSummary\x12\x44\n\x04List\x12\x1e.shoal.v1.ListSnapshotsRequest\x1a\x1c.shoal.v1.ListSnapshotsReply\x12K\n\x07Restore\x12 .shoal.v1.RestoreSnapshotRequest\x1a\x1e.shoal.v1.RestoreSnapshotReply2\xa3\x02\n\x0eShardSnapshots\x12\x35\n\x05\x43lose\x12\x16.shoal.v1.CloseRequest\x1a\x14.shoal.v1.CloseReply\x12\x38\n\x06\x46reeze\x12\x17.shoal.v1.FreezeRequest\x1a\x15.shoal.v1.FreezeReply\x12\x35\n\x05Write\x12\x16.shoal.v1.WriteRequest\x1a\x14.shoal.v1.WriteReply\x12\x35\n\x05\x41\x62ort\x12\x16.shoal.v1.AbortRequest\x1a\x14.shoal.v1.AbortReply\x12\x32\n\x04Load\x12\x15.shoal.v1.LoadRequest\x1a\x13.shoal.v1.LoadReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshoal_proto/v1/snapshots.proto\x12\x08shoal.v1\"/\n\x13TakeSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\xb7\x01\n\x0fSnapshotSummary\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x14\n\x0ctaken_unix_s\x18\x04 \x01(\x01\x12\x12\n\nnum_shards\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x15\n\rnum_new_bytes\x18\x07 \x01(\x04\x12\x15\n\rpartial_steps\x18\x08 \x03(\t\x12\x0f\n\x07pause_s\x18\t \x01(\x01\"0\n\x14ListSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"r\n\x12ListSnapshotsReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12,\n\tsnapshots\x18\x02 \x03(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07\x65very_s\x18\x03 \x01(\x01\x12\x10\n\x08num_kept\x18\x04 \x01(\r\"B\n\x16RestoreSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"T\n\x14RestoreSnapshotReply\x12+\n\x08snapshot\x18\x01 \x01(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07servers\x18\x02 \x03(\t\"A\n\nBegunSteps\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\"\n\x05steps\x18\x02 \x03(\x0b\x32\x13.shoal.v1.BegunStep\"F\n\tBegunStep\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0btouches_all\x18\x02 \x01(\x08\x12\x12\n\nshard_bits\x18\x03 \x01(\x0c\"<\n\x0c\x43loseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\"1\n\nCloseReply\x12#\n\x05\x62\x65gun\x18\x01 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"\x99\x01\n\rFreezeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12#\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\ttake_torn\x18\x05 \x01(\x08\x12#\n\x05known\x18\x06 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\">\n\nShardStamp\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\"W\n\x0b\x46reezeReply\x12$\n\x06shards\x18\x01 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\x12\"\n\x04torn\x18\x02 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"H\n\x0cWriteRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\x04\"0\n\nWriteReply\x12\"\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"o\n\tShardFile\x12#\n\x05shard\x18\x01 \x01(\x0b\x32\x14.shoal.v1.ShardStamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06sha256\x18\x05 \x01(\t\"+\n\x0c\x41\x62ortRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\"\x0c\n\nAbortReply\"K\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\"\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"\x1e\n\tLoadReply\x12\x11\n\tshard_ids\x18\x01 \x03(\r2\xe0\x01\n\tSnapshots\x12@\n\x04Take\x12\x1d.shoal.v1.TakeSnapshotRequest\x1a\x19.shoal.v1.SnapshotSummary\x12\x44\n\x04List\x12\x1e.shoal.v1.ListSnapshotsRequest\x1a\x1c.shoal.v1.ListSnapshotsReply\x12K\n\x07Restore\x12 .shoal.v1.RestoreSnapshotRequest\x1a\x1e.shoal.v1.RestoreSnapshotReply2\xa3\x02\n\x0eShardSnapshots\x12\x35\n\x05\x43lose\x12\x16.shoal.v1.CloseRequest\x1a\x14.shoal.v1.CloseReply\x12\x38\n\x06\x46reeze\x12\x17.shoal.v1.FreezeRequest\x1a\x15.shoal.v1.FreezeReply\x12\x35\n\x05Write\x12\x16.shoal.v1.WriteRequest\x1a\x14.shoal.v1.WriteReply\x12\x35\n\x05\x41\x62ort\x12\x16.shoal.v1.AbortRequest\x1a\x14.shoal.v1.AbortReply\x12\x32\n\x04Load\x12\x15.shoal.v1.LoadRequest\x1a\x13.shoal.v1.LoadReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,33 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BEGUNSTEPS']._serialized_start=599
   _globals['_BEGUNSTEPS']._serialized_end=664
   _globals['_BEGUNSTEP']._serialized_start=666
-  _globals['_BEGUNSTEP']._serialized_end=735
-  _globals['_CLOSEREQUEST']._serialized_start=737
-  _globals['_CLOSEREQUEST']._serialized_end=797
-  _globals['_CLOSEREPLY']._serialized_start=799
-  _globals['_CLOSEREPLY']._serialized_end=848
-  _globals['_FREEZEREQUEST']._serialized_start=851
-  _globals['_FREEZEREQUEST']._serialized_end=1004
-  _globals['_SHARDSTAMP']._serialized_start=1006
-  _globals['_SHARDSTAMP']._serialized_end=1068
-  _globals['_FREEZEREPLY']._serialized_start=1070
-  _globals['_FREEZEREPLY']._serialized_end=1157
-  _globals['_WRITEREQUEST']._serialized_start=1159
-  _globals['_WRITEREQUEST']._serialized_end=1231
-  _globals['_WRITEREPLY']._serialized_start=1233
-  _globals['_WRITEREPLY']._serialized_end=1281
-  _globals['_SHARDFILE']._serialized_start=1283
-  _globals['_SHARDFILE']._serialized_end=1394
-  _globals['_ABORTREQUEST']._serialized_start=1396
-  _globals['_ABORTREQUEST']._serialized_end=1439
-  _globals['_ABORTREPLY']._serialized_start=1441
-  _globals['_ABORTREPLY']._serialized_end=1453
-  _globals['_LOADREQUEST']._serialized_start=1455
-  _globals['_LOADREQUEST']._serialized_end=1530
-  _globals['_LOADREPLY']._serialized_start=1532
-  _globals['_LOADREPLY']._serialized_end=1562
-  _globals['_SNAPSHOTS']._serialized_start=1565
-  _globals['_SNAPSHOTS']._serialized_end=1789
-  _globals['_SHARDSNAPSHOTS']._serialized_start=1792
-  _globals['_SHARDSNAPSHOTS']._serialized_end=2083
+  _globals['_BEGUNSTEP']._serialized_end=736
+  _globals['_CLOSEREQUEST']._serialized_start=738
+  _globals['_CLOSEREQUEST']._serialized_end=798
+  _globals['_CLOSEREPLY']._serialized_start=800
+  _globals['_CLOSEREPLY']._serialized_end=849
+  _globals['_FREEZEREQUEST']._serialized_start=852
+  _globals['_FREEZEREQUEST']._serialized_end=1005
+  _globals['_SHARDSTAMP']._serialized_start=1007
+  _globals['_SHARDSTAMP']._serialized_end=1069
+  _globals['_FREEZEREPLY']._serialized_start=1071
+  _globals['_FREEZEREPLY']._serialized_end=1158
+  _globals['_WRITEREQUEST']._serialized_start=1160
+  _globals['_WRITEREQUEST']._serialized_end=1232
+  _globals['_WRITEREPLY']._serialized_start=1234
+  _globals['_WRITEREPLY']._serialized_end=1282
+  _globals['_SHARDFILE']._serialized_start=1284
+  _globals['_SHARDFILE']._serialized_end=1395
+  _globals['_ABORTREQUEST']._serialized_start=1397
+  _globals['_ABORTREQUEST']._serialized_end=1440
+  _globals['_ABORTREPLY']._serialized_start=1442
+  _globals['_ABORTREPLY']._serialized_end=1454
+  _globals['_LOADREQUEST']._serialized_start=1456
+  _globals['_LOADREQUEST']._serialized_end=1531
+  _globals['_LOADREPLY']._serialized_start=1533
+  _globals['_LOADREPLY']._serialized_end=1563
+  _globals['_SNAPSHOTS']._serialized_start=1566
+  _globals['_SNAPSHOTS']._serialized_end=1790
+  _globals['_SHARDSNAPSHOTS']._serialized_start=1793
+  _globals['_SHARDSNAPSHOTS']._serialized_end=2084
 # @@protoc_insertion_point(module_scope)

@@ -230,22 +230,22 @@ class BegunStep(_message.Message):
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
     TOUCHES_ALL_FIELD_NUMBER: _builtins.int
-    SHARD_IDS_FIELD_NUMBER: _builtins.int
+    SHARD_BITS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     touches_all: _builtins.bool
     """It touches every dense shard of the job; else those that are named."""
-    @_builtins.property
-    def shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    shard_bits: _builtins.bytes
+    """Of shard i: bit i % 8 of byte i / 8."""
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         touches_all: _builtins.bool = ...,
-        shard_ids: _abc.Iterable[_builtins.int] | None = ...,
+        shard_bits: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "shard_ids", b"shard_ids", "touches_all", b"touches_all"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "shard_bits", b"shard_bits", "touches_all", b"touches_all"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -427,11 +427,17 @@ class TablePushHeader(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     ALL_SHARD_IDS_FIELD_NUMBER: _builtins.int
     ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
+    WITH_PARAMETERS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts the table pushes of this incarnation from 1. A repeated one is answered with its first
-    outcome and not applied again.
+    """Counts the table pushes of this incarnation from 1, unless they are made with_parameters. A
+    repeated one is answered with its first outcome and not applied again.
     """
     acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType
+    with_parameters: _builtins.bool
+    """The sequence number is that of a push of parameters, and the two are one step: each has the
+    shards of both in all_shard_ids, and a snapshot has both or neither. A member numbers all of its
+    table pushes like this, or none.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -450,10 +456,11 @@ class TablePushHeader(_message.Message):
         shards: _abc.Iterable[Global___TablePushItem] | None = ...,
         all_shard_ids: _abc.Iterable[_builtins.int] | None = ...,
         acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType = ...,
+        with_parameters: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "all_shard_ids", b"all_shard_ids", "sequence", b"sequence", "shards", b"shards", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledgement", b"acknowledgement", "all_shard_ids", b"all_shard_ids", "sequence", b"sequence", "shards", b"shards", "token", b"token", "with_parameters", b"with_parameters"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

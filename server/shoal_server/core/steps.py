@@ -1,12 +1,12 @@
-"""What a cut is made of: pushes, each over all the shards that it touches."""
+"""What a cut is made of: steps, each over all the shards that it touches."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Step:
-    """One push."""
+    """One push; or the pushes of gradients and of rows that one training step makes."""
 
     session: str
     """Who counts it: a member's incarnation, in one count of its pushes."""
@@ -28,4 +28,19 @@ def merged(reports: Iterable[Begun]) -> dict[Step, Shards]:
     return begun
 
 
-__all__ = ["Begun", "Shards", "Step", "merged"]
+def to_bits(shards: Collection[int]) -> bytes:
+    """Shard ids as messages and shards keep them: bit i % 8 of byte i // 8 for shard i."""
+    bits = bytearray(max(shards, default=-1) // 8 + 1)
+    for shard_id in shards:
+        bits[shard_id // 8] |= 1 << shard_id % 8
+    return bytes(bits)
+
+
+def from_bits(bits: bytes) -> frozenset[int]:
+    """What `to_bits` was given."""
+    return frozenset(
+        8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
+    )
+
+
+__all__ = ["Begun", "Shards", "Step", "from_bits", "merged", "to_bits"]

@@ -1,7 +1,8 @@
 """The gate of one job at one server: it lets pushes in so that a cut through all servers is clean.
 
-A *step* is one push of one session over all the shards that it touches, at any number of servers.
-A cut holds a step whole or not at all:
+A *step* is one push of one session over all the shards that it touches, at any number of servers;
+or one of gradients and one of rows that have the same number, over the shards of both. A cut holds
+a step whole or not at all:
 
 1. `close`: every server lets in only parts of steps that have begun there, and tells which have.
 2. The coordinator puts together what has begun anywhere.
@@ -16,7 +17,7 @@ waits decides how long, and what is left over then is told by `torn`.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -82,10 +83,10 @@ class Gate:
             known.num_inside -= 1
             self._is_whole(step, known, lacking)
 
-    def learn(self, steps: Iterable[Step], shards: Shards) -> None:
+    def learn(self, begun: Begun) -> None:
         """A shard came from another server, or from before a restart, with these steps in it. What
         all the shards here had applied this one may lack."""
-        for step in steps:
+        for step, shards in begun.items():
             self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
             known.applied = False

@@ -20,12 +20,11 @@ from shoal_server.parameters.cut import Gate, Phase
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.lazy_image import LazyImage, Stamp
+from shoal_server.parameters.scope import TABLES
 from shoal_server.parameters.shard import LiveShard
 
 log = structlog.get_logger(__name__)
 
-TABLES = "tables:"
-"""Before the session of a step of tables: these are counted apart."""
 LOOK_S = 0.002
 """While a gate drains, how often it is looked whether all is applied: the threads that apply
 pushes tell nobody."""
@@ -208,12 +207,7 @@ class Cuts:
         led = {held.shard_id: (held, held.epoch) for held in self._led(job)}
         for shard_id, (held, epoch) in led.items():
             if cut.known.get(shard_id) != (held, epoch):
-                is_dense = isinstance(held.state, LiveShard)
-                steps = [
-                    Step(session if is_dense else TABLES + session, sequence)
-                    for session, sequence in held.state.sessions.remembered()
-                ]
-                cut.gate.learn(steps, None if is_dense else frozenset({shard_id}))
+                cut.gate.learn(_begun_in(held))
         cut.known = led
 
     def _led(self, job: str) -> list[Held]:
@@ -262,14 +256,25 @@ class _Lacking:
 
     def __call__(self, step: Step, shards: Shards) -> Sequence[int]:
         session = step.session.removeprefix(TABLES)
-        of_tables = session != step.session
         return [
             held.shard_id
             for held in self._led
-            if isinstance(held.state, LiveShard) is not of_tables
-            and (shards is None or held.shard_id in shards)
+            if (isinstance(held.state, LiveShard) if shards is None else held.shard_id in shards)
             and not held.state.sessions.has_applied(session, step.sequence)
         ]
+
+
+def _begun_in(held: Held) -> Begun:
+    """The steps that a shard remembers."""
+    is_dense = isinstance(held.state, LiveShard)
+    alone = None if is_dense else frozenset({held.shard_id})
+    begun = {}
+    for session, sequence, scope in held.state.sessions.remembered():
+        if scope is None:
+            begun[Step(session if is_dense else TABLES + session, sequence)] = alone
+        else:
+            begun[scope.step(session, sequence)] = scope.shards
+    return begun
 
 
 def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
@@ -282,4 +287,4 @@ def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
     )
 
 
-__all__ = ["TABLES", "Cuts", "Passage"]
+__all__ = ["Cuts", "Passage"]

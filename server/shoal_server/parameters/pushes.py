@@ -23,6 +23,7 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Inflow, Reservation
+from shoal_server.parameters.scope import Scope
 from shoal_server.parameters.shard import LiveShard, Push, Values
 from shoal_server.parameters.work import Runner
 
@@ -54,6 +55,7 @@ class IncomingPush:
         self, header: PushHeader, session: str, is_live: Callable[[str], bool], run: Runner
     ) -> None:
         _check(header)
+        self._scope = Scope.of(header.all_shard_ids)
         self._header = header
         self._session = session
         self._is_live = is_live
@@ -179,6 +181,7 @@ class IncomingPush:
             lr=self._header.lr[group] if self._header.lr else None,
             blocks=part.inflow.blocks,
             gradient=part.inflow.join(),
+            scope=self._scope,
         )
         part.held.before_push()
         try:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shoal_proto.errors import ForgottenPush, InternalError, Overloaded
-from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_proto.v1.replication_pb2 import SessionImage, StepScope
+from shoal_server.parameters.scope import Scope, to_message
 
 MAX_SESSIONS = 1024
 MAX_OUTCOMES = 8
@@ -28,7 +29,7 @@ class Outcome:
 @dataclass(slots=True)
 class _Session:
     floor: int = 0
-    outcomes: OrderedDict[int, Outcome] = field(default_factory=OrderedDict)
+    outcomes: OrderedDict[int, tuple[Outcome, Scope | None]] = field(default_factory=OrderedDict)
 
 
 class SessionTable:
@@ -49,15 +50,15 @@ class SessionTable:
         known = self._sessions.get(session)
         if known is None:
             return None
-        outcome = known.outcomes.get(sequence)
-        if outcome is None and sequence <= known.floor:
+        kept = known.outcomes.get(sequence)
+        if kept is None and sequence <= known.floor:
             raise ForgottenPush(
                 "the push is older than what the shard remembers of its session",
                 seen=f"sequence {sequence}",
                 expected=f"a sequence above {known.floor}",
                 fix=f"Keep at most {self._max_outcomes} pushes unacknowledged.",
             )
-        return outcome
+        return None if kept is None else kept[0]
 
     def make_room(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
         """See to it that `session` can be remembered; which sessions were forgotten for it.
@@ -83,10 +84,13 @@ class SessionTable:
         for session in sessions:
             self._sessions.pop(session, None)
 
-    def remember(self, session: str, sequence: int, outcome: Outcome) -> None:
-        """Keep the outcome of an applied push. `make_room` has passed for the session."""
+    def remember(
+        self, session: str, sequence: int, outcome: Outcome, scope: Scope | None = None
+    ) -> None:
+        """Keep the outcome of an applied push, and what else belongs to its step. `make_room` has
+        passed for the session."""
         known = self._sessions.setdefault(session, _Session())
-        known.outcomes[sequence] = outcome
+        known.outcomes[sequence] = outcome, scope
         while len(known.outcomes) > self._max_outcomes:
             oldest = min(known.outcomes)
             del known.outcomes[oldest]
@@ -97,12 +101,12 @@ class SessionTable:
         known = self._sessions.get(session)
         return known is not None and (sequence <= known.floor or sequence in known.outcomes)
 
-    def remembered(self) -> list[tuple[str, int]]:
-        """Session and sequence of every push whose outcome is known. Needs no lock."""
+    def remembered(self) -> list[tuple[str, int, Scope | None]]:
+        """Session, sequence and scope of every push whose outcome is known. Needs no lock."""
         return [
-            (name, sequence)
+            (name, sequence, scope)
             for name, known in list(self._sessions.items())
-            for sequence in list(known.outcomes)
+            for sequence, (_, scope) in list(known.outcomes.items())
         ]
 
     def export(self) -> list[SessionImage]:
@@ -112,8 +116,9 @@ class SessionTable:
                 session=name,
                 floor=known.floor,
                 sequences=known.outcomes,
-                versions=[outcome.version for outcome in known.outcomes.values()],
-                staleness=[outcome.staleness for outcome in known.outcomes.values()],
+                versions=[outcome.version for outcome, _ in known.outcomes.values()],
+                staleness=[outcome.staleness for outcome, _ in known.outcomes.values()],
+                steps=_exported([scope for _, scope in known.outcomes.values()]),
             )
             for name, known in self._sessions.items()
         ]
@@ -122,19 +127,31 @@ class SessionTable:
         """Remember what `export` gave, and nothing else. Raises InternalError if it is torn."""
         restored: dict[str, _Session] = {}
         for image in images:
-            counts = {len(image.sequences), len(image.versions), len(image.staleness)}
+            scopes = [Scope.from_message(step) for step in image.steps] or [None] * len(
+                image.sequences
+            )
+            counts = {len(image.sequences), len(image.versions), len(image.staleness), len(scopes)}
             if len(counts) > 1:
                 raise InternalError(
                     f"the memory of session {image.session} is torn",
                     seen=f"{sorted(counts)} entries",
-                    expected="as many sequences as versions and staleness",
+                    expected="as many sequences as versions, staleness and steps",
                 )
             outcomes = map(Outcome, image.versions, image.staleness)
             restored[image.session] = _Session(
                 floor=image.floor,
-                outcomes=OrderedDict(zip(image.sequences, outcomes, strict=True)),
+                outcomes=OrderedDict(
+                    zip(image.sequences, zip(outcomes, scopes, strict=True), strict=True)
+                ),
             )
         self._sessions = restored
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+
+def _exported(scopes: Sequence[Scope | None]) -> list[StepScope]:
+    """One message for each scope; none where there is no scope."""
+    if not any(scopes):
+        return []
+    return [to_message(scope) or StepScope() for scope in scopes]

@@ -25,6 +25,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.gradients import DTYPES, Cutter
 from shoal_server.parameters.image import Image, Keeper, Record
 from shoal_server.parameters.rule import UpdateRule
+from shoal_server.parameters.scope import Scope, to_message
 from shoal_server.parameters.sessions import Outcome, SessionTable
 
 SEND_PIECE_BYTES = 1024 * 1024
@@ -51,6 +52,8 @@ class Push:
     gradient: Buffer
     base_epoch: int = 0
     """The shard's epoch when the base version was received; 0: not told."""
+    scope: Scope | None = None
+    """What the push is part of; None: of a push to every dense shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +144,7 @@ class LiveShard:
             lr=self._rule.lr(push.lr, staleness),
             at_unix_s=time.time(),
             forgotten_sessions=self._sessions.make_room(push.session, is_live),
+            step=to_message(push.scope),
         )
         return self._apply(Record(record, push.gradient)), False
 
@@ -166,7 +170,8 @@ class LiveShard:
         self._sessions.forget(push.forgotten_sessions)
         outcome = Outcome(push.version, push.staleness)
         self._version = outcome.version
-        self._sessions.remember(push.session, push.sequence, outcome)
+        scope = Scope.from_message(push.step)
+        self._sessions.remember(push.session, push.sequence, outcome, scope)
         self._pushes += 1
         self._staleness_counts[min(outcome.staleness, STALENESS_BUCKETS - 1)] += 1
         if self._keeper is not None:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from shoal_proto.v1.snapshots_pb2 import BegunStep, BegunSteps, ShardFile, ShardStamp
-from shoal_server.core.steps import Begun, Shards, Step
+from shoal_server.core.steps import Begun, Shards, Step, from_bits, to_bits
 from shoal_server.snapshots.manifest import Part
 
 
@@ -13,7 +13,9 @@ def of_begun(begun: Begun) -> list[BegunSteps]:
         session = by_session.setdefault(step.session, BegunSteps(session=step.session))
         session.steps.append(
             BegunStep(
-                sequence=step.sequence, touches_all=shards is None, shard_ids=sorted(shards or ())
+                sequence=step.sequence,
+                touches_all=shards is None,
+                shard_bits=b"" if shards is None else to_bits(shards),
             )
         )
     return list(by_session.values())
@@ -23,7 +25,7 @@ def to_begun(messages: Iterable[BegunSteps]) -> dict[Step, Shards]:
     return {
         Step(session.session, step.sequence): None
         if step.touches_all
-        else frozenset(step.shard_ids)
+        else from_bits(step.shard_bits)
         for session in messages
         for step in session.steps
     }

@@ -109,7 +109,7 @@ def test_what_was_given_up_once_is_not_waited_for_again_unless_it_comes() -> Non
 def test_a_shard_that_arrives_is_asked_for_every_step() -> None:
     gate = Gate()
     passed(gate, A2)
-    gate.learn([A1], None)
+    gate.learn({A1: None})
     gate.drain("cut", gate.close("cut"))
     assert gate.waits_for(applied_are(A1), always) == [A2]
 

@@ -6,6 +6,7 @@ import pytest
 
 from shoal_proto.errors import ForgottenPush, InternalError, Overloaded
 from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_server.parameters.scope import Scope
 from shoal_server.parameters.sessions import Outcome, SessionTable
 
 
@@ -98,3 +99,27 @@ def test_a_torn_memory_is_refused() -> None:
     with pytest.raises(InternalError, match="session a is torn"):
         table.restore([SessionImage(session="a", sequences=[1, 2], versions=[2], staleness=[0])])
     assert table.recall("a", 1) == Outcome(2, 0)
+
+
+def test_the_steps_of_pushes_are_remembered_with_them() -> None:
+    """As long as their outcomes, and in a copy of the memory too."""
+    table = SessionTable(max_outcomes=3)
+    scopes = [None, Scope.of([1, 20]), None, Scope.of([2], of_tables=True)]
+    for sequence, scope in enumerate(scopes, 1):
+        table.remember("a", sequence, Outcome(sequence + 1, 0), scope)
+    table.remember("b", 1, Outcome(9, 0))
+    restored = SessionTable()
+    restored.restore(table.export())
+    for each in (table, restored):
+        assert each.remembered() == [
+            ("a", 2, scopes[1]),
+            ("a", 3, None),
+            ("a", 4, scopes[3]),
+            ("b", 1, None),
+        ]
+        assert each.recall("a", 2) == Outcome(3, 0)
+    assert [len(image.steps) for image in table.export()] == [3, 0]
+    (torn, _) = table.export()
+    del torn.steps[0]
+    with pytest.raises(InternalError, match="session a is torn"):
+        restored.restore([torn])

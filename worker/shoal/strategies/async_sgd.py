@@ -35,6 +35,7 @@ from shoal.strategies.base import (
     schema_digest,
 )
 from shoal.strategies.pace import Pace
+from shoal_client.joint_step import JointStep
 from shoal_client.parameters import ParameterClient, PushResult
 from shoal_proto.errors import (
     InternalError,
@@ -193,8 +194,11 @@ class AsyncSGD(Strategy):
         rows = self._tables.gather()
         self._pace.before_push()
         # A step that is taken anew has brought its rows to the tables already.
-        push_of_rows = self._tables.start_push(rows) if not self._redone else None
-        result = self._push(gradients)
+        step, push_of_rows = None, None
+        if rows and not self._redone:
+            step = self._connected().joint_step(self._tables.shard_ids(rows))
+            push_of_rows = self._tables.start_push(rows, step)
+        result = self._push(gradients, step)
         if push_of_rows is not None:
             push_of_rows.result()
         if result.stale:
@@ -212,7 +216,7 @@ class AsyncSGD(Strategy):
             self._last_push = result
             self._pushes += 1
 
-    def _push(self, gradients: Mapping[str, Tensor]) -> PushResult:
+    def _push(self, gradients: Mapping[str, Tensor], step: JointStep | None = None) -> PushResult:
         compensates = self._spec.staleness.kind == "compensate"
         # Copied: a retry must send the same, and by then some of the new values may be there.
         bases = self._values.copies() if compensates else None
@@ -222,6 +226,7 @@ class AsyncSGD(Strategy):
             into=self._values.writable() if self._pace.wants_values else None,
             bases=bases,
             only=self._refused or None,
+            step=step,
         )
         if self._pace.wants_values:
             self._values.adopt()

@@ -18,6 +18,7 @@ from shoal_proto.v1.tables_pb2 import (
     TablePushOutcome,
 )
 from shoal_server.parameters.held import Held
+from shoal_server.parameters.scope import Scope
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
 from shoal_server.parameters.tables.shard import TableShard
@@ -86,7 +87,7 @@ class Part:
             expected=f"{self.item.num_rows} rows",
         )
 
-    def push(self, session: str, sequence: int, at_unix_s: float) -> TablePush:
+    def push(self, session: str, sequence: int, at_unix_s: float, scope: Scope | None) -> TablePush:
         """All of it, as one push."""
         return TablePush(
             session=session,
@@ -100,11 +101,12 @@ class Part:
             births=b"".join(self._births),
             gradient=b"".join(self._gradients),
             at_unix_s=at_unix_s,
+            scope=scope,
         )
 
 
-def check_header(header: TablePushHeader) -> None:
-    """Raise for what is wrong with a push as a whole."""
+def checked(header: TablePushHeader) -> Scope | None:
+    """The step that a push is part of. Raises for what is wrong with the push as a whole."""
     if header.sequence < 1:
         raise MalformedMessage(
             "a push needs its sequence number",
@@ -125,6 +127,7 @@ def check_header(header: TablePushHeader) -> None:
                 seen=f"{item.lr:g}",
                 expected="0 <= lr, finite",
             )
+    return Scope.of(header.all_shard_ids, of_tables=not header.with_parameters)
 
 
 def answer(shard: TableShard, outcome: TableOutcome) -> TablePushOutcome:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from shoal_server.parameters.scope import Scope
+
 
 @dataclass(frozen=True, kw_only=True)
 class TablePush:
@@ -21,6 +23,8 @@ class TablePush:
     gradient: bytes
     at_unix_s: float
     """When it came in, by this server's clock."""
+    scope: Scope | None = None
+    """What the push is part of; None: it touches this shard alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -25,13 +26,14 @@ from shoal_proto.v1.tables_pb2 import (
     TablePushRequest,
 )
 from shoal_proto.v1.tables_pb2_grpc import TablesServicer as Base
-from shoal_server.parameters.cuts import TABLES, Cuts
+from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.fence import Fence
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Budget, Reservation
 from shoal_server.parameters.memory import Memory
+from shoal_server.parameters.scope import TABLES, Scope
 from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.intake import Part, answer, check_header, refusal
+from shoal_server.parameters.tables.intake import Part, answer, checked, refusal
 from shoal_server.parameters.tables.making import TableMaker
 from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
 from shoal_server.parameters.tables.shard import TableShard
@@ -120,10 +122,12 @@ class TablesServicer(Base):
             raise _no_header("TablePushHeader")
         header = first.header
         session = await self._fence.check(header.token)
-        check_header(header)
+        scope = checked(header)
+        counted = session if header.with_parameters else TABLES + session
         touched = frozenset(header.all_shard_ids)
-        passing = self._cuts.passing(header.token.job, TABLES + session, header.sequence, touched)
-        async with passing as passage, aclosing(self._pushed(first, session, requests)) as replies:
+        passing = self._cuts.passing(header.token.job, counted, header.sequence, touched)
+        pushed = self._pushed(_Sender(session, scope), first, requests)
+        async with passing as passage, aclosing(pushed) as replies:
             async for reply in replies:
                 for outcome in reply.outcomes:
                     if outcome.HasField("error"):
@@ -131,10 +135,10 @@ class TablesServicer(Base):
                 yield reply
 
     async def _pushed(
-        self, first: TablePushRequest, session: str, requests: AsyncIterator[TablePushRequest]
+        self, sender: "_Sender", first: TablePushRequest, requests: AsyncIterator[TablePushRequest]
     ) -> AsyncGenerator[TablePushReply, None]:
         with Reservation(self._budget) as reservation:
-            push = _IncomingPush(self, first.header, session, reservation)
+            push = _IncomingPush(self, first.header, sender, reservation)
             await push.open(self._maker)
             await push.take(first.rows)
             async for request in requests:
@@ -145,9 +149,11 @@ class TablesServicer(Base):
             await push.settle(0)
             yield push.reply()
 
-    async def apply(self, part: Part, header: TablePushHeader, session: str) -> TablePushOutcome:
+    async def apply(
+        self, part: Part, header: TablePushHeader, sender: "_Sender"
+    ) -> TablePushOutcome:
         """Apply one shard's part; its answer, once what it tells of is as safe as was asked for."""
-        push = part.push(session, header.sequence, time.time())
+        push = part.push(sender.session, header.sequence, time.time(), sender.scope)
         self._memory.refresh()
         try:
             outcome = await self._run(part.num_bytes, partial(self._push, part, push))
@@ -166,6 +172,14 @@ class TablesServicer(Base):
         return part.shard.push(push, self._fence.is_live, partial(self._memory.take, what=what))
 
 
+@dataclass(frozen=True, slots=True)
+class _Sender:
+    """Who pushes, and as part of what."""
+
+    session: str
+    scope: Scope | None
+
+
 class _IncomingPush:
     """One push: its shards are received, applied and answered one by one."""
 
@@ -173,12 +187,12 @@ class _IncomingPush:
         self,
         servicer: TablesServicer,
         header: TablePushHeader,
-        session: str,
+        sender: "_Sender",
         reservation: Reservation,
     ) -> None:
         self._servicer = servicer
         self._header = header
-        self._session = session
+        self._sender = sender
         self._reservation = reservation
         self._parts: dict[int, Part] = {}
         self._refused: set[int] = set()
@@ -253,7 +267,7 @@ class _IncomingPush:
         return TablePushReply(outcomes=answers)
 
     def _start(self, part: Part) -> None:
-        applied = self._servicer.apply(part, self._header, self._session)
+        applied = self._servicer.apply(part, self._header, self._sender)
         self._pending.append((part.item.shard_id, asyncio.ensure_future(applied)))
 
     def _refuse(self, shard_id: int, error: ShoalError) -> None:

@@ -18,6 +18,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.parameters.gradients import DTYPES
 from shoal_server.parameters.image import Image, Keeper, Record
+from shoal_server.parameters.scope import Scope, to_message
 from shoal_server.parameters.sessions import Outcome, SessionTable
 from shoal_server.parameters.shard import STALENESS_BUCKETS
 from shoal_server.parameters.tables.answers import Answers
@@ -154,6 +155,7 @@ class TableShard:
             table_step=push.step,
             at_unix_s=push.at_unix_s,
             forgotten_sessions=self._sessions.make_room(push.session, is_live),
+            step=to_message(push.scope),
         )
         return self._apply(record, batch, push.gradient)
 
@@ -193,7 +195,10 @@ class TableShard:
         )
         self._version = record.version
         self._sessions.remember(
-            record.session, record.sequence, Outcome(record.version, record.staleness)
+            record.session,
+            record.sequence,
+            Outcome(record.version, record.staleness),
+            Scope.from_message(record.step),
         )
         if outcome.fates:
             self._answers.remember(record.session, record.sequence, outcome.fates)
