@@ -75,17 +75,44 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
+class Places:
+    """Memory for every second tensor, some of it in other strides than its own."""
+
+    def __init__(self) -> None:
+        self._given: dict[str, Tensor | None] = {}
+
+    def __call__(self, name: str, box: Box) -> Tensor | None:
+        dtype, number = DTYPES.get(name, torch.float32), len(self._given)
+        memory = torch.empty(box.sizes, dtype=dtype) if number % 2 == 0 else None
+        if number % 4 == 0 and len(box.sizes) == 2:
+            memory = torch.empty(box.sizes[::-1], dtype=dtype).t()
+        self._given[name] = memory
+        return memory
+
+    def all_taken(self, got: Holding) -> bool:
+        """Whether each tensor lies where this said, and nowhere else."""
+        return self._given.keys() == got.pieces.keys() and all(
+            memory is None or got.pieces[name].tensor is memory
+            for name, memory in self._given.items()
+        )
+
+
 def reshard_all(changes: list[tuple[tuple[str, int], tuple[str, int]]]) -> dict[str, str]:
     """For each change from one cut to another: what differs from what there should be."""
     rank, state = dist.get_rank(), whole_state(7)
     found = {}
     for before, after in changes:
-        for bucket_bytes, borrow in ((exchange.MIN_BUCKET_BYTES, True), (32, False)):
+        for bucket_bytes, borrow, place in (
+            (exchange.MIN_BUCKET_BYTES, True, None),
+            (32, False, None),
+            (exchange.MIN_BUCKET_BYTES, True, Places()),
+            (32, False, Places()),
+        ):
             exchange.MIN_BUCKET_BYTES = exchange.MAX_BUCKET_BYTES = bucket_bytes
             held = [holding_of(state, 7, before[0], rank, before[1])] if rank < before[1] else []
-            got = exchange.reshard(
-                _group(), held, needs_of(after[0], rank, after[1]), borrow=borrow
-            )
+            needs = needs_of(after[0], rank, after[1])
+            got = exchange.reshard(_group(), held, needs, borrow=borrow, place=place)
+            assert place is None or place.all_taken(got)
             expected = (
                 holding_of(state, 7, after[0], rank, after[1])
                 if rank < after[1]

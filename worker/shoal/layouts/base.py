@@ -198,7 +198,9 @@ def piece_of(tensor: Tensor) -> Piece:
 
 
 def _local(tensor: Any) -> Tensor:
-    part: Tensor = tensor.detach().to_local()
+    # Where no gradient is asked for, DTensor has nothing to derive and to dispatch.
+    with torch.no_grad():
+        part: Tensor = tensor.to_local().detach()
     return part
 
 
@@ -224,6 +226,17 @@ def materialise(module: nn.Module, device: torch.device) -> None:
             buffer.detach().copy_(real[name])
 
 
+def move_buffers(module: nn.Module, device: torch.device) -> None:
+    """Move all buffers to the device; what was one buffer under several names still is."""
+    moved: dict[Tensor, Tensor] = {}
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device != device:
+                if buffer not in moved:
+                    moved[buffer] = buffer.to(device)
+                part._buffers[name] = moved[buffer]
+
+
 def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
     """Each further place of a parameter, and its first place."""
     first: dict[int, tuple[nn.Module, str]] = {}
@@ -243,6 +256,7 @@ __all__ = [
     "LossFunction",
     "World",
     "materialise",
+    "move_buffers",
     "persistent_buffers",
     "piece_of",
 ]

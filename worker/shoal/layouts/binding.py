@@ -109,6 +109,7 @@ class Bound:
         self._parameters = dict(layout.parameters)
         self._held = dict(layout.held)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._placed: dict[str, Tensor] = {}
         self.group_names = blueprint.groups
         self._tied = blueprint.tied
         optimizer.state.clear()
@@ -192,6 +193,24 @@ class Bound:
 
     # --- filling ---
 
+    def place(self, name: str, box: Box) -> Tensor | None:
+        """Memory of the layout's own for this box of a tensor, which `needs` gave; `fill` finds
+        there what is put into it. None where none of that size lies on the host."""
+        shape, dtype = self._known[name]
+        if name.startswith(MODEL):
+            key = name.removeprefix(MODEL)
+            own = self.layout.piece(key, self._held[key])
+        else:
+            key = name.removeprefix(OPTIM).rpartition("/")[0]
+            own = self.layout.piece(key, self._parameters[key])
+        # What has no dimension lies where the optimizer wants it: see `beside`.
+        if not shape or own.shape != shape or own.box != box or own.tensor.device.type != "cpu":
+            return None
+        is_model = name.startswith(MODEL)
+        place = own.tensor if is_model else torch.empty_like(own.tensor, dtype=dtype)
+        self._placed[name] = place
+        return place
+
     def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
         """The box that this rank needs of a tensor of a state; None if it needs nothing of it.
 
@@ -233,8 +252,10 @@ class Bound:
                     seen="missing" if given is None else f"{given.box}",
                     expected=f"{own.box} of {own.shape}",
                 )
-            own.tensor.copy_(given.tensor)
+            if given.tensor is not self._placed.get(MODEL + name):
+                own.tensor.copy_(given.tensor)
         self._fill_optimizer(holding)
+        self._placed.clear()
         take_settings(self.optimizer, holding)
 
     def _fill_optimizer(self, holding: Holding) -> None:
@@ -250,7 +271,11 @@ class Bound:
                 assert given is not None, "numbers are whole on every rank"
                 self.optimizer.state[parameter][key] = _NUMBERS[mark + kind](given.tensor.item())
             elif shape and shape == self.layout.piece(name, parameter).shape:
-                self.optimizer.state[parameter][key] = _like(parameter, given, dtype)
+                if given is not None and given.tensor is self._placed.get(path):
+                    local = given.tensor
+                else:
+                    local = _filled(parameter, given, dtype)
+                self.optimizer.state[parameter][key] = _cut_like(parameter, local)
             else:
                 assert given is not None, "what has another shape is whole on every rank"
                 self.optimizer.state[parameter][key] = beside(parameter, given.tensor)
@@ -262,15 +287,20 @@ def _as_tensor(number: object) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local().detach()
 
 
-def _like(parameter: nn.Parameter, given: Piece | None, dtype: torch.dtype) -> Tensor:
-    """State of the parameter's own layout, with this piece in it (None: the rank holds nothing)."""
+def _filled(parameter: nn.Parameter, given: Piece | None, dtype: torch.dtype) -> Tensor:
+    """What this rank has of state of the parameter's layout: the piece (None: it holds nothing)."""
     local = torch.empty_like(_local(parameter), dtype=dtype)
-    if given is not None:
-        local.copy_(given.tensor)
+    return local if given is None else local.copy_(given.tensor)
+
+
+def _cut_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """State of the parameter's own layout, of which the rank has this."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(

@@ -32,6 +32,9 @@ from shoal_proto.errors import InvalidSpec
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Box | None]
 """(name, whole shape, dtype) -> the box that the rank needs of the tensor; None: nothing."""
+Place = Callable[[str, Box], Tensor | None]
+"""(name, the box that the rank needs) -> host memory of that size and dtype to put it into, in any
+strides; None: memory is made for it."""
 
 FIRST_BYTES = 16 * 1024
 """A rank's word up to this long takes one collective, a longer one two."""
@@ -46,14 +49,20 @@ _LENGTH_BYTES = 8
 
 
 def reshard(
-    group: dist.ProcessGroup, held: Sequence[Holding], needs: Needs, *, borrow: bool = False
+    group: dist.ProcessGroup,
+    held: Sequence[Holding],
+    needs: Needs,
+    *,
+    borrow: bool = False,
+    place: Place | None = None,
 ) -> Holding:
     """What this rank needs of the newest state that is whole on the group's ranks together.
 
     Collective: all ranks call it at the same time, each with all that it holds, of one step or
     several. `needs` is called for every tensor that exists at the chosen step, and for no other.
-    The result lies in host memory of its own; with `borrow`, pieces that this rank holds in one
-    are views of what it holds.
+    The result lies in host memory of its own, or where `place` puts it: then once nothing can be
+    refused any more. With `borrow`, other pieces that this rank holds in one are views of what it
+    holds.
 
     Raises on all ranks alike: StateLost if no step is whole, ShapeMismatch or DtypeMismatch if
     they contradict each other, MalformedMessage for what is no list. What `needs` raises, or an
@@ -74,7 +83,7 @@ def reshard(
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
     todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
     transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes)
-    pieces = transfer.carry_out(todo, own, chosen.metas, borrow=borrow)
+    pieces = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, place=place or _nowhere)
     return Holding(
         step=chosen.step,
         pieces=pieces,
@@ -126,6 +135,10 @@ def _asked(chosen: Chosen, needs: Needs) -> dict[str, Box]:
     return found
 
 
+def _nowhere(name: str, box: Box) -> None:
+    return None
+
+
 def _needs_of(word: bytes, rank: int, metas: Mapping[str, Meta]) -> dict[str, Box]:
     try:
         return boxes_from_json(unpack(word, rank), list(metas), metas)
@@ -138,7 +151,8 @@ def _needs_of(word: bytes, rank: int, metas: Mapping[str, Meta]) -> dict[str, Bo
 
 def _flat(tensor: Tensor) -> Tensor:
     """The contiguous tensor's memory as bytes."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # One element out of a row counts as contiguous with the strides of the row.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass
@@ -170,17 +184,24 @@ class _Transfer:
         self._pieces: dict[str, Piece] = {}
 
     def carry_out(
-        self, todo: Plan, own: Mapping[str, Box], metas: Mapping[str, Meta], *, borrow: bool
+        self,
+        todo: Plan,
+        own: Mapping[str, Box],
+        metas: Mapping[str, Meta],
+        *,
+        borrow: bool,
+        place: Place,
     ) -> dict[str, Piece]:
-        """The pieces that this rank needs, in memory of their own unless borrowed."""
+        """The pieces that this rank needs, in memory of their own unless placed or borrowed."""
         self._metas = metas
+        placed = {name: place(name, box) for name, box in own.items()}
         borrowed = {
             part.name: self._source(part)
             for part in todo.kept
-            if borrow and part.box == own[part.name]
+            if borrow and placed[part.name] is None and part.box == own[part.name]
         }
         for name, box in own.items():
-            tensor = borrowed.get(name)
+            tensor = borrowed.get(name, placed[name])
             if tensor is None:
                 tensor = torch.empty(box.sizes, dtype=metas[name].dtype)
             self._pieces[name] = Piece(shape=metas[name].shape, box=box, tensor=tensor)
@@ -284,4 +305,4 @@ def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-__all__ = ["FIRST_BYTES", "Needs", "gather", "reshard"]
+__all__ = ["FIRST_BYTES", "Needs", "Place", "gather", "reshard"]

@@ -23,12 +23,19 @@ class Grid:
             stops = {box.offsets[dimension] + box.sizes[dimension] for box in boxes}
             self._cuts.append(sorted({0, extent} | starts | stops))
         self._held: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._cells: dict[Box, Sequence[tuple[Box, tuple[int, ...]]]] = {}
         for number, box in enumerate(boxes):
             for cell in product(*self._ranges(box)):
                 self._held[cell] = (*self._held.get(cell, ()), number)
 
-    def cells(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
+    def cells(self, box: Box) -> Sequence[tuple[Box, tuple[int, ...]]]:
         """The parts into which the grid cuts `box`, and the numbers of the boxes that have each."""
+        if box not in self._cells:
+            # Asked for by many tensors: what each rank holds and needs of one, it does of the next.
+            self._cells[box] = list(self._cut(box))
+        return self._cells[box]
+
+    def _cut(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
         stops = tuple(o + s for o, s in zip(box.offsets, box.sizes, strict=True))
         for cell in product(*self._ranges(box)):
             start = tuple(

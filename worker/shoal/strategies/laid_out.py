@@ -134,8 +134,8 @@ class LaidOut(GroupedStrategy):
     def _found(self, group: dist.ProcessGroup, held: list[Holding], bound: Bound) -> Holding:
         """The newest state that the members hold together, or else that a checkpoint holds."""
         try:
-            # Borrowed: what this member keeps in its place is copied once, into the layout.
-            holding = reshard(group, held, bound.needs, borrow=True)
+            # Everything is copied once, into the layout, also where that has to be on a device.
+            holding = reshard(group, held, bound.needs, borrow=True, place=bound.place)
         except StateLost:
             path = self._newest_checkpoint(group)
             if path is None:
