@@ -96,6 +96,10 @@ class Copying:
             held.is_forming = False
             self._background.start(("notify", held), self._catalog.notify())
 
+    def connect(self, holder: Holder) -> None:
+        """It is to follow shards from here soon: pushes will wait for it, and not for a stream."""
+        self._link(holder)
+
     def let_go(self, held: Held) -> None:
         """Nobody follows the shard from here any more."""
         for link in self._links.values():
@@ -219,10 +223,11 @@ class Copying:
         return bool(wanted)
 
     def lost(self, link: Link, reason: str) -> None:
-        log.warning("backup_lost", server=link.to.server_id, reason=reason)
         self._links.pop(link.to, None)
         self._full.forget(link.to)
         jobs = frozenset(held.job for held in link.end())
+        if jobs:
+            log.warning("backup_lost", server=link.to.server_id, reason=reason)
         self._background.start(("lost", link.to, jobs), self._lost(link.to, jobs))
 
     async def _lost(self, lost: Holder, jobs: Collection[str]) -> None:

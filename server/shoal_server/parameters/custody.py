@@ -167,6 +167,9 @@ class Custody:
                 self._lead(held, holding)
             elif held.role is Role.PRIMARY:
                 self._step_down(held, holding)
+        for holding in self.of_job(job).values():
+            if self.me in (holding.joining, holding.successor):
+                self._copying.connect(holding.primary)
         self._watching.look(job)
         self._let_journal_go(job)
 

@@ -1,12 +1,13 @@
 """Shards that move on purpose: pushes follow at once, and pause for no longer than they must."""
 
+import asyncio
 from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import aclosing
 
 import pytest
-from parameter_servers import ParameterServers
+from parameter_servers import ParameterServers, config
 
 from shoal_client.parameters import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
@@ -15,6 +16,8 @@ from shoal_server.core.holdings import Holding, Holdings
 from shoal_server.etcd import holdings as records
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.process import running
 
 JOB = "job"
 NUM_ELEMENTS = 1_500_000
@@ -140,3 +143,24 @@ def test_shards_that_move_together_move_at_once(
     assert set(swap(servers)) in led.values()
     client.push(filled(-1.0))
     assert_pushed(client, 1)
+
+
+@pytest.mark.parametrize("part", ["joining", "successor"])
+async def test_who_is_to_lead_is_connected_to_its_backup_before(part: str) -> None:
+    """The first push that a new primary takes waits for its backup, and not for a stream to it."""
+    store = MemoryStore()
+    async with running(config("ps-0"), store) as last, running(config("ps-1"), store) as next_:
+        me = next_.custody.me
+        holding = Holding(
+            shard_id=0,
+            epoch=1,
+            primary=last.custody.me,
+            backups=() if part == "joining" else (me,),
+            joining=me if part == "joining" else None,
+            successor=me if part == "successor" else None,
+        )
+        record = records.encode(Holdings(job=JOB, copies=2, shards=(holding,)))
+        await store.put(keys.holdings(JOB), record)
+        await next_.custody.refresh(JOB)
+        assert "link-to-ps-0" in {task.get_name() for task in asyncio.all_tasks()}
+    await store.close()
