@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -256,14 +257,12 @@ def parameter_server(options: argparse.Namespace) -> int:
         )
         return 1
     from shoal_server.parameters.journal import JournalConfig  # noqa: PLC0415
-    from shoal_server.parameters.memory_limit import default_limit_bytes  # noqa: PLC0415
     from shoal_server.parameters.patience import Patience  # noqa: PLC0415
     from shoal_server.parameters.process import (  # noqa: PLC0415
         ParameterServerConfig,
         serve,
     )
 
-    limit_bytes = options.memory_limit_bytes
     try:
         config = ParameterServerConfig(
             etcd=etcd_config(options),
@@ -274,8 +273,9 @@ def parameter_server(options: argparse.Namespace) -> int:
             patience=Patience(silence_s=options.silence_s),
             drain_s=options.drain_s,
             journal=JournalConfig(directory=options.journal) if options.journal else None,
-            memory_limit_bytes=default_limit_bytes() if limit_bytes is None else limit_bytes,
         )
+        if options.memory_limit_bytes is not None:
+            config = replace(config, memory_limit_bytes=options.memory_limit_bytes)
     except ValueError as error:
         return _bad_arguments("ps", error)
     return _run("ps", serve(config))

@@ -7,8 +7,7 @@ from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, Overloaded, ShapeMismatch
 from shoal_proto.pieces import AnyPiece, Buffer
 from shoal_proto.v1.shards_pb2 import Shard
-
-DTYPE_BYTES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+from shoal_server.core.placement import DTYPE_BYTES
 
 
 def shard_bytes(shard: Shard) -> int:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from functools import partial
 
 from shoal_proto import routes
-from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
@@ -33,6 +33,7 @@ from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.description import Tally, add_shard
 from shoal_server.parameters.fence import Fence
+from shoal_server.parameters.headers import no_header
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
 from shoal_server.parameters.memory import Claim, Memory
@@ -73,7 +74,7 @@ class Servicer:
     ) -> CreateReply:
         first = await anext(requests, CreateRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
-            raise _no_header("CreateHeader")
+            raise no_header("CreateHeader")
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
@@ -173,7 +174,7 @@ class Servicer:
     ) -> AsyncIterator[PushReply | bytes]:
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
-            raise _no_header("PushHeader")
+            raise no_header("PushHeader")
         session = await self._fence.check(first.header.token)
         push = IncomingPush(first.header, session, self._fence.is_live, self._run)
         async with (
@@ -234,11 +235,3 @@ class Servicer:
 
 def _new_shard(spec: Shard, header: CreateHeader, inflow: Inflow) -> LiveShard:
     return LiveShard(spec, header.optimizer, bytearray(inflow.join()))
-
-
-def _no_header(expected: str) -> ShoalError:
-    return MalformedMessage(
-        "the stream does not begin with its header",
-        seen="another message, or none",
-        expected=f"a {expected}",
-    )

@@ -28,6 +28,7 @@ from shoal_proto.v1.tables_pb2 import (
 from shoal_proto.v1.tables_pb2_grpc import TablesServicer as Base
 from shoal_server.parameters.cuts import Cuts
 from shoal_server.parameters.fence import Fence
+from shoal_server.parameters.headers import no_header
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Budget, Reservation
 from shoal_server.parameters.memory import Memory
@@ -73,7 +74,7 @@ class TablesServicer(Base):
     ) -> AsyncIterator[TableLookupReply]:
         first = await anext(requests, TableLookupRequest())
         if not first.HasField("header"):
-            raise _no_header("TableLookupHeader")
+            raise no_header("TableLookupHeader")
         await self._fence.check(first.header.token)
         job = first.header.token.job
         if first.rows:
@@ -119,7 +120,7 @@ class TablesServicer(Base):
     ) -> AsyncIterator[TablePushReply]:
         first = await anext(requests, TablePushRequest())
         if not first.HasField("header"):
-            raise _no_header("TablePushHeader")
+            raise no_header("TablePushHeader")
         header = first.header
         session = await self._fence.check(header.token)
         scope = checked(header)
@@ -283,12 +284,4 @@ def _too_many(num_bytes: int) -> ShoalError:
         seen=f"{num_bytes} bytes of one shard's",
         expected=f"at most {MAX_LOOKUP_BYTES} in a message",
         fix="Ask in several messages.",
-    )
-
-
-def _no_header(expected: str) -> ShoalError:
-    return MalformedMessage(
-        "the stream does not begin with its header",
-        seen="another message, or none",
-        expected=f"a {expected}",
     )
