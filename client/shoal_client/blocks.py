@@ -48,7 +48,9 @@ class ShardBlocks:
         """Indexes of the blocks whose parameter has no buffer."""
         return [i for i, run in enumerate(self._runs) if run.parameter not in buffers]
 
-    def gather(self, buffers: Buffers) -> Iterator[tuple[int, Sequence[memoryview]]]:
+    def gather(
+        self, buffers: Buffers, piece_bytes: int = SEND_PIECE_BYTES
+    ) -> Iterator[tuple[int, Sequence[memoryview]]]:
         """(offset, parts) of pieces that together hold every block that has a buffer, in order.
 
         The parts of a piece lie one after the other in the shard; they are the caller's memory.
@@ -66,11 +68,11 @@ class ShardBlocks:
             while done < run.num_bytes:
                 if not parts:
                     start = run.start + done
-                size = min(run.num_bytes - done, SEND_PIECE_BYTES - held)
+                size = min(run.num_bytes - done, piece_bytes - held)
                 parts.append(source[run.offset + done : run.offset + done + size])
                 done += size
                 held += size
-                if held == SEND_PIECE_BYTES:
+                if held == piece_bytes:
                     yield start, parts
                     parts, held = [], 0
         if parts:

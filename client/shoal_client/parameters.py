@@ -6,16 +6,17 @@ of which, and what happens when a server is away for a while, is dealt with here
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import structlog
 
-from shoal_client.blocks import Buffers, ShardBlocks, check_buffers, encode
+from shoal_client.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.channel import Coordinators
 from shoal_client.joint_step import JointStep
 from shoal_client.layouts import without_tables
-from shoal_client.piece_stub import PieceStub
+from shoal_client.parameter_calls import ParameterCalls, transport_of
+from shoal_client.parts import Part, Pieces
 from shoal_client.shard_servers import Attempt, ShardServers, worst_of
 from shoal_proto import pieces
 from shoal_proto.errors import (
@@ -30,14 +31,12 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
     Acknowledgement,
     CreateHeader,
-    CreateRequest,
     OptimizerSpec,
     PullItem,
     PullRequest,
     PushHeader,
     PushItem,
     PushReply,
-    PushRequest,
     ShardData,
     ShardVersion,
 )
@@ -90,7 +89,8 @@ class ParameterClient:
 
     Every call is bounded by `timeout_s`, retries included; what is retried is what may succeed
     later, and never applies a gradient twice. Raises RetryError when the time is over, Fenced when
-    the member was declared lost, RefusedError for what is wrong with the request.
+    the member was declared lost, RefusedError for what is wrong with the request. `transport` says
+    how servers are reached (see `transport_of`).
     """
 
     def __init__(
@@ -100,12 +100,18 @@ class ParameterClient:
         *,
         timeout_s: float = 60.0,
         acknowledgement: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
+        transport: str | None = None,
     ) -> None:
         self._acknowledgement = acknowledgement
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
-        self._servers = ShardServers(PieceStub, timeout_s)
+        way = transport_of(transport)
+        self._servers = ShardServers(
+            lambda address, channel: ParameterCalls(address, channel, token, transport=way),
+            timeout_s,
+            ParameterCalls.close,
+        )
         self._map: ShardMap | None = None
         self._blocks: dict[int, ShardBlocks] = {}
         self._versions: dict[int, int] = {}
@@ -148,24 +154,28 @@ class ParameterClient:
         created: list[int] = []
 
         def attempt(
-            stub: PieceStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
-            requests = self._create_requests(optimizer, shards, values)
-            created.extend(stub.Create(requests, timeout=timeout_s).created)
+            header = CreateHeader(token=self._token(), optimizer=optimizer, shards=shards)
+            parts = [self._part(shard, (values,)) for shard in shards]
+            created.extend(calls.create(header, parts, timeout_s).created)
             todo.difference_update(shard.shard_id for shard in shards)
 
         self._until_done(attempt)
         return len(created)
 
-    def _create_requests(
-        self, optimizer: OptimizerSpec, shards: Sequence[Shard], values: Buffers
-    ) -> Iterator[CreateRequest | bytes]:
-        yield CreateRequest(
-            header=CreateHeader(token=self._token(), optimizer=optimizer, shards=shards)
-        )
-        for shard in shards:
-            for offset_bytes, parts in self._blocks[shard.shard_id].gather(values):
-                yield encode(pieces.CREATE_REQUEST, shard.shard_id, offset_bytes, parts)
+    def _part(self, shard: Shard, behind_each_other: Sequence[Buffers]) -> Part:
+        """A shard's bytes from each of these buffers: those of the second, if there is one, as if
+        the shard went on there."""
+        blocks = self._blocks[shard.shard_id]
+
+        def pieces_of(piece_bytes: int) -> Pieces:
+            for i, buffers in enumerate(behind_each_other):
+                for offset_bytes, memory in blocks.gather(buffers, piece_bytes):
+                    yield i * blocks.num_bytes + offset_bytes, memory
+
+        num_bytes = max(len(behind_each_other), 1) * blocks.num_bytes
+        return Part(shard.shard_id, num_bytes, pieces_of)
 
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
         """Write the newest values into the buffers.
@@ -178,7 +188,7 @@ class ParameterClient:
         check_buffers(self._known_map(), into, complete=True, writable=True)
 
         def attempt(
-            stub: PieceStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
             items = [PullItem(shard_id=s.shard_id, epoch=s.epoch) for s in shards]
             left_s = max(ready_by_s - time.monotonic(), 0.0)
@@ -186,7 +196,8 @@ class ParameterClient:
                 token=self._token(), shards=items, wait_s=min(left_s, PULL_WAIT_S, timeout_s / 2)
             )
             receiver = _Receiver(self._blocks, into, self._versions, todo)
-            for reply in stub.Pull(request, timeout=timeout_s):
+            parts = [self._part(shard, ()) for shard in shards]
+            for reply in calls.pull(request, parts, timeout_s):
                 receiver.take(reply)
             self._epochs.update((s.shard_id, s.epoch) for s in shards)
 
@@ -239,16 +250,16 @@ class ParameterClient:
         )
 
         def attempt(
-            stub: PieceStub, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
         ) -> None:
-            self._push_once(stub, shards, timeout_s, todo, push)
+            self._push_once(calls, shards, timeout_s, todo, push)
 
         push.result.retries = self._until_done(attempt, shard_ids=only)
         return push.result
 
     def _push_once(
         self,
-        stub: PieceStub,
+        calls: ParameterCalls,
         shards: Sequence[Shard],
         timeout_s: float,
         todo: set[int],
@@ -257,7 +268,9 @@ class ParameterClient:
         receiver = _Receiver(self._blocks, push.into or {}, self._versions, todo)
         errors: list[ShoalError] = []
         epochs = {shard.shard_id: shard.epoch for shard in shards}
-        for reply in stub.Push(self._push_requests(push, shards), timeout=timeout_s):
+        given = (push.gradients, push.bases) if push.bases else (push.gradients,)
+        parts = [self._part(shard, given) for shard in shards]
+        for reply in calls.push(self._push_header(push, shards), parts, timeout_s):
             if isinstance(reply, pieces.OnlyPiece) or not reply.HasField("outcome"):
                 receiver.take(reply)
                 continue
@@ -280,9 +293,7 @@ class ParameterClient:
         if errors:
             raise worst_of(errors)
 
-    def _push_requests(
-        self, push: "_Push", shards: Sequence[Shard]
-    ) -> Iterator[PushRequest | bytes]:
+    def _push_header(self, push: "_Push", shards: Sequence[Shard]) -> PushHeader:
         items = [
             PushItem(
                 shard_id=shard.shard_id,
@@ -293,28 +304,19 @@ class ParameterClient:
             )
             for shard in shards
         ]
-        yield PushRequest(
-            header=PushHeader(
-                token=self._token(),
-                sequence=push.result.sequence,
-                shards=items,
-                lr=push.lr,
-                return_values=push.into is not None,
-                all_shard_ids=push.all_shard_ids,
-                acknowledgement=self._acknowledgement,
-            )
+        return PushHeader(
+            token=self._token(),
+            sequence=push.result.sequence,
+            shards=items,
+            lr=push.lr,
+            return_values=push.into is not None,
+            all_shard_ids=push.all_shard_ids,
+            acknowledgement=self._acknowledgement,
         )
-        for shard in shards:
-            blocks = self._blocks[shard.shard_id]
-            # What a gradient was computed on follows it, as if the shard went on there.
-            for begins, buffers in ((0, push.gradients), (blocks.num_bytes, push.bases)):
-                for offset_bytes, parts in blocks.gather(buffers):
-                    at = begins + offset_bytes
-                    yield encode(pieces.PUSH_REQUEST, shard.shard_id, at, parts)
 
     def _until_done(
         self,
-        attempt: Attempt[PieceStub],
+        attempt: Attempt[ParameterCalls],
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
@@ -347,6 +349,12 @@ class ParameterClient:
     def versions(self) -> Mapping[int, int]:
         """Per shard: the version of the values received last."""
         return dict(self._versions)
+
+    @property
+    def ways(self) -> Mapping[str, str]:
+        """Per server's address: how pulls and pushes went to it last, by `shared-memory`,
+        `unix-socket`, `tcp` or `grpc`."""
+        return {address: calls.way for address, calls in self._servers.stubs.items()}
 
     def close(self) -> None:
         """Close every connection; a call under way on another thread fails."""

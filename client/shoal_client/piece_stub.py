@@ -7,7 +7,14 @@ import grpc
 from google.protobuf.message import Message
 
 from shoal_proto import pieces
-from shoal_proto.v1.parameters_pb2 import CreateReply, PullRequest, PushReply, ShardData
+from shoal_proto.v1.parameters_pb2 import (
+    CreateReply,
+    OpenBulkReply,
+    OpenBulkRequest,
+    PullRequest,
+    PushReply,
+    ShardData,
+)
 
 SERVICE = "/shoal.v1.Parameters/"
 
@@ -30,8 +37,12 @@ class _Pushing(Protocol):
     ) -> Iterator[PushReply | pieces.OnlyPiece]: ...
 
 
+class _Opening(Protocol):
+    def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
+
+
 class PieceStub:
-    """Create, Pull and Push. A request may be bytes that are serialized already."""
+    """Create, Pull, Push and OpenBulk. A request may be bytes that are serialized already."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.Create: _Creating = channel.stream_unary(
@@ -48,6 +59,11 @@ class PieceStub:
             SERVICE + "Push",
             request_serializer=_serialize,
             response_deserializer=_decoder(pieces.PUSH_REPLY, PushReply.FromString),
+        )
+        self.OpenBulk: _Opening = channel.unary_unary(
+            SERVICE + "OpenBulk",
+            request_serializer=_serialize,
+            response_deserializer=OpenBulkReply.FromString,
         )
 
 

@@ -38,12 +38,20 @@ class ShardServers(Generic[Stub]):
     """Connections to one service of the parameter servers. For one thread at a time, but for
     `close`."""
 
-    def __init__(self, stub_of: Callable[[grpc.Channel], Stub], timeout_s: float) -> None:
+    def __init__(
+        self,
+        stub_of: Callable[[str, grpc.Channel], Stub],
+        timeout_s: float,
+        close_stub: Callable[[Stub], None] = lambda stub: None,
+    ) -> None:
+        """`stub_of` makes the stub for a server from its address and a channel to it, once for as
+        long as the channel lives."""
         self._stub_of = stub_of
+        self._close_stub = close_stub
         self._timeout_s = timeout_s
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._channels: dict[str, grpc.Channel] = {}
+        self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -105,7 +113,7 @@ class ShardServers(Generic[Stub]):
 
         def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
             try:
-                attempt(self._stub_of(self._channel(address)), held, max(timeout_s, 0.01), todo)
+                attempt(self._stub(address), held, max(timeout_s, 0.01), todo)
             except grpc.RpcError as rpc_error:
                 return from_rpc_error(rpc_error, address)
             except ShoalError as error:
@@ -128,7 +136,7 @@ class ShardServers(Generic[Stub]):
         results = [run(*last), *(future.result() for future in futures)]
         return [error for error in results if error is not None]
 
-    def _channel(self, address: str) -> grpc.Channel:
+    def _stub(self, address: str) -> Stub:
         if not address:
             raise Unavailable(
                 "the server of a shard is not there",
@@ -138,25 +146,35 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _over()
-            channel = self._channels.get(address)
-            if channel is None:
+            if address not in self._reached:
                 channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-                self._channels[address] = channel
-            return channel
+                self._reached[address] = channel, self._stub_of(address, channel)
+            return self._reached[address][1]
+
+    @property
+    def stubs(self) -> dict[str, Stub]:
+        """By address, of the servers that are connected to."""
+        with self._lock:
+            return {address: stub for address, (_, stub) in self._reached.items()}
 
     def _keep_only(self, addresses: Collection[str]) -> None:
         """Close what leads nowhere any more: gRPC would try to connect to it for ever."""
         with self._lock:
-            gone = [self._channels.pop(a) for a in list(self._channels) if a not in addresses]
-        close_channels(gone)
+            gone = [self._reached.pop(a) for a in list(self._reached) if a not in addresses]
+        self._close(gone)
 
     def close(self) -> None:
         """Close every connection; calls under way fail."""
         self._closed.set()
         with self._lock:
-            channels, self._channels = list(self._channels.values()), {}
-        close_channels(channels)
+            gone, self._reached = list(self._reached.values()), {}
+        self._close(gone)
         self._pool.shutdown(wait=False)
+
+    def _close(self, gone: Sequence[tuple[grpc.Channel, Stub]]) -> None:
+        for _, stub in gone:
+            self._close_stub(stub)
+        close_channels(channel for channel, _ in gone)
 
 
 def worst_of(errors: Sequence[ShoalError]) -> ShoalError:

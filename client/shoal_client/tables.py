@@ -76,7 +76,7 @@ class TableClient:
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
-        self._servers = ShardServers(TablesStub, timeout_s)
+        self._servers = ShardServers(lambda address, channel: TablesStub(channel), timeout_s)
         self._map: ShardMap | None = None
         self._shards: dict[Where, Shard] = {}
         self._tables: dict[str, TableSpec] = {}

@@ -52,6 +52,8 @@ class ReadPiece:
     offset_bytes: int
     data: memoryview
     checksum: int
+    is_shared: bool = False
+    """The data lie in memory of which the sender may make other use once it is answered."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,14 @@ def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> 
     option = parser.add_argument
     option("--id", help="name of this server (default: host and port)")
     option(
+        "--bulk-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="TCP port over which tensors travel to other machines; where it cannot be reached they"
+        " go by gRPC (default: any free one)",
+    )
+    option(
         "--silence-s",
         type=float,
         default=2.0,
@@ -267,6 +275,7 @@ def parameter_server(options: argparse.Namespace) -> int:
         config = ParameterServerConfig(
             etcd=etcd_config(options),
             listen=options.listen,
+            bulk_port=options.bulk_port,
             advertise=options.advertise,
             server_id=options.id or "",
             ready_file=options.ready_file,

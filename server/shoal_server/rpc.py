@@ -110,14 +110,18 @@ async def _parsed(parse: Parser, method: str, data: AsyncIterator[bytes]) -> Asy
         yield _parse(parse, method, item)
 
 
-async def _abort(context: Context, method: str, error: Exception) -> None:
+def refusal_of(method: str, error: Exception) -> ShoalError:
+    """What a caller is told of what its call raised, which is logged. To be called where it is
+    caught."""
     if isinstance(error, ShoalError):
         log.info("call_refused", method=method, kind=type(error).__name__, reason=str(error))
-        refusal = error
-    else:
-        log.exception("call_failed", method=method)
-        refusal = InternalError(f"{method} failed on the server", seen=repr(error))
-    code, text, metadata = to_status(refusal)
+        return error
+    log.exception("call_failed", method=method)
+    return InternalError(f"{method} failed on the server", seen=repr(error))
+
+
+async def _abort(context: Context, method: str, error: Exception) -> None:
+    code, text, metadata = to_status(refusal_of(method, error))
     await context.abort(code, text, metadata)
 
 
@@ -174,4 +178,4 @@ def bind(server: grpc.aio.Server, address: str) -> int:
     return port
 
 
-__all__ = ["CHANNEL_OPTIONS", "Context", "ErrorInterceptor", "bind", "new_server"]
+__all__ = ["CHANNEL_OPTIONS", "Context", "ErrorInterceptor", "bind", "new_server", "refusal_of"]

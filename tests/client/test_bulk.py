@@ -164,6 +164,26 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
             assert seen == values
 
 
+@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
+def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> None:
+    """They are refused before the client has come to send them: no place is kept for those."""
+    with ParameterServers(1) as servers, closing(connect(servers, transport)) as client:
+        num_elements = 3 * client_arena.NUM_PLACES * 2**18
+        schema = [ParameterSpec(name="w", shape=[num_elements], dtype="float32")]
+        shard_map = client.place(schema)
+        assert len(shard_map.shards) > 2 * client_arena.NUM_PLACES
+        values = memoryview(bytearray(4 * num_elements))
+        client.create(MOMENTUM, {"w": values})
+        client.pull({"w": values})
+        for shard in shard_map.shards:
+            shard.epoch += 7
+        started_s = time.monotonic()
+        result = client.push({"w": memoryview(bytes(4 * num_elements))}, into={"w": values})
+        assert result.retries == 1
+        assert set(result.versions.values()) == {2}
+        assert time.monotonic() - started_s < 10.0
+
+
 def test_a_server_without_memory_to_share_takes_the_socket() -> None:
     """More than the parameters need is not there."""
     with (

@@ -266,6 +266,8 @@ def test_commands_parse(resources: list[Resource]) -> None:
             options = parser.parse_args(arguments(resources, container))
             parsed[container["name"]] = options
             assert options.listen == f"0.0.0.0:{port_of(container, 'grpc')}"
+            if container["name"] == "ps":
+                assert options.bulk_port == port_of(container, "bulk")
     assert set(parsed) == ROLES
     coordinator = find(resources, kinds={"Deployment"}, name="coordinator")
     [container] = coordinator["spec"]["template"]["spec"]["containers"]

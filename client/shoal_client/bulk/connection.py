@@ -91,8 +91,8 @@ class Connection:
                 done = ledger.note(reply)
                 yield reply
                 # By now the caller has taken what lay there.
-                if done is not None and self._arena is not None:
-                    self._arena.release(done)
+                if done is not None:
+                    sending.answered(done)
             self._is_in_call = False
         except OSError as error:
             raise self._broken(repr(error)) from error

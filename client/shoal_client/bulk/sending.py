@@ -34,12 +34,19 @@ class Sending:
         self._ready_bytes = 0
         self._frames = self._all_frames(parts)
         self._is_over = False
+        self._answered: set[int] = set()
         self._put(opening)
 
     @property
     def is_stuck(self) -> bool:
         """Whether the kernel took less than there is."""
         return bool(self._ready)
+
+    def answered(self, shard_id: int) -> None:
+        """The server is done with that shard: refused, it needs not even be sent."""
+        self._answered.add(shard_id)
+        if self._arena is not None:
+            self._arena.release(shard_id)
 
     def go_on(self) -> None:
         """Send until the kernel takes no more, no place is free for the next part, or all is sent.
@@ -64,9 +71,12 @@ class Sending:
         """What to send, in pieces; an empty one while a part waits for a place."""
         for part in parts:
             if self._arena is not None and self._arena.fits(part):
-                while not self._arena.has_room:
+                while not self._arena.has_room and part.shard_id not in self._answered:
                     yield []
-                yield list(self._arena.place(part))
+                if part.shard_id not in self._answered:
+                    yield list(self._arena.place(part))
+                continue
+            if part.shard_id in self._answered:
                 continue
             if self._arena is not None:
                 # No room: its values come as pieces.

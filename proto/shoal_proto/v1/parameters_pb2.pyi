@@ -670,3 +670,51 @@ class DropReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DropReply: _TypeAlias = DropReply  # noqa: Y015
+
+@_typing.final
+class OpenBulkRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token(self) -> _identity_pb2.Token: ...
+    def __init__(
+        self,
+        *,
+        token: _identity_pb2.Token | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenBulkRequest: _TypeAlias = OpenBulkRequest  # noqa: Y015
+
+@_typing.final
+class OpenBulkReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    LOCAL_NAME_FIELD_NUMBER: _builtins.int
+    PORT_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """To be sent first on the connection; good for one, within seconds."""
+    local_name: _builtins.str
+    """Name of a Unix socket in the abstract namespace, for whoever is in the same network namespace."""
+    port: _builtins.int
+    """TCP port on the host of this service."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        local_name: _builtins.str = ...,
+        port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "local_name", b"local_name", "port", b"port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenBulkReply: _TypeAlias = OpenBulkReply  # noqa: Y015

@@ -61,6 +61,11 @@ class ParametersStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_parameters__pb2.DropRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.DropReply.FromString,
                 _registered_method=True)
+        self.OpenBulk = channel.unary_unary(
+                '/shoal.v1.Parameters/OpenBulk',
+                request_serializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.FromString,
+                _registered_method=True)
 
 
 class ParametersServicer(object):
@@ -103,6 +108,13 @@ class ParametersServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenBulk(self, request, context):
+        """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParametersServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -130,6 +142,11 @@ def add_ParametersServicer_to_server(servicer, server):
                     servicer.Drop,
                     request_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.DropRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_parameters__pb2.DropReply.SerializeToString,
+            ),
+            'OpenBulk': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenBulk,
+                    request_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -269,6 +286,33 @@ class Parameters(object):
             '/shoal.v1.Parameters/Drop',
             shoal__proto_dot_v1_dot_parameters__pb2.DropRequest.SerializeToString,
             shoal__proto_dot_v1_dot_parameters__pb2.DropReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenBulk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Parameters/OpenBulk',
+            shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.FromString,
             options,
             channel_credentials,
             insecure,

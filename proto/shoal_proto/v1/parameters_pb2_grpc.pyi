@@ -62,6 +62,8 @@ class ParametersStub:
     Describe: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]
     Drop: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]
     """Forgets all shards of the job; only one of its members can ask for it."""
+    OpenBulk: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]
+    """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py)."""
 
 @_typing.type_check_only
 class ParametersAsyncStub(ParametersStub):
@@ -81,6 +83,8 @@ class ParametersAsyncStub(ParametersStub):
     Describe: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]  # type: ignore[assignment]
     Drop: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]  # type: ignore[assignment]
     """Forgets all shards of the job; only one of its members can ask for it."""
+    OpenBulk: _aio.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
+    """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py)."""
 
 class ParametersServicer(metaclass=_abc_1.ABCMeta):
     """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
@@ -127,5 +131,13 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.DropReply, _abc.Awaitable[_parameters_pb2.DropReply]]:
         """Forgets all shards of the job; only one of its members can ask for it."""
+
+    @_abc_1.abstractmethod
+    def OpenBulk(
+        self,
+        request: _parameters_pb2.OpenBulkRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
+        """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py)."""
 
 def add_ParametersServicer_to_server(servicer: ParametersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

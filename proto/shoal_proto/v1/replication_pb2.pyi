@@ -39,6 +39,21 @@ class IdentifyRequest(_message.Message):
 Global___IdentifyRequest: _TypeAlias = IdentifyRequest  # noqa: Y015
 
 @_typing.final
+class OpenFollowRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenFollowRequest: _TypeAlias = OpenFollowRequest  # noqa: Y015
+
+@_typing.final
 class Holder(_message.Message):
     """A server process: its id alone would not tell a restarted one from the one that held the shards."""
 

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from shoal_proto.v1 import parameters_pb2 as shoal__proto_dot_v1_dot_parameters__pb2
 from shoal_proto.v1 import replication_pb2 as shoal__proto_dot_v1_dot_replication__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -45,6 +46,11 @@ class ReplicationStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_replication__pb2.IdentifyRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_replication__pb2.Holder.FromString,
                 _registered_method=True)
+        self.OpenBulk = channel.unary_unary(
+                '/shoal.v1.Replication/OpenBulk',
+                request_serializer=shoal__proto_dot_v1_dot_replication__pb2.OpenFollowRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.FromString,
+                _registered_method=True)
 
 
 class ReplicationServicer(object):
@@ -67,6 +73,13 @@ class ReplicationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenBulk(self, request, context):
+        """Where Follow is taken without gRPC around it (shoal_proto/bulk.py).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ReplicationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +92,11 @@ def add_ReplicationServicer_to_server(servicer, server):
                     servicer.Identify,
                     request_deserializer=shoal__proto_dot_v1_dot_replication__pb2.IdentifyRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_replication__pb2.Holder.SerializeToString,
+            ),
+            'OpenBulk': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenBulk,
+                    request_deserializer=shoal__proto_dot_v1_dot_replication__pb2.OpenFollowRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -136,6 +154,33 @@ class Replication(object):
             '/shoal.v1.Replication/Identify',
             shoal__proto_dot_v1_dot_replication__pb2.IdentifyRequest.SerializeToString,
             shoal__proto_dot_v1_dot_replication__pb2.Holder.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenBulk(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Replication/OpenBulk',
+            shoal__proto_dot_v1_dot_replication__pb2.OpenFollowRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_parameters__pb2.OpenBulkReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from grpc import aio as _aio
+from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
 from shoal_proto.v1 import replication_pb2 as _replication_pb2
 import abc as _abc_1
 import grpc as _grpc
@@ -40,6 +41,8 @@ class ReplicationStub:
     """
     Identify: _grpc.UnaryUnaryMultiCallable[_replication_pb2.IdentifyRequest, _replication_pb2.Holder]
     """Who answers at this address."""
+    OpenBulk: _grpc.UnaryUnaryMultiCallable[_replication_pb2.OpenFollowRequest, _parameters_pb2.OpenBulkReply]
+    """Where Follow is taken without gRPC around it (shoal_proto/bulk.py)."""
 
 @_typing.type_check_only
 class ReplicationAsyncStub(ReplicationStub):
@@ -53,6 +56,8 @@ class ReplicationAsyncStub(ReplicationStub):
     """
     Identify: _aio.UnaryUnaryMultiCallable[_replication_pb2.IdentifyRequest, _replication_pb2.Holder]  # type: ignore[assignment]
     """Who answers at this address."""
+    OpenBulk: _aio.UnaryUnaryMultiCallable[_replication_pb2.OpenFollowRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
+    """Where Follow is taken without gRPC around it (shoal_proto/bulk.py)."""
 
 class ReplicationServicer(metaclass=_abc_1.ABCMeta):
     """How one shard came to be what it is, told to those that hold a copy of it."""
@@ -75,5 +80,13 @@ class ReplicationServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_replication_pb2.Holder, _abc.Awaitable[_replication_pb2.Holder]]:
         """Who answers at this address."""
+
+    @_abc_1.abstractmethod
+    def OpenBulk(
+        self,
+        request: _replication_pb2.OpenFollowRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
+        """Where Follow is taken without gRPC around it (shoal_proto/bulk.py)."""
 
 def add_ReplicationServicer_to_server(servicer: ReplicationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -19,8 +19,10 @@ from shoal_proto.errors import (
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_server.core.holdings import Holder
-from shoal_server.parameters.frames import Arrived, Assembly
+from shoal_server.parameters.bulk.offers import Offers, Purpose
+from shoal_server.parameters.frames import Arrived, Arriving, Assembly
 from shoal_server.parameters.held import Held, Role, num_bytes_of
 from shoal_server.parameters.image import Image, Record
 from shoal_server.parameters.kinds import restore
@@ -70,13 +72,21 @@ class Follower:
     """Acknowledges a record once it is received whole and is the next one; applies it behind."""
 
     def __init__(
-        self, me: Holder, custodian: Custodian, run: Runner, silence_s: float, memory: Memory
+        self,
+        *,
+        me: Holder,
+        custodian: Custodian,
+        run: Runner,
+        silence_s: float,
+        memory: Memory,
+        offers: Offers,
     ) -> None:
         self._me = me
         self._custodian = custodian
         self._run = run
         self._silence_s = silence_s
         self._memory = memory
+        self._offers = offers
         self._is_full = False
         self._backlogs: dict[tuple[str, int], _Backlog] = {}
         self._unapplied_bytes = 0
@@ -85,9 +95,18 @@ class Follower:
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
         return pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation)
 
-    async def Follow(
-        self, requests: AsyncIterator[pb.FollowRequest | OnlyPiece], context: Context
+    async def OpenBulk(self, request: pb.OpenFollowRequest, context: Context) -> OpenBulkReply:
+        return self._offers.make(Purpose.REPLICATION)
+
+    def Follow(
+        self, requests: AsyncIterator[Arriving], context: Context
     ) -> AsyncIterator[pb.FollowReply]:
+        return self.follow(requests)
+
+    async def follow(
+        self, requests: AsyncIterator[Arriving]
+    ) -> AsyncGenerator[pb.FollowReply, None]:
+        """Take in what a primary tells; what is received is acknowledged in the replies."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -106,7 +125,7 @@ class Follower:
             self._custodian.stream_ended(primary, reason)
 
     async def _answers(
-        self, requests: AsyncIterator[pb.FollowRequest | OnlyPiece], primary: Holder
+        self, requests: AsyncIterator[Arriving], primary: Holder
     ) -> AsyncIterator[pb.FollowReply]:
         assembly = Assembly()
         while True:

@@ -12,9 +12,6 @@ from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.parameters.image import Image, Record
 
-Frame = pb.FollowRequest | bytes
-"""A message of a stream, or one that is serialized already."""
-
 PIECE_BYTES = 1024 * 1024
 INLINE_BYTES = 64 * 1024
 """A gradient of so many goes with the message that announces it."""
@@ -22,6 +19,8 @@ BYTES = 4
 """Number of the field `bytes` in FollowRequest."""
 DECODER = pieces.Decoder(BYTES, pb.FollowRequest.FromString)
 MAX_IMAGE_BYTES = 8 * 1024**3
+Arriving = pb.FollowRequest | pieces.OnlyPiece
+"""What comes in of a stream."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -36,6 +35,19 @@ _DTYPES = {
         torch.bool,
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some bytes of the record or image that was announced last."""
+
+    offset_bytes: int
+    data: memoryview
+    checksum: int
+
+
+Frame = pb.FollowRequest | Chunk
+"""What goes out in a stream."""
 
 
 def of_record(job: str, shard_id: int, epoch: int, record: Record) -> Iterator[Frame]:
@@ -83,14 +95,17 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def _pieces(data: memoryview) -> Iterator[bytes]:
+def _pieces(data: memoryview) -> Iterator[Chunk]:
     for at in range(0, len(data), PIECE_BYTES):
         part = data[at : at + PIECE_BYTES]
-        yield pieces.encode(BYTES, 0, at, (part,), crc32(part))
+        yield Chunk(at, part, crc32(part))
 
 
 def serialize(frame: Frame) -> bytes:
-    return frame if isinstance(frame, bytes) else frame.SerializeToString()
+    """The message for gRPC; each byte of a chunk is copied once."""
+    if isinstance(frame, Chunk):
+        return pieces.encode(BYTES, 0, frame.offset_bytes, (frame.data,), frame.checksum)
+    return frame.SerializeToString()
 
 
 def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
@@ -130,7 +145,7 @@ class Assembly:
     def __init__(self) -> None:
         self._open: _Unfinished | None = None
 
-    def take(self, request: pb.FollowRequest | pieces.OnlyPiece) -> Arrived | None:
+    def take(self, request: Arriving) -> Arrived | None:
         """What has become whole with this message. Raises MalformedMessage, ChecksumMismatch."""
         if isinstance(request, pieces.OnlyPiece):
             return self._add(checked(request.piece))

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from shoal_proto import pieces
 from shoal_proto.v1 import parameters_pb2 as pb
-from shoal_proto.v1.replication_pb2 import IdentifyRequest
+from shoal_proto.v1.replication_pb2 import IdentifyRequest, OpenFollowRequest
 from shoal_server.parameters import frames
 from shoal_server.parameters.follower import Follower
 from shoal_server.parameters.servicer import Servicer
@@ -22,6 +22,11 @@ def add_replication(follower: Follower, server: grpc.aio.Server) -> None:
         "Follow": grpc.stream_stream_rpc_method_handler(
             follower.Follow,
             request_deserializer=frames.DECODER,
+            response_serializer=_serialize,
+        ),
+        "OpenBulk": grpc.unary_unary_rpc_method_handler(
+            follower.OpenBulk,
+            request_deserializer=OpenFollowRequest.FromString,
             response_serializer=_serialize,
         ),
         "Identify": grpc.unary_unary_rpc_method_handler(
@@ -54,6 +59,11 @@ def add_parameters(servicer: Servicer, server: grpc.aio.Server) -> None:
         "Describe": grpc.unary_unary_rpc_method_handler(
             servicer.Describe,
             request_deserializer=pb.DescribeRequest.FromString,
+            response_serializer=_serialize,
+        ),
+        "OpenBulk": grpc.unary_unary_rpc_method_handler(
+            servicer.OpenBulk,
+            request_deserializer=pb.OpenBulkRequest.FromString,
             response_serializer=_serialize,
         ),
         "Drop": grpc.unary_unary_rpc_method_handler(

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from shoal_proto import MAX_PIECE_BYTES
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, Overloaded, ShapeMismatch
-from shoal_proto.pieces import AnyPiece, Buffer
+from shoal_proto.pieces import AnyPiece, Buffer, ReadPiece
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.core.placement import DTYPE_BYTES
 
@@ -93,6 +93,7 @@ class Inflow:
         self.expected_bytes = sum(stop - start for start, stop in self._spans)
         self._received_bytes = 0
         self._parts: list[Buffer] = []
+        self._is_shared = False
         self._position = self._spans[0][0] if self._spans else 0
 
     @property
@@ -110,13 +111,16 @@ class Inflow:
                 expected=f"at most {left} bytes",
                 fix="Compare shape and dtype with the job's shard map.",
             )
-        if piece.offset_bytes != self._position or not data or len(data) > MAX_PIECE_BYTES:
+        is_shared = isinstance(piece, ReadPiece) and piece.is_shared
+        most_bytes = left if is_shared else min(left, MAX_PIECE_BYTES)
+        if piece.offset_bytes != self._position or not data or len(data) > most_bytes:
             raise MalformedMessage(
                 f"not the next piece of shard {self._shard_id}",
                 seen=f"{len(data)} bytes at offset {piece.offset_bytes}",
-                expected=f"1 to {min(left, MAX_PIECE_BYTES)} bytes at offset {self._position}",
+                expected=f"1 to {most_bytes} bytes at offset {self._position}",
             )
         check(piece)
+        self._is_shared |= is_shared
         self._parts.append(data)
         self._received_bytes += len(data)
         self._position += len(data)
@@ -132,6 +136,11 @@ class Inflow:
             expected=f"{self.expected_bytes} bytes",
             fix="Compare shape and dtype with the job's shard map.",
         )
+
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether what `join` gives lies in memory of which its sender makes use again."""
+        return self._is_shared and len(self._parts) == 1
 
     def join(self) -> Buffer:
         """All the bytes; copied only if they came in more than one piece."""

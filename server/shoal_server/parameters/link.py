@@ -6,10 +6,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Protocol
 
 import grpc
-import grpc.aio
 import structlog
 
 from shoal_proto.errors import ShoalError
@@ -19,12 +18,10 @@ from shoal_server.core.holdings import Holder
 from shoal_server.parameters import frames
 from shoal_server.parameters.held import Held, num_bytes_of
 from shoal_server.parameters.image import Image, Record
-from shoal_server.parameters.patience import PEER_OPTIONS, Patience
+from shoal_server.parameters.patience import Patience
+from shoal_server.parameters.streams import Stream, open_stream
 
 log = structlog.get_logger(__name__)
-
-FOLLOW = "/shoal.v1.Replication/Follow"
-
 
 REFUSAL_S = 0.2
 """A machine that is up refuses at once."""
@@ -66,7 +63,6 @@ class _Copy:
 
 
 Take = Callable[[Held], Awaitable[Image]]
-_Call = grpc.aio.StreamStreamCall[Any, Any]
 
 
 class Link:
@@ -177,30 +173,30 @@ class Link:
     async def _stream(self, address: str) -> str:
         """Carry everything until it breaks; why it did."""
         self._unanswered_since_s = None
-        async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
-            call: _Call = channel.stream_stream(
-                FOLLOW,
-                request_serializer=frames.serialize,
-                response_deserializer=pb.FollowReply.FromString,
-            )()
-            tasks = [
-                asyncio.create_task(work)
-                for work in (self._write(call), self._read(call), self._await_silence())
-            ]
-            try:
-                done, _ = await asyncio.wait(tasks, return_when=FIRST_COMPLETED)
-                return "; ".join(str(_reason(task, address)) for task in done)
-            finally:
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                call.cancel()
+        try:
+            async with open_stream(address) as stream:
+                return await self._carry(stream, address)
+        except (grpc.RpcError, ShoalError) as error:
+            return str(_why(error, address))
 
-    async def _write(self, call: _Call) -> None:
+    async def _carry(self, stream: Stream, address: str) -> str:
+        tasks = [
+            asyncio.create_task(work)
+            for work in (self._write(stream), self._read(stream), self._await_silence())
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=FIRST_COMPLETED)
+            return "; ".join(str(_reason(task, address)) for task in done)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, stream: Stream) -> None:
         hello = pb.Hello(
             primary=pb.Holder(server_id=self.me.server_id, incarnation=self.me.incarnation)
         )
-        await call.write(pb.FollowRequest(hello=hello))
+        await stream.write(pb.FollowRequest(hello=hello))
         while True:
             while self._queue:
                 copy, record = self._queue.popleft()
@@ -215,13 +211,13 @@ class Link:
                 else:
                     requests = frames.of_record(held.job, held.shard_id, held.epoch, record)
                 for request in requests:
-                    await self._send(call, request)
+                    await self._send(stream, request)
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._patience.beat_s):
                     await self._wake.wait()
             except TimeoutError:
-                await self._send(call, pb.FollowRequest(beat=pb.FollowBeat()))
+                await self._send(stream, pb.FollowRequest(beat=pb.FollowBeat()))
 
     async def _image_of(self, copy: _Copy) -> Iterable[frames.Frame]:
         copy.phase = _Phase.COPYING
@@ -237,14 +233,13 @@ class Link:
                 copy.held.unreplicated_bytes -= num_bytes_of(record)
         return frames.of_image(copy.held.job, copy.held.epoch, image)
 
-    async def _send(self, call: _Call, request: frames.Frame) -> None:
+    async def _send(self, stream: Stream, request: frames.Frame) -> None:
         if self._unanswered_since_s is None:
             self._unanswered_since_s = asyncio.get_running_loop().time()
-        await call.write(request)
+        await stream.write(request)
 
-    async def _read(self, call: _Call) -> None:
-        reply: pb.FollowReply
-        async for reply in call:
+    async def _read(self, stream: Stream) -> None:
+        async for reply in stream.replies():
             self._heard_s = asyncio.get_running_loop().time()
             self._unanswered_since_s = None
             copy = self._copies.get((reply.job, reply.shard_id))
@@ -292,10 +287,14 @@ def _let_go(copy: _Copy) -> None:
     copy.kept.clear()
 
 
+def _why(error: grpc.RpcError | ShoalError, address: str) -> ShoalError:
+    return error if isinstance(error, ShoalError) else from_rpc_error(error, address)
+
+
 def _reason(task: asyncio.Task[None], address: str) -> str:
     error = task.exception()
-    if isinstance(error, grpc.RpcError):
-        return str(from_rpc_error(error, address))
+    if isinstance(error, grpc.RpcError | ShoalError):
+        return str(_why(error, address))
     if error is not None:
         # What grpcio raises for a write to a call that is over; its reader has the reason.
         log.debug("link_write_failed", address=address, reason=repr(error))

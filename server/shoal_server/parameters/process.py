@@ -28,6 +28,9 @@ from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.parameters import handlers
 from shoal_server.parameters.allocator import keep_freed_memory
+from shoal_server.parameters.bulk.connection import Calls
+from shoal_server.parameters.bulk.listener import Listener
+from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.cuts import Cuts
@@ -61,6 +64,8 @@ class ParameterServerConfig:
     etcd: EtcdConfig
     listen: str = "0.0.0.0:7710"
     """host:port of the gRPC service; port 0 takes a free one."""
+    bulk_port: int = 0
+    """TCP port of the bulk transport, on the same host; 0 takes a free one."""
     advertise: str = ""
     """HOST or HOST:PORT under which workers reach this server. Empty: the host listened on, or
     this machine's name where that is all of its addresses."""
@@ -90,6 +95,10 @@ class ParameterServerConfig:
         host, colon, port = self.listen.rpartition(":")
         if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
             raise InvalidSpec("bad address to listen on", seen=self.listen, expected="host:port")
+        if not 0 <= self.bulk_port < 65536:
+            raise InvalidSpec(
+                "bad port of the bulk transport", seen=str(self.bulk_port), expected="0 to 65535"
+            )
         if self.server_id and not is_name(self.server_id):
             raise InvalidSpec("bad server id", seen=repr(self.server_id), expected=NAME_RULE)
         counts = (self.num_threads, self.max_unfinished_bytes, self.memory_limit_bytes)
@@ -164,7 +173,15 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         custody = Custody(store, me, catalog, run, config.patience)
         budget = Budget(config.max_unfinished_bytes)
         memory = Memory(config.memory_limit_bytes, catalog, budget)
-        follower = Follower(me, custody, run, config.patience.silence_s, memory)
+        offers = Offers()
+        follower = Follower(
+            me=me,
+            custodian=custody,
+            run=run,
+            silence_s=config.patience.silence_s,
+            memory=memory,
+            offers=offers,
+        )
         custody.settle = follower.settle
         await stack.enter_async_context(custody)
         fence = await stack.enter_async_context(Fence(store, on_finished=custody.drop_job))
@@ -177,6 +194,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             run=run,
             budget=budget,
             memory=memory,
+            offers=offers,
         )
         handlers.add_parameters(servicer, server)
         maker = TableMaker(store, catalog, custody, memory)
@@ -203,6 +221,9 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         else:
             await disown(custody)
         stack.push_async_callback(server.stop, 1.0)
+        listener = Listener(Calls(servicer, follower), offers, memory)
+        host = config.listen.rpartition(":")[0]
+        await stack.enter_async_context(listener.listening(host, config.bulk_port))
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
         identity = Identity(holder=me, address=address, started_unix_s=time.time())
         registration = await stack.enter_async_context(

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.inflow import Inflow, Reservation
+from shoal_server.parameters.outlets import Outlet, Writer
 from shoal_server.parameters.scope import Scope
 from shoal_server.parameters.shard import LiveShard, Push, Values
 from shoal_server.parameters.work import Runner
@@ -52,7 +53,12 @@ class IncomingPush:
     answered for that shard, leaves it untouched, and the others go on."""
 
     def __init__(
-        self, header: PushHeader, session: str, is_live: Callable[[str], bool], run: Runner
+        self,
+        header: PushHeader,
+        session: str,
+        is_live: Callable[[str], bool],
+        run: Runner,
+        outlet: Outlet,
     ) -> None:
         _check(header)
         self._scope = Scope.of(header.all_shard_ids)
@@ -60,11 +66,14 @@ class IncomingPush:
         self._session = session
         self._is_live = is_live
         self._run = run
+        self._outlet = outlet
         self._parts: dict[int, _Part] = {}
         self._whole: _Part | None = None
         self._refused: set[int] = set()
         self._is_durable = header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE
         self._pending: deque[tuple[int, Awaitable[_Answer]]] = deque()
+        self._changed = asyncio.Event()
+        self._is_over = False
 
     async def open(self, catalog: Catalog) -> None:
         """Look up every shard that the header names."""
@@ -131,34 +140,45 @@ class IncomingPush:
         for shard_id, part in self._parts.items():
             self._refuse(shard_id, part.inflow.truncated())
 
-    @property
-    def has_pending(self) -> bool:
-        return bool(self._pending)
+    async def await_room(self) -> None:
+        """Return once no more shards are pending than may be: only then take more in."""
+        while len(self._pending) >= MAX_PENDING_SHARDS:
+            self._changed.clear()
+            await self._changed.wait()
 
-    @property
-    def is_answer_due(self) -> bool:
-        """Whether an answer is there, or so many are pending that no more may be taken in."""
-        if not self._pending:
-            return False
-        answer = self._pending[0][1]
-        done = isinstance(answer, asyncio.Future) and answer.done()
-        return done or len(self._pending) >= MAX_PENDING_SHARDS
+    async def answers(self, reservation: Reservation) -> AsyncIterator[PushReply | bytes]:
+        """The messages that answer each shard, in the order in which they were started, until
+        the push is over."""
+        while True:
+            while not self._pending:
+                if self._is_over:
+                    return
+                self._changed.clear()
+                await self._changed.wait()
+            shard_id, pending = self._pending[0]
+            answer = await pending
+            reservation.release(shard_id)
+            for message in _messages(self._with_route(answer)):
+                yield message
+            self._pending.popleft()
+            self._changed.set()
 
-    async def next_answer(self, reservation: Reservation) -> Iterator[PushReply | bytes]:
-        """Wait for the oldest pending shard; the messages that answer it."""
-        shard_id, pending = self._pending.popleft()
-        answer = await pending
-        reservation.release(shard_id)
-        return _messages(self._with_route(answer))
+    def close(self) -> None:
+        """Nothing more is taken in: the answers end behind what is pending."""
+        self._is_over = True
+        self._changed.set()
 
     def _start(self, part: _Part) -> None:
-        work = partial(self._apply, part)
+        writer = None
+        if self._header.return_values:
+            writer = self._outlet.writer(part.item.shard_id, part.shard.num_bytes)
+        work = partial(self._apply, part, writer)
         applied = asyncio.ensure_future(self._run(part.shard.num_bytes, work))
         # Whether to wait for a backup is decided behind the push: one may have come meanwhile.
         waits = part.held.receipts.safe_version is not None or self._is_durable
         if not applied.done() or waits:
             applied = asyncio.ensure_future(self._once_safe(part.held, applied))
-        self._pending.append((part.item.shard_id, applied))
+        self._add(part.item.shard_id, applied)
 
     async def _once_safe(self, held: Held, applied: Awaitable[_Answer]) -> _Answer:
         """The answer, once every backup, and the disk if it is asked for, has what it tells of."""
@@ -170,7 +190,7 @@ class IncomingPush:
             return _refusal(held.shard_id, error)
         return answer
 
-    def _apply(self, part: _Part) -> _Answer:
+    def _apply(self, part: _Part, writer: Writer | None) -> _Answer:
         item, group = part.item, part.shard.spec.group
         push = Push(
             session=self._session,
@@ -181,13 +201,12 @@ class IncomingPush:
             lr=self._header.lr[group] if self._header.lr else None,
             blocks=part.inflow.blocks,
             gradient=part.inflow.join(),
+            is_borrowed=part.inflow.is_borrowed,
             scope=self._scope,
         )
         part.held.before_push()
         try:
-            outcome, duplicate, values = part.shard.push(
-                push, self._is_live, return_values=self._header.return_values
-            )
+            outcome, duplicate, values = part.shard.push(push, self._is_live, writer=writer)
         except ShoalError as error:
             return _refusal(item.shard_id, error)
         except Exception as error:
@@ -214,7 +233,11 @@ class IncomingPush:
         self._refused.add(shard_id)
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
         answer.set_result(_refusal(shard_id, error))
+        self._add(shard_id, answer)
+
+    def _add(self, shard_id: int, answer: Awaitable[_Answer]) -> None:
         self._pending.append((shard_id, answer))
+        self._changed.set()
 
 
 def dense(held: Held) -> LiveShard:

@@ -4,6 +4,7 @@ Small shards are worked on where the call runs; big ones in a pool of threads, s
 loop stays free for other calls.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing
@@ -21,6 +22,8 @@ from shoal_proto.v1.parameters_pb2 import (
     DropReply,
     DropRequest,
     FullPeer,
+    OpenBulkReply,
+    OpenBulkRequest,
     PullRequest,
     PushReply,
     PushRequest,
@@ -28,6 +31,7 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardVersion,
 )
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
 from shoal_server.parameters.cuts import Cuts
@@ -38,6 +42,7 @@ from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.inflow import Budget, Inflow, Reservation, shard_bytes
 from shoal_server.parameters.memory import Claim, Memory
 from shoal_server.parameters.optimizers import check_spec
+from shoal_server.parameters.outlets import PUSH_REPLIES, SHARD_DATA, Outlet
 from shoal_server.parameters.pushes import IncomingPush, dense, not_expected
 from shoal_server.parameters.shard import LiveShard, Values
 from shoal_server.parameters.work import Runner
@@ -59,6 +64,7 @@ class Servicer:
         run: Runner,
         budget: Budget,
         memory: Memory,
+        offers: Offers,
     ) -> None:
         self._catalog = catalog
         self._custody = custody
@@ -67,6 +73,7 @@ class Servicer:
         self._run = run
         self._budget = budget
         self._memory = memory
+        self._offers = offers
         self._tally = Tally()
 
     async def Create(
@@ -125,9 +132,13 @@ class Servicer:
         await self._catalog.wait_for(header.token.job, created, FORMING_S)
         return created
 
-    async def Pull(
-        self, request: PullRequest, context: Context
-    ) -> AsyncIterator[ShardData | bytes]:
+    def Pull(self, request: PullRequest, context: Context) -> AsyncIterator[ShardData | bytes]:
+        return self.pull(request, SHARD_DATA)
+
+    async def pull(
+        self, request: PullRequest, outlet: Outlet
+    ) -> AsyncGenerator[ShardData | bytes, None]:
+        """The shards, as of one version each, by that way back."""
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
@@ -141,7 +152,7 @@ class Servicer:
             for item, held in zip(request.shards, found, strict=True)
             if isinstance(held, Held)
         ]
-        async for held, values in self._read_ahead(reads):
+        async for held, values in self._read_ahead(reads, outlet):
             # What a backup has not got yet may still vanish: nobody is to have seen it.
             await held.receipts.wait_safe(values.version)
             yield ShardData(
@@ -155,13 +166,15 @@ class Servicer:
                 yield message
 
     async def _read_ahead(
-        self, reads: Iterable[tuple[Held, int]]
+        self, reads: Iterable[tuple[Held, int]], outlet: Outlet
     ) -> AsyncIterator[tuple[Held, Values]]:
         """Each shard's values in order; one shard is read while the one before it goes out."""
         pending: deque[tuple[Held, Awaitable[Values]]] = deque()
         for held, known_version in reads:
             shard = dense(held)
-            read = self._run(shard.num_bytes, partial(shard.read, known_version))
+            await outlet.await_room(held.shard_id)
+            writer = outlet.writer(held.shard_id, shard.num_bytes)
+            read = self._run(shard.num_bytes, partial(shard.read, known_version, writer))
             pending.append((held, read))
             if len(pending) == 2:
                 earlier, values = pending.popleft()
@@ -169,14 +182,21 @@ class Servicer:
         for held, values in pending:
             yield held, await values
 
-    async def Push(
+    def Push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], context: Context
     ) -> AsyncIterator[PushReply | bytes]:
+        return self.push(requests, PUSH_REPLIES)
+
+    async def push(
+        self, requests: AsyncIterator[PushRequest | OnlyPiece], outlet: Outlet
+    ) -> AsyncGenerator[PushReply | bytes, None]:
+        """Apply a push as it comes in; the outcome of each shard, and its values by that way
+        back."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
         session = await self._fence.check(first.header.token)
-        push = IncomingPush(first.header, session, self._fence.is_live, self._run)
+        push = IncomingPush(first.header, session, self._fence.is_live, self._run, outlet)
         async with (
             self._cuts.passing(
                 first.header.token.job,
@@ -200,16 +220,15 @@ class Servicer:
     ) -> AsyncGenerator[PushReply | bytes, None]:
         with Reservation(self._budget) as reservation:
             await push.open(self._catalog)
-            async for request in requests:
-                push.take(request.piece, reservation)
-                # Replies to finished shards leave while later ones still come in.
-                while push.is_answer_due:
-                    for reply in await push.next_answer(reservation):
-                        yield reply
-            push.end()
-            while push.has_pending:
-                for reply in await push.next_answer(reservation):
+            # Replies to finished shards leave while later ones still come in.
+            taking = asyncio.create_task(_take_all(push, requests, reservation), name="push")
+            try:
+                async for reply in push.answers(reservation):
                     yield reply
+                await taking
+            finally:
+                taking.cancel()
+                await asyncio.gather(taking, return_exceptions=True)
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
         self._memory.refresh()
@@ -228,9 +247,25 @@ class Servicer:
         self._tally.fill(reply, request.job)
         return reply
 
+    async def OpenBulk(self, request: OpenBulkRequest, context: Context) -> OpenBulkReply:
+        await self._fence.check(request.token)
+        return self._offers.make(Purpose.CALLS)
+
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
         await self._fence.check(request.token)
         return DropReply(dropped=self._custody.drop_job(request.token.job))
+
+
+async def _take_all(
+    push: IncomingPush, requests: AsyncIterator[PushRequest | OnlyPiece], reservation: Reservation
+) -> None:
+    try:
+        async for request in requests:
+            push.take(request.piece, reservation)
+            await push.await_room()
+        push.end()
+    finally:
+        push.close()
 
 
 def _new_shard(spec: Shard, header: CreateHeader, inflow: Inflow) -> LiveShard:

@@ -14,8 +14,6 @@ import torch
 from google.protobuf.message import DecodeError
 from torch import Tensor
 
-from shoal_proto import pieces
-from shoal_proto.checksum import crc32
 from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
@@ -24,11 +22,11 @@ from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.gradients import DTYPES, Cutter
 from shoal_server.parameters.image import Image, Keeper, Record
+from shoal_server.parameters.outlets import SHARD_DATA, Writer
 from shoal_server.parameters.rule import UpdateRule
 from shoal_server.parameters.scope import Scope, to_message
 from shoal_server.parameters.sessions import Outcome, SessionTable
 
-SEND_PIECE_BYTES = 1024 * 1024
 STALENESS_BUCKETS = 64
 
 KIND = "dense"
@@ -52,6 +50,8 @@ class Push:
     gradient: Buffer
     base_epoch: int = 0
     """The shard's epoch when the base version was received; 0: not told."""
+    is_borrowed: bool = False
+    """The gradient's memory is its sender's again once the push is answered."""
     scope: Scope | None = None
     """What the push is part of; None: of a push to every dense shard."""
 
@@ -63,7 +63,7 @@ class Values:
     version: int
     num_bytes: int
     messages: Sequence[bytes]
-    """Serialized: pieces, in the field of the reply that asks for them."""
+    """What its writer made of them."""
 
 
 class LiveShard:
@@ -110,9 +110,10 @@ class LiveShard:
         )
 
     def push(
-        self, push: Push, is_live: Callable[[str], bool], *, return_values: bool
+        self, push: Push, is_live: Callable[[str], bool], *, writer: Writer | None = None
     ) -> tuple[Outcome, bool, Values | None]:
-        """Apply a gradient once; gives the outcome, whether it is a repeat, and the values.
+        """Apply a gradient once; gives the outcome, whether it is a repeat, and, with a writer, the
+        values.
 
         A repeated (session, sequence) gets its first outcome and changes nothing; the values then
         are those of now. Raises WrongEpoch, ForgottenPush, StalePush, NonFiniteGradient,
@@ -124,7 +125,7 @@ class LiveShard:
             except Exception:
                 self._refused += 1
                 raise
-            return outcome, duplicate, self._read(pieces.PUSH_REPLY) if return_values else None
+            return outcome, duplicate, None if writer is None else self._read(writer)
 
     def _push(self, push: Push, is_live: Callable[[str], bool]) -> tuple[Outcome, bool]:
         if push.epoch != self.spec.epoch:
@@ -146,7 +147,10 @@ class LiveShard:
             forgotten_sessions=self._sessions.make_room(push.session, is_live),
             step=to_message(push.scope),
         )
-        return self._apply(Record(record, push.gradient)), False
+        # A keeper needs the gradient for longer than the push takes.
+        is_copied = push.is_borrowed and self._keeper is not None
+        gradient = bytes(push.gradient) if is_copied else push.gradient
+        return self._apply(Record(record, gradient)), False
 
     def _staleness(self, push: Push) -> int:
         """How many updates the gradient does not know of."""
@@ -193,19 +197,16 @@ class LiveShard:
                 )
             self._apply(record)
 
-    def read(self, known_version: int = 0) -> Values:
-        """The values now, as ShardData; none if the version is still `known_version`."""
+    def read(self, known_version: int = 0, writer: Writer | None = None) -> Values:
+        """The values now, as ShardData if no writer is given; none if the version is still
+        `known_version`."""
         with self._lock:
             if known_version == self._version:
                 return Values(version=self._version, num_bytes=0, messages=())
-            return self._read(pieces.SHARD_DATA)
+            return self._read(writer or SHARD_DATA.writer(self.shard_id, self.num_bytes))
 
-    def _read(self, field: int) -> Values:
-        # Each byte is copied once, out of the shard and into the message that leaves.
-        messages = []
-        for start in range(0, self.num_bytes, SEND_PIECE_BYTES):
-            data = self._bytes[start : start + SEND_PIECE_BYTES]
-            messages.append(pieces.encode(field, self.spec.shard_id, start, (data,), crc32(data)))
+    def _read(self, writer: Writer) -> Values:
+        messages = writer(self.spec.shard_id, self._bytes)
         return Values(version=self._version, num_bytes=self.num_bytes, messages=messages)
 
     def keep(self, keeper: Keeper | None) -> None:

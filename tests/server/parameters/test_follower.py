@@ -67,7 +67,7 @@ class Primary:
             blocks=[0],
             gradient=gradient,
         )
-        self.shard.push(push, lambda session: True, return_values=False)
+        self.shard.push(push, lambda session: True)
         return self._records[-1]
 
     def image(self) -> Frames:

@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 
+from shoal_proto import pieces
 from shoal_proto.errors import (
     ForgottenPush,
     MalformedMessage,
@@ -16,9 +17,11 @@ from shoal_proto.errors import (
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.parameters.outlets import in_messages
 from shoal_server.parameters.sessions import MAX_OUTCOMES
 from shoal_server.parameters.shard import STALENESS_BUCKETS, LiveShard, Push, Values
 
+TO_REPLIES = in_messages(pieces.PUSH_REPLY)
 NUM_ELEMENTS = 1000
 
 
@@ -68,12 +71,12 @@ def read(values: Values) -> torch.Tensor:
 def test_a_push_moves_values_and_version() -> None:
     """Version and values belong together, and staleness counts what the gradient did not know."""
     shard = new_shard()
-    outcome, duplicate, values = shard.push(a_push(1), is_live, return_values=True)
+    outcome, duplicate, values = shard.push(a_push(1), is_live, writer=TO_REPLIES)
     assert (outcome.version, outcome.staleness, duplicate) == (2, 0, False)
     assert values is not None
     assert values.version == 2
     assert torch.equal(read(values), torch.ones(NUM_ELEMENTS))
-    outcome, _, values = shard.push(a_push(2), is_live, return_values=False)
+    outcome, _, values = shard.push(a_push(2), is_live)
     assert (outcome.version, outcome.staleness, values) == (3, 1, None)
     assert list(shard.describe("j").staleness_counts)[:3] == [1, 1, 0]
 
@@ -81,9 +84,9 @@ def test_a_push_moves_values_and_version() -> None:
 def test_a_repeated_push_is_applied_once() -> None:
     """A repeat gets the first outcome, and the values of now, also after other pushes."""
     shard = new_shard()
-    shard.push(a_push(1), is_live, return_values=False)
-    shard.push(a_push(1, session="other"), is_live, return_values=False)
-    outcome, duplicate, values = shard.push(a_push(1), is_live, return_values=True)
+    shard.push(a_push(1), is_live)
+    shard.push(a_push(1, session="other"), is_live)
+    outcome, duplicate, values = shard.push(a_push(1), is_live, writer=TO_REPLIES)
     assert (outcome.version, outcome.staleness, duplicate) == (2, 0, True)
     assert values is not None
     assert torch.equal(read(values), torch.full((NUM_ELEMENTS,), 2.0))
@@ -95,10 +98,10 @@ def test_a_push_from_before_the_memory_is_refused() -> None:
     """What cannot be told from a repeat is not applied."""
     shard = new_shard()
     for sequence in range(1, MAX_OUTCOMES + 3):
-        shard.push(a_push(sequence), is_live, return_values=False)
+        shard.push(a_push(sequence), is_live)
     version = shard.read().version
     with pytest.raises(ForgottenPush):
-        shard.push(a_push(1), is_live, return_values=False)
+        shard.push(a_push(1), is_live)
     assert shard.read().version == version
 
 
@@ -122,19 +125,19 @@ def test_what_is_refused_changes_nothing(push: Push, kind: type[ShoalError], fra
     """A refused push leaves values and version alone, and its sequence may be used again."""
     shard = new_shard()
     with pytest.raises(kind, match=fragment):
-        shard.push(push, is_live, return_values=True)
+        shard.push(push, is_live, writer=TO_REPLIES)
     values = shard.read()
     assert values.version == 1
     assert torch.equal(read(values), torch.zeros(NUM_ELEMENTS))
     assert shard.describe("j").refused == 1
-    _, duplicate, _ = shard.push(a_push(1), is_live, return_values=False)
+    _, duplicate, _ = shard.push(a_push(1), is_live)
     assert not duplicate
 
 
 def test_large_finite_gradients_pass() -> None:
     """Numbers whose sum overflows are finite all the same."""
     shard = new_shard()
-    shard.push(a_push(gradient=gradient(3e38), lr=1e-38), is_live, return_values=False)
+    shard.push(a_push(gradient=gradient(3e38), lr=1e-38), is_live)
     assert torch.allclose(read(shard.read()), torch.full((NUM_ELEMENTS,), -3.0))
 
 
@@ -142,7 +145,7 @@ def test_absent_blocks_are_left_alone() -> None:
     """A block without gradient keeps its values; the others move."""
     shard = new_shard()
     push = a_push(blocks=(1,), gradient=gradient(-1.0, 500))
-    _, _, values = shard.push(push, is_live, return_values=True)
+    _, _, values = shard.push(push, is_live, writer=TO_REPLIES)
     assert values is not None
     assert torch.equal(read(values)[:500], torch.zeros(500))
     assert torch.equal(read(values)[500:], torch.ones(500))
@@ -151,7 +154,7 @@ def test_absent_blocks_are_left_alone() -> None:
 def test_the_learning_rate_of_the_push_counts() -> None:
     """A schedule lives with the worker: the push brings the rate."""
     shard = new_shard()
-    shard.push(a_push(lr=0.25), is_live, return_values=False)
+    shard.push(a_push(lr=0.25), is_live)
     assert torch.equal(read(shard.read()), torch.full((NUM_ELEMENTS,), 0.25))
 
 
@@ -166,7 +169,7 @@ def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
     """However stale a push, the counters stay bounded and add up."""
     shard = new_shard()
     for sequence in range(1, STALENESS_BUCKETS + 11):
-        shard.push(a_push(sequence), is_live, return_values=False)
+        shard.push(a_push(sequence), is_live)
     counts = shard.describe("j").staleness_counts
     assert len(counts) == STALENESS_BUCKETS
     assert counts[-1] == 11
@@ -184,7 +187,7 @@ def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
     def pusher(name: str) -> None:
         for sequence in range(1, num_pushes + 1):
             push = a_push(sequence, session=name, gradient=data)
-            shard.push(push, is_live, return_values=False)
+            shard.push(push, is_live)
 
     def reader() -> None:
         while not done.is_set():

@@ -131,16 +131,16 @@ def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move])
             copies.append((LiveShard.from_image(shard.image()), len(told)))
         pushes.append(to_push(move, number, shard, dtype))
         for push in (pushes[-1],) * (2 if move.repeats else 1):
-            shard.push(push, is_live, return_values=False)
+            shard.push(push, is_live)
     assert [record.push.version for record in told] == list(range(2, len(moves) + 2))
     after = to_push(Move(0, (0, 2, 3), None, 1, False, False), 99, shard, dtype)
     wanted = bits(shard.image())
-    answers = [shard.push(p, is_live, return_values=False) for p in (*pushes[-1:], after)]
+    answers = [shard.push(p, is_live) for p in (*pushes[-1:], after)]
     for copy, begun in copies:
         for record in told[begun : len(moves)]:
             copy.replay(record)
         assert bits(copy.image()) == wanted
-        again = [copy.push(p, is_live, return_values=False) for p in (*pushes[-1:], after)]
+        again = [copy.push(p, is_live) for p in (*pushes[-1:], after)]
         assert again == answers
         assert bits(copy.image())[2] == bits(shard.image())[2]
 
@@ -160,14 +160,14 @@ def a_push(sequence: int = 1, session: str = "s") -> Push:
 def test_an_image_is_of_one_version_and_stays_so() -> None:
     """Pushes after it change the shard only, and its keeper hears of exactly these."""
     shard = new_shard("adam", "float32")
-    shard.push(a_push(1), is_live, return_values=False)
+    shard.push(a_push(1), is_live)
     first: list[Record] = []
     image = shard.image(first.append)
     before = bits(image)
-    shard.push(a_push(2), is_live, return_values=False)
+    shard.push(a_push(2), is_live)
     second: list[Record] = []
     shard.image(second.append)
-    shard.push(a_push(3), is_live, return_values=False)
+    shard.push(a_push(3), is_live)
     assert bits(image) == before
     assert image.version == 2
     assert [record.push.sequence for record in first] == [2]
@@ -181,7 +181,7 @@ def test_a_record_out_of_order_is_refused() -> None:
     told: list[Record] = []
     copy = LiveShard.from_image(shard.image(told.append))
     for sequence in (1, 2):
-        shard.push(a_push(sequence), is_live, return_values=False)
+        shard.push(a_push(sequence), is_live)
     with pytest.raises(InternalError, match="saw version 3; expected version 2"):
         copy.replay(told[1])
     with pytest.raises(ShapeMismatch):
@@ -202,7 +202,6 @@ def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
         shard.push(
             a_push(1, f"s{number}"),
             lambda session: session not in ("s3", "s5"),
-            return_values=False,
         )
     assert list(told[-1].push.forgotten_sessions) == ["s3", "s5"]
     for record in told:
@@ -231,23 +230,21 @@ def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
     """After a failover the newest version may be one that a worker has seen the next of."""
     shard = new_shard("sgd", "float32")
     push = replace(a_push(), base_version=5, base_epoch=EPOCH - 1)
-    outcome, _, _ = shard.push(push, is_live, return_values=False)
+    outcome, _, _ = shard.push(push, is_live)
     assert (outcome.version, outcome.staleness) == (2, 0)
 
 
 def test_a_new_epoch_shuts_the_old_one_out() -> None:
     """Pushes by the old map are refused, also repeats, and change nothing."""
     shard = new_shard("sgd", "float32")
-    shard.push(a_push(1), is_live, return_values=False)
+    shard.push(a_push(1), is_live)
     shard.enter_epoch(EPOCH + 1)
     before = bits(shard.image())
     for sequence in (1, 2):
         with pytest.raises(WrongEpoch, match="saw 3; expected 4"):
-            shard.push(a_push(sequence), is_live, return_values=False)
+            shard.push(a_push(sequence), is_live)
     assert bits(shard.image()) == before
-    outcome, duplicate, _ = shard.push(
-        replace(a_push(1), epoch=EPOCH + 1), is_live, return_values=False
-    )
+    outcome, duplicate, _ = shard.push(replace(a_push(1), epoch=EPOCH + 1), is_live)
     assert (outcome.version, duplicate) == (2, True)
 
 
@@ -256,7 +253,7 @@ def test_a_keeper_can_be_replaced_and_let_go() -> None:
     shard = new_shard("sgd", "float32")
     told: list[Record] = []
     shard.keep(told.append)
-    shard.push(a_push(1), is_live, return_values=False)
+    shard.push(a_push(1), is_live)
     shard.keep(None)
-    shard.push(a_push(2), is_live, return_values=False)
+    shard.push(a_push(2), is_live)
     assert [record.push.sequence for record in told] == [1]

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from shoal.demo.data import load
+from shoal_proto import pieces
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch, StalePush
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers import check_spec
+from shoal_server.parameters.outlets import in_messages
 from shoal_server.parameters.shard import LiveShard, Push, Values
 
 SIZES = (130, 65)
@@ -53,7 +55,7 @@ def push(
         blocks=(0, 1),
         gradient=data,
     )
-    values = shard.push(a_push, lambda _: True, return_values=True)[2]
+    values = shard.push(a_push, lambda _: True, writer=in_messages(pieces.PUSH_REPLY))[2]
     assert values is not None
     return values
 
@@ -203,7 +205,7 @@ def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
             blocks=range(len(SHAPES)),
             gradient=raw(gradient) + (raw(base) if shard.needs_base else b""),
         )
-        shard.push(a_push, lambda _: True, return_values=False)
+        shard.push(a_push, lambda _: True)
         held[member] = (shard.version, now(shard))
     right = scores(now(shard), digits.test_images).argmax(1) == digits.test_digits
     return float(right.float().mean())
