@@ -36,7 +36,8 @@ class Kind(IntEnum):
     PLACED = 5
     """The same, at `at` of the shared memory. The sender leaves them alone until it is answered."""
     ROOM = 6
-    """At `at` of the shared memory, `num_bytes` are free for the values of a shard."""
+    """At `at` of the shared memory, `num_bytes` are free for the values of a shard. From a server
+    that is told of shards: what lay there has been taken."""
     END = 7
     """Nothing more comes of this call from this end."""
     MESSAGE = 8

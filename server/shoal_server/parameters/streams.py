@@ -1,9 +1,10 @@
 """The stream that a link writes to: a bulk connection where there is one, else a gRPC call."""
 
 import asyncio
+import mmap
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from typing import Any, Protocol
 
 import grpc
@@ -13,6 +14,7 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto import bulk
 from shoal_proto.bulk import Kind
+from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail
@@ -20,6 +22,7 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, OpenFollowRequest
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.parameters import frames
+from shoal_server.parameters.bulk.places import NUM_PLACES, PLACE_BYTES, Places
 from shoal_server.parameters.bulk.wire import HungUp, Wire
 from shoal_server.parameters.frames import Chunk, Frame
 from shoal_server.parameters.patience import PEER_OPTIONS
@@ -28,7 +31,6 @@ log = structlog.get_logger(__name__)
 
 FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
-CONNECT_S = 1.0
 
 
 class Stream(Protocol):
@@ -44,10 +46,10 @@ class Stream(Protocol):
 async def open_stream(address: str) -> AsyncIterator[Stream]:
     """A stream to the server there, for as long as the block runs. Raises grpc.RpcError."""
     async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
-        connected = await _connect(channel, address)
-        if connected is not None:
-            with connected:
-                yield await BulkStream.begin(Wire(connected), address)
+        stream = await _connect(channel, address)
+        if stream is not None:
+            with closing(stream):
+                yield stream
             return
         call: _Call = channel.stream_stream(
             FOLLOW,
@@ -76,18 +78,29 @@ class GrpcStream:
 
 
 class BulkStream:
-    def __init__(self, wire: Wire, address: str) -> None:
+    def __init__(self, wire: Wire, address: str, places: Places | None) -> None:
         self._wire = wire
         self._address = address
+        self._places = places
 
-    @classmethod
-    async def begin(cls, wire: Wire, address: str) -> "BulkStream":
-        stream = cls(wire, address)
-        await stream._send(bulk.header(Kind.FOLLOW))
-        return stream
+    async def begin(self) -> None:
+        await self._send(bulk.header(Kind.FOLLOW))
+
+    def close(self) -> None:
+        self._wire.socket.close()
 
     async def write(self, frame: Frame) -> None:
-        if isinstance(frame, Chunk):
+        if isinstance(frame, Chunk) and self._places is not None:
+            at = await self._places.fill(frame.data)
+            head = bulk.header(
+                Kind.PLACED,
+                offset_bytes=frame.offset_bytes,
+                num_bytes=len(frame.data),
+                at=at,
+                checksum=frame.checksum,
+            )
+            await self._send(head)
+        elif isinstance(frame, Chunk):
             head = bulk.header(
                 Kind.PIECE,
                 offset_bytes=frame.offset_bytes,
@@ -115,6 +128,8 @@ class BulkStream:
                     yield FollowReply.FromString(bytes(frame.body))
                 elif frame.kind is Kind.ERROR:
                     raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
+                elif frame.kind is Kind.ROOM and self._places is not None:
+                    self._places.free(frame.at)
                 elif frame.kind is Kind.END:
                     return
             except DecodeError as error:
@@ -130,8 +145,8 @@ class BulkStream:
         )
 
 
-async def _connect(channel: grpc.aio.Channel, address: str) -> socket.socket | None:
-    """A connection on which a call may begin; None where there is no way but gRPC."""
+async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
+    """A stream that has begun; None where there is no way but gRPC. Raises grpc.RpcError."""
     try:
         offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
             OpenFollowRequest(), timeout=OPEN_S
@@ -142,61 +157,40 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> socket.socket | N
         return None
     if not offer.port:
         return None
-    local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connected = await _reached(local, f"\0{offer.local_name}")
-    if connected is None:
-        connected = await _remote(address.rpartition(":")[0].strip("[]"), offer.port)
-    if connected is None:
-        log.info("bulk_port_unreachable", address=address, port=offer.port)
-        return None
-    return await _greeted(connected, offer.key, address)
-
-
-async def _remote(host: str, port: int) -> socket.socket | None:
-    loop = asyncio.get_running_loop()
+    opening = asyncio.get_running_loop().run_in_executor(None, _open, offer, address)
     try:
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return None
-    family, kind, protocol, _, where = found[0]
-    connected = await _reached(socket.socket(family, kind, protocol), where)
-    if connected is not None:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return connected
-
-
-async def _reached(fresh: socket.socket, where: Any) -> socket.socket | None:
-    """The socket, connected to that address; None, and it is closed, if nobody takes it there."""
-    try:
-        fresh.setblocking(False)
-        async with asyncio.timeout(CONNECT_S):
-            await asyncio.get_running_loop().sock_connect(fresh, where)
-    except (OSError, TimeoutError):
-        fresh.close()
-        return None
-    except BaseException:
-        fresh.close()
+        opened = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        # The thread goes on, and nobody wants what it opens.
+        opening.add_done_callback(_discard)
         raise
-    return fresh
-
-
-async def _greeted(connected: socket.socket, key: bytes, address: str) -> socket.socket | None:
-    wire = Wire(connected)
-    try:
-        async with asyncio.timeout(CONNECT_S):
-            await wire.send(bulk.message(Kind.HELLO, key))
-            frame = await wire.next_frame()
-    except (HungUp, ShoalError, TimeoutError) as error:
+    except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=repr(error))
-        connected.close()
         return None
+    connected, shared = opened
+    stream = BulkStream(Wire(connected), address, Places(shared) if shared is not None else None)
+    try:
+        await stream.begin()
     except BaseException:
         connected.close()
         raise
-    if frame.kind is not Kind.HELLO:
+    return stream
+
+
+def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap | None]:
+    connected = reach(offer, address)
+    try:
+        shared = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES)
+        connected.setblocking(False)
+    except BaseException:
         connected.close()
-        return None
-    return connected
+        raise
+    return connected, shared
+
+
+def _discard(opening: "asyncio.Future[tuple[socket.socket, mmap.mmap | None]]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[0].close()
 
 
 __all__ = ["Stream", "open_stream"]

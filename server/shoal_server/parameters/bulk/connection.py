@@ -145,6 +145,11 @@ class _Call:
                 yield OnlyPiece(
                     ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
                 )
+            elif frame.kind is Kind.PLACED:
+                # What is acknowledged must be this server's own.
+                data = memoryview(bytes(self._view(frame)))
+                await self._wire.send(bulk.header(Kind.ROOM, at=frame.at))
+                yield OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum))
             elif frame.kind is Kind.MESSAGE:
                 try:
                     yield FollowRequest.FromString(bytes(frame.body))

@@ -1,0 +1,68 @@
+"""Opening a connection of the bulk transport, by the nearest way that its offer leaves. Blocks."""
+
+import mmap
+import os
+import socket
+
+from shoal_proto import bulk
+from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameReader, Kind
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+
+CONNECT_S = 1.0
+HELLO_S = 3.0
+
+
+def reach(offer: OpenBulkReply, address: str) -> socket.socket:
+    """A connection to the server at `address` that made the offer: by a name on this machine if
+    it is here, else to its port. Raises OSError."""
+    if offer.local_name:
+        local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            local.connect(f"\0{offer.local_name}")
+        except OSError:
+            # Another machine, or another network namespace.
+            local.close()
+        else:
+            return local
+    host = address.rpartition(":")[0].strip("[]")
+    remote = socket.create_connection((host, offer.port), CONNECT_S)
+    remote.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return remote
+
+
+def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
+    """Show the key, and ask for so much shared memory; what is given of it, which is all or none.
+
+    Raises OSError, TimeoutError or MalformedMessage.
+    """
+    connected.settimeout(HELLO_S)
+    is_local = connected.family == socket.AF_UNIX
+    connected.sendall(bulk.message(Kind.HELLO, key, at=arena_bytes if is_local else 0))
+    descriptors: list[int] = []
+    reader = FrameReader()
+    try:
+        while (frame := reader.next()) is None:
+            if is_local and not descriptors:
+                data, descriptors, _, _ = socket.recv_fds(connected, HEADER_BYTES, 1)
+            else:
+                data = connected.recv(HEADER_BYTES)
+            if not data:
+                raise MalformedMessage(
+                    "the server did not take a bulk connection", seen="it hung up"
+                )
+            reader.space()[: len(data)] = data
+            reader.received(len(data))
+        if frame.kind is not Kind.HELLO or frame.at > MAX_ARENA_BYTES:
+            raise MalformedMessage(
+                "the server's answer to a bulk connection is not as it should be",
+                seen=f"{frame.kind.name} with {frame.at} bytes",
+                expected=f"HELLO with at most {MAX_ARENA_BYTES}",
+            )
+        return mmap.mmap(descriptors[0], frame.at) if descriptors and frame.at else None
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+__all__ = ["greet", "reach"]
