@@ -6,7 +6,8 @@
 `pull_push_100mb` (GB/s, over all workers) counts the bytes of both directions: 100 MB of gradients
 go there, SGD is applied, 100 MB of values come back. With one worker and with two, each a process;
 the peers do the same in the same run, one after the other. The peer `ray-actor` is measured where
-`ray` is installed.
+`ray` is installed. Shoal's worker shares memory with the server, as workers on one machine do;
+`pull_push_100mb_tcp` and `pull_push_100mb_grpc` are the same by a socket and by gRPC.
 
 `push_20k_parameters` is what a step of a small model spends on its parameters, with one server and
 with two. `replication_cost_ratio` is the time of a push of 100 MB to two servers that keep a copy
@@ -33,6 +34,7 @@ from exchange.parameter_client import Trainer
 from rows import Row, publish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.parameter_calls import TRANSPORT_VARIABLE
 
 OWN = "parameter_client"
 PEERS = {
@@ -145,6 +147,25 @@ def exchange_rows(peers: Sequence[str]) -> list[Row]:
     return rows
 
 
+def transport_rows() -> list[Row]:
+    """The ways that workers on other machines take, here over the loopback."""
+    rows = []
+    for transport in ("tcp", "grpc"):
+        before = os.environ.get(TRANSPORT_VARIABLE)
+        os.environ[TRANSPORT_VARIABLE] = transport
+        try:
+            value = throughput_gb_s(OWN, 1)
+        finally:
+            del os.environ[TRANSPORT_VARIABLE]
+            if before is not None:
+                os.environ[TRANSPORT_VARIABLE] = before
+        print(f"pull_push_100mb_{transport}: {value:.2f} GB/s", flush=True)
+        rows.append(
+            Row(metric=f"pull_push_100mb_{transport}", value=value, unit="GB/s", runs=NUM_LARGE)
+        )
+    return rows
+
+
 def timed_s(push: Callable[[], None], num_pushes: int) -> list[float]:
     """Seconds that each push with its answer took."""
     times_s = []
@@ -231,7 +252,7 @@ def main() -> None:
     peers = [peer for peer in asked if peer != "ray-actor" or importlib.util.find_spec("ray")]
     if "ray-actor" in asked and "ray-actor" not in peers:
         print("ray is not installed: its actor is left out (pip install ray)", flush=True)
-    publish("parameters", [*exchange_rows(peers), *cluster_rows()])
+    publish("parameters", [*exchange_rows(peers), *transport_rows(), *cluster_rows()])
 
 
 if __name__ == "__main__":

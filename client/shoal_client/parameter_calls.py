@@ -143,4 +143,4 @@ def _requests(
             yield encode(field, part.shard_id, offset_bytes, buffers)
 
 
-__all__ = ["ParameterCalls", "transport_of"]
+__all__ = ["TRANSPORT_VARIABLE", "ParameterCalls", "transport_of"]

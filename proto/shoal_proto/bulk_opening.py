@@ -18,6 +18,7 @@ def reach(offer: OpenBulkReply, address: str) -> socket.socket:
     it is here, else to its port. Raises OSError."""
     if offer.local_name:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        local.settimeout(CONNECT_S)
         try:
             local.connect(f"\0{offer.local_name}")
         except OSError:

@@ -20,6 +20,7 @@ from shoal_server.parameters.memory import Memory
 log = structlog.get_logger(__name__)
 
 HELLO_S = 5.0
+ACCEPT_AGAIN_S = 0.5
 MAX_CONNECTIONS = 4096
 # A client's machine that vanished is found out by the kernel: probes after so many seconds.
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -39,15 +40,14 @@ class Listener:
         """Take connections as long as the block runs. Raises AddressInUse."""
         with ExitStack() as stack:
             remote = stack.enter_context(_bound(host, port))
-            local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            name = f"shoal-{secrets.token_hex(16)}"
-            local.bind(f"\0{name}")
-            for listener in (remote, local):
+            local, name = _named(stack)
+            listeners = [remote, local] if local is not None else [remote]
+            for listener in listeners:
                 listener.listen(128)
                 listener.setblocking(False)
             accepting = [
                 asyncio.create_task(self._accept(listener), name="bulk-accept")
-                for listener in (remote, local)
+                for listener in listeners
             ]
             self._offers.listening(name, remote.getsockname()[1])
             try:
@@ -62,7 +62,13 @@ class Listener:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connected, _ = await loop.sock_accept(listener)
+            try:
+                connected, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, most likely: clients take gRPC until some are free again.
+                log.warning("bulk_connection_not_accepted", reason=str(error))
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             if len(self._connections) >= MAX_CONNECTIONS:
                 log.warning("bulk_connection_refused", num_connections=len(self._connections))
                 connected.close()
@@ -75,15 +81,15 @@ class Listener:
         with connected, ExitStack() as stack:
             connected.setblocking(False)
             is_local = connected.family == socket.AF_UNIX
-            if not is_local:
-                _tune(connected)
             wire = Wire(connected)
             try:
+                if not is_local:
+                    _tune(connected)
                 async with asyncio.timeout(HELLO_S):
                     arena_bytes, purpose = await self._greeted(wire)
                 arena = self._arena(arena_bytes, stack) if is_local and arena_bytes else None
                 await _welcome(wire, arena)
-            except (TimeoutError, HungUp, ShoalError) as error:
+            except (OSError, HungUp, ShoalError) as error:
                 log.warning("bulk_connection_refused", reason=repr(error))
                 return
             is_peer = purpose is Purpose.REPLICATION
@@ -125,6 +131,19 @@ async def _welcome(wire: Wire, arena: Arena | None) -> None:
         raise HungUp(repr(error)) from error
     finally:
         arena.close_descriptor()
+
+
+def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
+    """A socket with a name that nobody else has, for clients in this network namespace; none where
+    the system has no such names, and then all of them come by the port."""
+    name = f"shoal-{secrets.token_hex(16)}"
+    try:
+        local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        local.bind(f"\0{name}")
+    except OSError as error:
+        log.info("no_local_bulk_connections", reason=str(error))
+        return None, ""
+    return local, name
 
 
 def _bound(host: str, port: int) -> socket.socket:
