@@ -81,7 +81,8 @@ class Link:
         self._take = take
         self._patience = patience
         self._copies: dict[tuple[str, int], _Copy] = {}
-        self._queue: deque[tuple[_Copy, Record | None]] = deque()
+        self._images: deque[_Copy] = deque()
+        self._records: deque[tuple[_Copy, Record]] = deque()
         self._wake = asyncio.Event()
         self._heard_s = 0.0
         self._unanswered_since_s: float | None = None
@@ -114,7 +115,8 @@ class Link:
         """Send the shard, then every push that is applied to it."""
         held.receipts.restart(self.to)
         copy = self._copies[held.job, held.shard_id] = _Copy(held)
-        self._put(copy, None)
+        self._images.append(copy)
+        self._wake.set()
 
     def unfollow(self, job: str, shard_id: int) -> None:
         copy = self._copies.pop((job, shard_id), None)
@@ -133,19 +135,16 @@ class Link:
         if copy.phase is _Phase.COPYING:
             copy.kept.append(record)
         else:
-            self._put(copy, record)
-
-    def _put(self, copy: _Copy, record: Record | None) -> None:
-        self._queue.append((copy, record))
-        self._wake.set()
+            self._records.append((copy, record))
+            self._wake.set()
 
     def end(self) -> list[Held]:
         """Follow nothing any more; what was followed."""
         shards = self.shards
-        for copy, record in self._queue:
-            if record is not None:
-                copy.held.unreplicated_bytes -= num_bytes_of(record)
-        self._queue.clear()
+        for copy, record in self._records:
+            copy.held.unreplicated_bytes -= num_bytes_of(record)
+        self._records.clear()
+        self._images.clear()
         for held in shards:
             self.unfollow(held.job, held.shard_id)
         return shards
@@ -198,20 +197,12 @@ class Link:
         )
         await stream.write(pb.FollowRequest(hello=hello))
         while True:
-            while self._queue:
-                copy, record = self._queue.popleft()
-                if record is not None:
-                    copy.held.unreplicated_bytes -= num_bytes_of(record)
-                if self._copies.get((copy.held.job, copy.held.shard_id)) is not copy:
-                    continue
-                held = copy.held
-                requests: Iterable[frames.Frame]
-                if record is None:
-                    requests = await self._image_of(copy)
-                else:
-                    requests = frames.of_record(held.job, held.shard_id, held.epoch, record)
-                for request in requests:
-                    await self._send(stream, request)
+            while self._records or self._images:
+                # A push waits for its record: never for more than one image before it.
+                for _ in range(len(self._records)):
+                    await self._send_record(stream, *self._records.popleft())
+                if self._images:
+                    await self._send_image(stream, self._images.popleft())
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._patience.beat_s):
@@ -219,16 +210,31 @@ class Link:
             except TimeoutError:
                 await self._send(stream, pb.FollowRequest(beat=pb.FollowBeat()))
 
+    def _is_current(self, copy: _Copy) -> bool:
+        return self._copies.get((copy.held.job, copy.held.shard_id)) is copy
+
+    async def _send_record(self, stream: Stream, copy: _Copy, record: Record) -> None:
+        held = copy.held
+        held.unreplicated_bytes -= num_bytes_of(record)
+        if self._is_current(copy):
+            for request in frames.of_record(held.job, held.shard_id, held.epoch, record):
+                await self._send(stream, request)
+
+    async def _send_image(self, stream: Stream, copy: _Copy) -> None:
+        if self._is_current(copy):
+            for request in await self._image_of(copy):
+                await self._send(stream, request)
+
     async def _image_of(self, copy: _Copy) -> Iterable[frames.Frame]:
         copy.phase = _Phase.COPYING
         image = await self._take(copy.held)
         copy.image_version = image.version
         copy.phase = _Phase.FOLLOWING
         kept, copy.kept = copy.kept, []
-        # In front of the queue: the shard's later records lie there already, or come behind them.
+        # In front of all: the shard's later records lie there already, or come behind them.
         for record in reversed(kept):
             if record.push.version > image.version:
-                self._queue.appendleft((copy, record))
+                self._records.appendleft((copy, record))
             else:
                 copy.held.unreplicated_bytes -= num_bytes_of(record)
         return frames.of_image(copy.held.job, copy.held.epoch, image)
