@@ -17,11 +17,11 @@ from shoal_client.joint_step import JointStep
 from shoal_client.layouts import without_tables
 from shoal_client.parameter_calls import ParameterCalls, transport_of
 from shoal_client.parts import Part, Pieces
+from shoal_client.receiver import Receiver
 from shoal_client.shard_servers import Attempt, ShardServers, worst_of
 from shoal_proto import pieces
 from shoal_proto.errors import (
     InternalError,
-    MalformedMessage,
     RetryError,
     ShoalError,
     StalePush,
@@ -36,9 +36,6 @@ from shoal_proto.v1.parameters_pb2 import (
     PullRequest,
     PushHeader,
     PushItem,
-    PushReply,
-    ShardData,
-    ShardVersion,
 )
 from shoal_proto.v1.shards_pb2 import (
     GetMapRequest,
@@ -195,7 +192,7 @@ class ParameterClient:
             request = PullRequest(
                 token=self._token(), shards=items, wait_s=min(left_s, PULL_WAIT_S, timeout_s / 2)
             )
-            receiver = _Receiver(self._blocks, into, self._versions, todo)
+            receiver = Receiver(self._blocks, into, self._versions, todo)
             parts = [self._part(shard, ()) for shard in shards]
             for reply in calls.pull(request, parts, timeout_s):
                 receiver.take(reply)
@@ -265,7 +262,7 @@ class ParameterClient:
         todo: set[int],
         push: "_Push",
     ) -> None:
-        receiver = _Receiver(self._blocks, push.into or {}, self._versions, todo)
+        receiver = Receiver(self._blocks, push.into or {}, self._versions, todo)
         errors: list[ShoalError] = []
         epochs = {shard.shard_id: shard.epoch for shard in shards}
         given = (push.gradients, push.bases) if push.bases else (push.gradients,)
@@ -375,42 +372,6 @@ class _Push:
     """All that the step touches; none: every shard here."""
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
-
-
-class _Receiver:
-    """Takes the values of shards as they come; a shard is done when its last byte is there."""
-
-    def __init__(
-        self,
-        blocks: Mapping[int, ShardBlocks],
-        into: Buffers,
-        versions: dict[int, int],
-        todo: set[int],
-    ) -> None:
-        self._blocks = blocks
-        self._into = into
-        self._versions = versions
-        self._todo = todo
-        self._version = ShardVersion()
-        self._left_bytes = 0
-
-    def take(self, reply: ShardData | PushReply | pieces.OnlyPiece) -> None:
-        if not isinstance(reply, pieces.OnlyPiece) and reply.HasField("version"):
-            self._version.CopyFrom(reply.version)
-            self._left_bytes = reply.version.num_bytes
-            return
-        piece = reply.piece
-        if piece.shard_id != self._version.shard_id or piece.shard_id not in self._blocks:
-            raise MalformedMessage(
-                "a piece of another shard than the one announced",
-                seen=f"shard {piece.shard_id}",
-                expected=f"shard {self._version.shard_id}",
-            )
-        self._blocks[piece.shard_id].scatter(piece, self._into)
-        self._left_bytes -= len(piece.data)
-        if self._left_bytes == 0:
-            self._versions[piece.shard_id] = self._version.version
-            self._todo.discard(piece.shard_id)
 
 
 __all__ = ["ParameterClient", "PushResult"]
