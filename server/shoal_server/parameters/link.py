@@ -2,7 +2,6 @@
 
 import asyncio
 from asyncio import FIRST_COMPLETED
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -18,6 +17,7 @@ from shoal_server.core.holdings import Holder
 from shoal_server.parameters import frames
 from shoal_server.parameters.held import Held, num_bytes_of
 from shoal_server.parameters.image import Image, Record
+from shoal_server.parameters.outbox import Outbox
 from shoal_server.parameters.patience import Patience
 from shoal_server.parameters.streams import Stream, open_stream
 
@@ -81,8 +81,7 @@ class Link:
         self._take = take
         self._patience = patience
         self._copies: dict[tuple[str, int], _Copy] = {}
-        self._images: deque[_Copy] = deque()
-        self._records: deque[tuple[_Copy, Record]] = deque()
+        self._outbox = Outbox[_Copy]()
         self._wake = asyncio.Event()
         self._heard_s = 0.0
         self._unanswered_since_s: float | None = None
@@ -115,7 +114,7 @@ class Link:
         """Send the shard, then every push that is applied to it."""
         held.receipts.restart(self.to)
         copy = self._copies[held.job, held.shard_id] = _Copy(held)
-        self._images.append(copy)
+        self._outbox.add_image(copy)
         self._wake.set()
 
     def unfollow(self, job: str, shard_id: int) -> None:
@@ -135,16 +134,14 @@ class Link:
         if copy.phase is _Phase.COPYING:
             copy.kept.append(record)
         else:
-            self._records.append((copy, record))
+            self._outbox.add(copy, record)
             self._wake.set()
 
     def end(self) -> list[Held]:
         """Follow nothing any more; what was followed."""
         shards = self.shards
-        for copy, record in self._records:
+        for copy, record in self._outbox.clear():
             copy.held.unreplicated_bytes -= num_bytes_of(record)
-        self._records.clear()
-        self._images.clear()
         for held in shards:
             self.unfollow(held.job, held.shard_id)
         return shards
@@ -197,12 +194,12 @@ class Link:
         )
         await stream.write(pb.FollowRequest(hello=hello))
         while True:
-            while self._records or self._images:
-                # A push waits for its record: never for more than one image before it.
-                for _ in range(len(self._records)):
-                    await self._send_record(stream, *self._records.popleft())
-                if self._images:
-                    await self._send_image(stream, self._images.popleft())
+            while (next_up := self._outbox.next()) is not None:
+                copy, record = next_up
+                if record is None:
+                    await self._send_image(stream, copy)
+                else:
+                    await self._send_record(stream, copy, record)
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._patience.beat_s):
@@ -234,7 +231,7 @@ class Link:
         # In front of all: the shard's later records lie there already, or come behind them.
         for record in reversed(kept):
             if record.push.version > image.version:
-                self._records.appendleft((copy, record))
+                self._outbox.put_first(copy, record)
             else:
                 copy.held.unreplicated_bytes -= num_bytes_of(record)
         return frames.of_image(copy.held.job, copy.held.epoch, image)
