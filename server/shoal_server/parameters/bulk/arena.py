@@ -11,7 +11,7 @@ from shoal_proto import bulk
 from shoal_proto.bulk import Kind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import MalformedMessage
-from shoal_server.parameters.outlets import Writer
+from shoal_server.parameters.outlets import SEND_PIECE_BYTES, Writer
 
 
 class Arena:
@@ -66,8 +66,8 @@ def in_place(room: memoryview, at: int) -> Writer:
 def in_frames(shard_id: int, values: memoryview) -> Sequence[bytes]:
     """Pieces to be sent as they are."""
     frames: list[bytes] = []
-    for start in range(0, len(values), PIECE_BYTES):
-        data = bytes(values[start : start + PIECE_BYTES])
+    for start in range(0, len(values), SEND_PIECE_BYTES):
+        data = bytes(values[start : start + SEND_PIECE_BYTES])
         head = bulk.header(
             Kind.PIECE,
             shard_id=shard_id,
@@ -78,7 +78,5 @@ def in_frames(shard_id: int, values: memoryview) -> Sequence[bytes]:
         frames += (head, data)
     return frames
 
-
-PIECE_BYTES = 1024 * 1024
 
 __all__ = ["Arena", "in_frames", "in_place"]
