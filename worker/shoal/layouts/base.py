@@ -174,6 +174,10 @@ class Layout(ABC):
         Quick, raises nothing, may be called twice; no step is taken behind it.
         """
 
+    def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
+        """The group was cut: let what this layout waits for outside of it raise. Any thread,
+        quick."""
+
     @property
     def waiting(self) -> Waiting | None:
         """What the trainer waits behind, if it can be freed from collectives that never end."""

@@ -11,10 +11,15 @@ from shoal.backends.gloo import PLUGIN
 _GLOO = ("gloo", PLUGIN)
 
 
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether torch's Gloo carries the group, under whichever name."""
+    return dist.get_backend(group) in _GLOO
+
+
 def sends_each_part_once(whole: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
     """Whether `reduce_scatter` knows a better way than torch's own for this tensor."""
     known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-    return known and whole.device.type == "cpu" and dist.get_backend(group) in _GLOO
+    return known and whole.device.type == "cpu" and is_gloo(group)
 
 
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
@@ -30,4 +35,4 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any
         own.div_(group.size())
 
 
-__all__ = ["reduce_scatter", "sends_each_part_once"]
+__all__ = ["is_gloo", "reduce_scatter", "sends_each_part_once"]

@@ -14,6 +14,8 @@ from shoal.layouts.base import Layout, World, move_buffers, persistent_buffers
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.group_passes import GroupPasses
 from shoal.layouts.grouping import group_modules
+from shoal.layouts.scattering import is_gloo
+from shoal.layouts.shared_slots import SharedGathering, SharedSlots
 from shoal.layouts.spreading import Spreading
 from shoal.state.pieces import MODEL
 from shoal.strategies.gates import Gates
@@ -45,6 +47,7 @@ class Sharded(Layout):
         self._passes: list[GroupPasses] = []
         self._reductions: list[Spreading] = []
         self._shard(model, options)
+        self._slots = self._share(model, options)
         for part in fsdp_parameters(model):
             _give_memory(part, world.device)
         move_buffers(model, world.device)
@@ -74,6 +77,27 @@ class Sharded(Layout):
         first = next(model.parameters())
         fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
         self._reduce_by_spreading(model, grouping.rest.parameters)
+
+    def _share(self, model: nn.Module, options: ShardedOptions) -> SharedSlots | None:
+        """Collective: let the ranks of one machine gather and sum in memory that they share."""
+        world = self.world
+        if world.world_size == 1 or world.device.type != "cpu" or not is_gloo(world.group):
+            return None
+        backend: Any = world.group._get_backend(world.device)
+        modules: list[Any] = [module for module in model.modules() if _state_of(module)]
+        slots = SharedSlots.open(
+            world.group,
+            max(_whole_bytes(module, world.world_size, options.param_dtype) for module in modules),
+            max(_whole_bytes(module, world.world_size, options.reduce_dtype) for module in modules),
+            backend.options._timeout.total_seconds(),
+        )
+        if slots is not None:
+            for module in modules:
+                if any(_parts_of(module)):
+                    module.set_custom_all_gather(SharedGathering(slots))
+            for reduction in self._reductions:
+                reduction.slots = slots
+        return slots
 
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
         if names:
@@ -145,7 +169,13 @@ class Sharded(Layout):
         reduced = any(parameter.grad is not None for parameter in self._parameters.values())
         return reduced and not any(map(_left_over, self._fsdp_parameters))
 
+    def cut(self, reason: str) -> None:
+        if self._slots is not None:
+            self._slots.cut(reason)
+
     def release(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
         for part in self._fsdp_parameters:
             part.mesh_info.shard_process_group = None
 
@@ -183,6 +213,16 @@ def _parts_of(module: nn.Module) -> Iterator[Any]:
 def _parts_in(state: Any) -> Iterator[Any]:
     for group in state._fsdp_param_groups:
         yield from group.fsdp_params
+
+
+def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
+    """What is gathered with this module, at most: in its own dtype, if that is wider."""
+    return sum(
+        world_size
+        * part.padded_sharded_param_size.numel()
+        * max(part.sharded_param.element_size(), dtype.itemsize if dtype else 0)
+        for part in _parts_of(module)
+    )
 
 
 def _state_of(module: nn.Module) -> Any:

@@ -1,5 +1,7 @@
 """What is not finite in one rank's gradients is seen by all ranks that reduce them together."""
 
+import math
+import weakref
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from shoal.layouts.scattering import reduce_scatter, sends_each_part_once
+from shoal.layouts.shared_slots import SharedSlots
 from shoal.strategies.gradients import is_finite
 
 
@@ -23,7 +26,23 @@ class Spreading(DefaultReduceScatter):
         """The first one whose gradients it reduces."""
         self.blind = False
         """Whether this rank holds no rows of some of them, but what fills up its part."""
+        self.slots: SharedSlots | None = None
+        """Where all ranks have memory in common."""
+        self._filled: weakref.ref[Tensor] | None = None
         self.forget()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for whole gradients, and next for this rank's part of the sum of those."""
+        whole = self._filled() if self._filled is not None else None
+        self._filled = None
+        if whole is None and self.slots is not None:
+            room = self.slots.to_sum(math.prod(size) * dtype.itemsize)
+            if room is not None:
+                whole = room.view(dtype)
+                self._filled = weakref.ref(whole)
+                return whole
+        empty: Tensor = super().allocate(size, dtype=dtype, device=device)
+        return empty
 
     def forget(self) -> None:
         """A new step begins."""
@@ -44,7 +63,9 @@ class Spreading(DefaultReduceScatter):
         self.own = spread(input_tensor) or self.own
         work = None
         if not async_op and sends_each_part_once(input_tensor, group, op):
-            reduce_scatter(output_tensor, input_tensor, group, op)
+            slots = self.slots
+            if slots is None or not slots.reduce_scatter(output_tensor, input_tensor, op):
+                reduce_scatter(output_tensor, input_tensor, group, op)
         else:
             work = super().__call__(output_tensor, input_tensor, group, op, async_op)
         if self.blind:

@@ -152,6 +152,9 @@ class LaidOut(GroupedStrategy):
         if self._cut_up_to >= self._number:
             # Gloo may leave a message of a group that is cut until its limit: wait for none.
             self._keeping.interrupt()
+            bound = self._bound
+            if bound is not None:
+                bound.layout.cut(f"generation {generation} is over")
 
     def _waiting(self) -> Waiting | None:
         bound = self._bound

@@ -1,0 +1,95 @@
+"""Ranks of one machine meet in memory that they share, and learn when one of them is gone."""
+
+import ctypes
+import mmap
+import multiprocessing
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import shared_memory_bodies
+from ranks import Ranks
+from worlds import run_on_gloo
+
+from shoal.backends.shared import opening
+from shoal.backends.shared.semaphores import SEMAPHORE_BYTES, Semaphore
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5])
+def test_what_was_written_before_a_meeting_is_read_behind_it(world_size: int) -> None:
+    """Over many meetings, of numbers of ranks that are powers of two and of others."""
+    rooms = run_on_gloo(world_size, shared_memory_bodies.met, 500)
+    assert len(rooms) == world_size
+    assert min(rooms) >= 4096
+
+
+@pytest.mark.parametrize("how", ["kill", "kill rank 0", "cut"])
+def test_whoever_waits_is_told_at_once_of_a_lost_rank(tmp_path: Path, how: str) -> None:
+    """The limit is an hour away. Rank 0 passes it on, and its own end is seen by all."""
+    with Ranks() as ranks:
+        body, path = shared_memory_bodies.meets_until_told, str(tmp_path / "store")
+        crew = [ranks.start(body, path, rank, 4, how) for rank in range(4)]
+        lost = {"kill": [1], "kill rank 0": [0], "cut": []}[how]
+        for rank in set(range(4)) - set(lost):
+            assert "ranks no longer share memory" in crew[rank].expect("told")["text"]
+
+
+def test_a_rank_that_stops_is_waited_for_up_to_the_limit(tmp_path: Path) -> None:
+    with Ranks() as ranks:
+        body, path = shared_memory_bodies.meets_until_told, str(tmp_path / "store")
+        crew = [ranks.start(body, path, rank, 3, "stop") for rank in range(3)]
+        texts = [crew[rank].expect("told")["text"] for rank in (0, 2)]
+    assert any("expected within 0.5 s" in text for text in texts)
+
+
+def test_a_rank_that_leaves_in_good_order_is_no_loss() -> None:
+    assert run_on_gloo(3, shared_memory_bodies.leaves_early) == ["this rank has left", "", ""]
+
+
+def test_ranks_that_cannot_all_share_share_nothing() -> None:
+    assert run_on_gloo(3, shared_memory_bodies.is_shared) == [True] * 3
+    assert run_on_gloo(3, shared_memory_bodies.is_shared, 2) == [False] * 3
+    assert run_on_gloo(3, shared_memory_bodies.is_shared, 0) == [False] * 3
+
+
+def test_memory_that_the_system_does_not_give_is_done_without() -> None:
+    """Nobody waits for a rank 0 that has none to hand out."""
+    began_s = time.monotonic()
+    assert run_on_gloo(3, shared_memory_bodies.is_shared, -1, 1 << 62) == [False] * 3
+    assert time.monotonic() - began_s < 60
+
+
+def test_a_stranger_gets_no_memory() -> None:
+    """It has found the name, but does not know the key."""
+    key = bytes(range(32))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(opening._address(key))
+        listener.listen()
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        stranger.connect(opening._address(key))
+        stranger.sendall(opening._GREETING.pack(1, bytes(32)))
+        handed: list[object] = []
+        maker = threading.Thread(
+            target=lambda: handed.append(opening._hand_out(listener, key, 2, 4096))
+        )
+        maker.start()
+        mapped, _ = opening._receive(key, 1)
+        maker.join()
+        with stranger:
+            assert stranger.recv(1) == b""
+    assert len(mapped) >= 4096
+    assert len(handed) == 1
+
+
+def test_a_semaphore_lets_as_many_through_as_were_posted() -> None:
+    mapped = mmap.mmap(-1, SEMAPHORE_BYTES)
+    semaphore = Semaphore(ctypes.addressof(ctypes.c_char.from_buffer(mapped)))
+    semaphore.initialise()
+    assert not semaphore.wait(time.monotonic() - 1)
+    child = multiprocessing.get_context("fork").Process(target=semaphore.post)
+    child.start()
+    assert semaphore.wait(time.monotonic() + 60)
+    child.join()
+    assert not semaphore.wait(time.monotonic() + 0.01)

@@ -1,0 +1,44 @@
+"""Gathered and summed in shared memory: the bits that Gloo gives, and nothing written too soon."""
+
+from typing import Any
+
+import pytest
+import shared_memory_bodies
+import torch
+from worlds import assemble, run_on_gloo
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_sums_and_means_have_the_bits_that_gloo_gives_them(dtype: torch.dtype) -> None:
+    """From a slot and from elsewhere, over and over in the same slots."""
+    for found in run_on_gloo(3, shared_memory_bodies.sums, dtype, 12):
+        assert found == [(True, True)] * 12
+
+
+def test_a_sum_that_is_too_large_for_a_slot_is_left_to_gloo() -> None:
+    assert run_on_gloo(2, shared_memory_bodies.too_large) == [False] * 2
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 2, 5])
+def test_what_somebody_still_has_is_not_overwritten(num_kept: int) -> None:
+    """Regression guard: the next rank to gather would write into what another computes with."""
+    for sound in run_on_gloo(3, shared_memory_bodies.gathered_and_kept, num_kept):
+        assert all(sound)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_group_bytes": 150},
+        {"min_group_bytes": 150, "free_after_forward": False},
+        {"min_group_bytes": 150, "param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    ],
+    ids=["fsdp", "zero2", "bf16"],
+)
+def test_training_gives_the_same_bits_with_shared_memory_and_without(options: Any) -> None:
+    by_memory, by_gloo = (
+        assemble(run_on_gloo(3, shared_memory_bodies.trained, transport, options))
+        for transport in ("auto", "tcp")
+    )
+    assert by_memory.keys() == by_gloo.keys()
+    assert all(torch.equal(by_memory[name], by_gloo[name]) for name in by_gloo)

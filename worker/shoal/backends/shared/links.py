@@ -1,0 +1,85 @@
+"""How ranks of one machine that meet in shared memory learn that one of them is gone.
+
+Memory does not tell that the other end has died. So each rank holds a connection to rank 0, and a
+thread waits at it. Who leaves in good order says so; a connection that ends without that word, or
+through `cut`, is a loss, and rank 0 passes it on by ending all of its own.
+"""
+
+import select
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+LEAVING = b"L"
+
+
+class Links:
+    """Takes over the connections: of rank 0 those to all others, of another rank the one to it."""
+
+    def __init__(
+        self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
+    ) -> None:
+        """`on_lost` is called once, by a thread, with the reason; it is held weakly, so that
+        whoever forgets to close this leaves nothing behind."""
+        self._connections = tuple(connections)
+        self._finalizer = weakref.finalize(self, _leave, self._connections)
+        for connection in self._connections:
+            connection.settimeout(None)
+        threading.Thread(
+            target=_watch,
+            args=(self._connections, weakref.WeakMethod(on_lost)),
+            name="shoal-links",
+            daemon=True,
+        ).start()
+
+    def close(self) -> None:
+        """Leave in good order: this rank has met the others for the last time."""
+        self._finalizer()
+
+    def cut(self) -> None:
+        """End them without a word, so that the others do not wait for this rank. Any thread."""
+        self._finalizer.detach()
+        _shut(self._connections)
+
+
+def _watch(
+    connections: Sequence[socket.socket], on_lost: "weakref.WeakMethod[Callable[[str], None]]"
+) -> None:
+    by_descriptor = {each.fileno(): each for each in connections}
+    poll = select.poll()
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    while by_descriptor:
+        for descriptor, _ in poll.poll():
+            try:
+                word = by_descriptor[descriptor].recv(1)
+            except OSError:
+                word = b""
+            poll.unregister(descriptor)
+            del by_descriptor[descriptor]
+            if word != LEAVING:
+                tell = on_lost()
+                if tell is not None:
+                    tell("a rank on this machine is gone")
+                return
+
+
+def _leave(connections: Sequence[socket.socket]) -> None:
+    for connection in connections:
+        try:
+            connection.send(LEAVING)
+        except OSError:
+            continue  # It was faster.
+    _shut(connections)
+
+
+def _shut(connections: Sequence[socket.socket]) -> None:
+    for connection in connections:
+        try:
+            connection.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            continue  # Shut already.
+
+
+__all__ = ["Links"]

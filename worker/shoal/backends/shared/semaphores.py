@@ -1,0 +1,57 @@
+"""Semaphores in memory that processes of one machine share: those of the C library.
+
+They order what is written before a post ahead of what is read behind the wait, on any processor,
+and a process that waits takes no processor time and does not hold the interpreter.
+"""
+
+import ctypes
+import errno
+import os
+import time
+
+SEMAPHORE_BYTES = 64
+"""A cache line; glibc's `sem_t` has 32 bytes."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_NANOSECONDS = 1_000_000_000
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def available() -> bool:
+    """Whether this system has semaphores between processes that can be waited for until a time of
+    the clock that nobody sets: glibc 2.30 or newer."""
+    return hasattr(_libc, "sem_clockwait")
+
+
+class Semaphore:
+    """The one at this address. It stays in place for as long as anybody uses it."""
+
+    def __init__(self, address: int) -> None:
+        self._address = ctypes.c_void_p(address)
+
+    def initialise(self) -> None:
+        """Before it is handed to anybody."""
+        if _libc.sem_init(self._address, 1, 0):
+            raise OSError(ctypes.get_errno(), "sem_init failed")
+
+    def post(self) -> None:
+        """Let one wait through, now or later. Any thread."""
+        if _libc.sem_post(self._address):
+            raise OSError(ctypes.get_errno(), "sem_post failed")
+
+    def wait(self, deadline_s: float) -> bool:
+        """Whether it was posted before this time of `time.monotonic()`."""
+        until_ns = int(deadline_s * _NANOSECONDS)
+        limit = _Timespec(until_ns // _NANOSECONDS, until_ns % _NANOSECONDS)
+        while _libc.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(limit)):
+            number = ctypes.get_errno()
+            if number == errno.ETIMEDOUT:
+                return False
+            if number != errno.EINTR:
+                raise OSError(number, os.strerror(number))
+        return True
+
+
+__all__ = ["SEMAPHORE_BYTES", "Semaphore", "available"]
