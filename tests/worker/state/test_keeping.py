@@ -1,5 +1,7 @@
 """What a member offers after a loss: nothing that could be taken for a whole state and is none."""
 
+import threading
+
 import torch
 import torch.distributed as dist
 
@@ -58,6 +60,27 @@ def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> Non
         return before, still
 
     assert run_in_memory(body, 2) == [([5], False), ([], False)]
+
+
+def test_the_end_waits_for_the_copy_under_way() -> None:
+    """Regression: its thread freed a tensor as the interpreter ended, and the process aborted."""
+    closing = threading.Event()
+
+    def body() -> bool:
+        keeping = Keeping(copies=1, every_steps=1)
+        keeping.start(holding(3, "model.w"), ME | {"b"}, dist.new_group, lambda _: True)
+        copies = keeping._copies
+        assert copies is not None
+        assert copies._thread is not None
+        if dist.get_rank() == 0:
+            closing.set()
+        else:
+            closing.wait(60)
+        keeping.offer(holding(3, "model.w"))
+        keeping.close()
+        return copies._thread.is_alive()
+
+    assert run_in_memory(body, 2) == [False, False]
 
 
 def test_a_snapshot_shows_once_it_is_known_what_else_there_was() -> None:

@@ -85,11 +85,13 @@ class PeerCopies:
         self._queue: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
         self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
+        self._thread: threading.Thread | None = None
         if self._targets:
             # It alone has the group: whoever is the last to hold one must wait for its threads.
-            threading.Thread(
+            self._thread = threading.Thread(
                 target=self._serve, args=(group,), name="peer-copies", daemon=True
-            ).start()
+            )
+            self._thread.start()
 
     # --- the trainer's side ---
 
@@ -159,6 +161,11 @@ class PeerCopies:
             self._closed = True
             self._changed.notify_all()
         self._queue.put(None)
+
+    def join(self, limit_s: float) -> None:
+        """Behind `close`: return once the copy under way has ended, or after this time."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
 
     def _left(self) -> tuple[Slot, ...]:
         """What the next generation is to hold.

@@ -9,6 +9,9 @@ from shoal.state.copies import PeerCopies
 from shoal.state.pieces import Holding
 from shoal_proto.errors import InvalidSpec
 
+CLOSE_S = 5.0
+"""A copy takes a moment, and one whose group was cut ends at once."""
+
 
 class Keeping:
     """The live state of the last generation, where it is whole, and copies of own and peers' state.
@@ -121,10 +124,15 @@ class Keeping:
             self._names = frozenset(live.pieces)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Let go of everything.
+
+        Waits for the copy under way, as it would for a peer that is at it still: a thread that
+        frees a tensor while the interpreter ends takes the process with it (torch 2.13, SIGABRT).
+        """
         self._live = self._alone = None
         if self._copies is not None:
             self._copies.close()
+            self._copies.join(CLOSE_S)
             self._copies = None
 
 
