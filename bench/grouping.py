@@ -68,7 +68,8 @@ def step_s(model: nn.Module, optimizer: Optimizer) -> float:
 
 def run_rank(rank: int, directory: str, num_steps: int) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)}
+    # Over Gloo, as between machines, and where torch counts: not in memory that ranks share.
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "SHOAL_TRANSPORT": "tcp"}
     store = dist.FileStore(str(Path(directory) / "store"), NUM_RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS)
     models = {"with": trained(None), "without": trained(0)}

@@ -17,7 +17,8 @@ from ranks import Report
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.backends.base import Seat, Waiting
+from shoal.backends.base import Seat
+from shoal.backends.gates import gates_in
 from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.joining import JoinConfig
 from shoal.layouts.relay import Neighbours
@@ -172,14 +173,20 @@ def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -
     group.retire()
 
 
-def _freed(group: GlooGroup, waiting: Waiting) -> threading.Thread:
+def lone_group(path: str, rank: int) -> GlooGroup:
+    """That of one of two ranks, which nobody cuts by himself."""
+    return _group(path, rank, 2)
+
+
+def freed(group: GlooGroup, process_group: dist.ProcessGroup) -> threading.Thread:
     """The thread that lets the trainer go once it waits."""
 
     def free() -> None:
-        while not waiting.waits:
+        while not any(gates.waits for gates in gates_in(process_group)):
             time.sleep(0.01)
         group.keep_for_ever()
-        waiting.give_up("test")
+        for gates in gates_in(process_group):
+            gates.give_up("test")
 
     thread = threading.Thread(target=free)
     thread.start()
@@ -201,7 +208,7 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
         report("going")
         os.kill(os.getpid(), signal.SIGSTOP)
     exchange.begin(0)
-    thread = _freed(group, exchange)
+    thread = freed(group, process_group)
     try:
         ddp(torch.ones(2, 4)).sum().backward()
     except RuntimeError as error:
@@ -217,12 +224,13 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
 def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
     """Rank 1 of two stops in the midst of a message, and rank 0's group is cut as above."""
     group = _group(path, rank, 2)
-    near = Neighbours(group.open(), torch.device("cpu"))
+    process_group = group.open()
+    near = Neighbours(process_group, torch.device("cpu"))
     near.courier.broadcast(torch.ones(1), 0)
     if rank == 1:
         report("going")
         os.kill(os.getpid(), signal.SIGSTOP)
-    thread = _freed(group, near.courier)
+    thread = freed(group, process_group)
     try:
         if way == "send":  # more than the kernel takes for a peer that does not read
             near.send([torch.ones(1 << 24)], to=1, values=True)

@@ -14,8 +14,9 @@ from worlds import train_rank
 
 from shoal.backends.shared.memory import SharedMemory
 from shoal.backends.shared.opening import share_memory
+from shoal.layouts.gathering import Gathering
 from shoal.layouts.scattering import reduce_scatter
-from shoal.layouts.shared_slots import NUM_GATHERED, SharedGathering, SharedSlots
+from shoal.layouts.shared_slots import NUM_GATHERED, SharedSlots
 from shoal.state.pieces import Holding
 from shoal_proto.errors import GenerationBroken
 
@@ -132,7 +133,7 @@ def gathered_and_kept(num_kept: int) -> list[bool]:
     """Gather again and again while what was gathered last is kept; whether it then was still what
     it was, for each."""
     opened, group = slots(), whole_world()
-    gathering = SharedGathering(opened)
+    gathering = Gathering(opened)
     kept: list[tuple[Tensor, Tensor]] = []
     sound, places = [], set()
     for number in range(12):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import rank_bodies
+import stuck_bodies
 from ranks import Ranks
 
 from shoal.backends.gloo import GlooBackend
@@ -86,14 +87,16 @@ def test_a_bring_up_waits_for_the_addresses_of_all_ranks_in_one_call(tmp_path: P
         (rank_bodies.stuck_for_good, ()),
         (rank_bodies.stuck_message, ("send",)),
         (rank_bodies.stuck_message, ("receive",)),
+        *((stuck_bodies.stuck_in, (what,)) for what in stuck_bodies.WAITS),
     ],
-    ids=["collective", "send", "receive"],
+    ids=["collective", "send", "receive", *stuck_bodies.WAITS],
 )
 def test_a_trainer_leaves_what_never_ends_and_its_process_too(
     tmp_path: Path, body: Callable[..., None], arguments: tuple[str, ...]
 ) -> None:
-    """A collective, or a message such as one between the stages of a pipeline. Another thread waits
-    on, for a minute; neither the trainer nor the exit waits for it."""
+    """A collective, or a message such as one between the stages of a pipeline; in a step of each
+    kind of layout, and in what comes before it. Another thread waits on, for a minute; neither the
+    trainer nor the exit waits for it."""
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(body, path, r, *arguments) for r in range(2)]

@@ -66,17 +66,6 @@ class Backend(Protocol):
         """Whether the error tells that a collective failed, rather than the user's own code."""
 
 
-class Waiting(Protocol):
-    """Stands between the trainer and the collectives of a group."""
-
-    @property
-    def waits(self) -> bool:
-        """Whether any is still on its way. Any thread."""
-
-    def give_up(self, reason: str) -> None:
-        """Let nobody wait for them any longer. Any thread."""
-
-
 def refuse_default_group() -> None:
     """Raise InvalidSpec if torch.distributed has a default group: there can be one only."""
     if dist.is_initialized():

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.strategies.gates import Gates
+from shoal.backends.gates import Gates
 
 
 class Awaited(Protocol):
@@ -32,7 +32,7 @@ class Courier(Gates):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(group)
         self.group = group
         # On a GPU a wait is an order on the stream of the thread that waits, and ends at once.
         self._takes_turns = device.type == "cpu"

@@ -1,11 +1,14 @@
 """Where a trainer waits for collectives, so that it can be let through when one does not end."""
 
 import threading
+import weakref
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shoal.backends.gloo import can_be_cut
 
 Gate = torch.futures.Future[str]
 """What a waiting thread is let through: the reason if what it waited for has failed, or ""."""
@@ -19,9 +22,17 @@ class Gates:
     without that thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._lock = threading.Lock()
         self._gates: list[Gate] = []
+        if group is not None:
+            self.attach(group)
+
+    def attach(self, group: dist.ProcessGroup) -> None:
+        """Be among those that `gates_in` finds for this group."""
+        whole = _whole(group)
+        with _lock:
+            _by_group.setdefault(whole, weakref.WeakSet()).add(self)
 
     def wait(self, work: dist.Work | None) -> None:
         """Return when the collective has ended; raises RuntimeError if it failed."""
@@ -74,4 +85,50 @@ class Gates:
         self._gates.clear()
 
 
-__all__ = ["Gate", "Gates"]
+_lock = threading.Lock()
+_by_group: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Gates]] = weakref.WeakKeyDictionary()
+_default: weakref.WeakKeyDictionary[Any, Gates] = weakref.WeakKeyDictionary()
+_wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDictionary()
+
+
+def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
+    """Return when a collective of the group has ended, which was begun with `async_op=True`.
+
+    Raises RuntimeError if it failed, or if it was given up with the group's gates. For the
+    trainer's thread.
+    """
+    assert work is not None, "asked for asynchronously, by a rank of the group"
+    if not can_be_cut(group):
+        work.wait()
+        return
+    whole = _whole(group)
+    with _lock:
+        gates = _default.get(whole)
+    if gates is None:
+        gates = Gates(whole)
+        with _lock:
+            _default[whole] = gates
+    gates.wait(work)
+
+
+def gates_in(group: dist.ProcessGroup) -> list[Gates]:
+    """All gates at which somebody may wait for this group or a part of it."""
+    with _lock:
+        return list(_by_group.get(group, ()))
+
+
+def part_of(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
+    """Let the gates of a group that was made within another be found with that one's."""
+    if group is not whole:
+        with _lock:
+            _wholes[group] = weakref.ref(whole)
+
+
+def _whole(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    with _lock:
+        found = _wholes.get(group)
+    whole: dist.ProcessGroup | None = found() if found is not None else None
+    return group if whole is None else whole
+
+
+__all__ = ["Gate", "Gates", "finish", "gates_in", "part_of"]

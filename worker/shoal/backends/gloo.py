@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from shoal.backends.base import Seat, refuse_default_group
+from shoal.backends.collectives import CollectiveGroup
 from shoal.backends.sockets import listening, shut_connections
 from shoal.backends.stores import AddressStore, AnnouncingStore
 from shoal_proto.errors import GenerationBroken, InvalidSpec
@@ -35,6 +36,17 @@ RETIRED_S = 1.0
 """An old group's threads are idle by then, so that freeing it waits for nothing."""
 # Gloo's errors have no class of their own. Most begin with the place in its source.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether torch's Gloo carries the group, under whichever name."""
+    # One in Python is not always known to torch.
+    return not isinstance(group, CollectiveGroup) and dist.get_backend(group) in ("gloo", PLUGIN)
+
+
+def can_be_cut(group: dist.ProcessGroup) -> bool:
+    """Whether it is one of a generation of a session, on Gloo."""
+    return not isinstance(group, CollectiveGroup) and dist.get_backend(group) == PLUGIN
 
 
 class GlooBackend:
@@ -208,4 +220,4 @@ def _create(options: Any, ready: Any) -> Any:
 
 dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])
 
-__all__ = ["GlooBackend", "GlooGroup", "free_retired"]
+__all__ = ["GlooBackend", "GlooGroup", "can_be_cut", "free_retired", "is_gloo"]

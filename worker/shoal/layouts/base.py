@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.backends.base import Waiting
 from shoal.layouts.verdict import Verdict
 from shoal.state.pieces import Box, Piece
 from shoal.strategies.base import LossFunction
@@ -177,11 +176,6 @@ class Layout(ABC):
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
         """The group was cut: let what this layout waits for outside of it raise. Any thread,
         quick."""
-
-    @property
-    def waiting(self) -> Waiting | None:
-        """What the trainer waits behind, if it can be freed from collectives that never end."""
-        return None
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Groups beside the default one that were made for this layout."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.strategies.gates import Gates
+from shoal.backends.gates import finish
 from shoal_proto.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
@@ -31,9 +31,8 @@ def clip(layout: "Layout", max_norm: float) -> Tensor:
     verdict = layout.verdict
     if verdict is not None:
         message = torch.cat([message, verdict.words(layout.parameters)])
-    waiting = layout.waiting
-    gates = waiting if isinstance(waiting, Gates) else Gates()
-    gates.wait(dist.all_reduce(message, group=layout.world.group, async_op=True))
+    group = layout.world.group
+    finish(dist.all_reduce(message, group=group, async_op=True), group)
     if verdict is not None:
         verdict.hear(message[1:])
     total = message[0].sqrt()

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from shoal.backends.gates import finish, part_of
 from shoal.layouts.base import Layout, LossFunction, World, materialise, persistent_buffers
 from shoal.layouts.mesh import MeshShape
 from shoal.layouts.outline import Outline
@@ -17,7 +18,6 @@ from shoal.layouts.sharded import broadcast_packed
 from shoal.layouts.tensor import parallelise
 from shoal.layouts.tensor_plan import MASK, TensorPlan
 from shoal.layouts.verdict import Verdict
-from shoal.strategies.gates import Gates
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Gradients are averaged in messages of about this size."""
@@ -47,6 +47,8 @@ class HybridLayout(Layout):
         self.plan = plan
         mesh = init_device_mesh(world.device.type, plan.mesh.sizes, mesh_dim_names=AXES)
         self._groups = {axis: mesh.get_group(axis) for axis in AXES}
+        for group in self._groups.values():
+            part_of(group, world.group)
         self._at = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
         self.data_index, self.data_count = self._at["data"], plan.mesh.data
         self.elementwise = plan.mesh.tensor > 1
@@ -59,7 +61,6 @@ class HybridLayout(Layout):
                 model, world, plan.cut, plan.course, group=self._groups["pipeline"], prepare=split
             )
         self.module = self._inner.module
-        self._gates = self._inner.waiting
         self.verdict = self._inner.verdict
 
     @property
@@ -94,23 +95,19 @@ class HybridLayout(Layout):
         """Average over the copies of this stage and split, and over nobody else."""
         self._inner.reduce()
         if self.plan.mesh.data > 1:
-            average(list(self.parameters.values()), self._groups["data"], self._gates)
+            average(list(self.parameters.values()), self._groups["data"])
         if self.plan.mesh.tensor > 1:
-            align(list(self.parameters.values()), self._groups["tensor"], self._gates)
+            align(list(self.parameters.values()), self._groups["tensor"])
 
     @torch.no_grad()
     def stepped(self) -> None:
         """Give all copies the first one's buffers, such as running means of its samples."""
         buffers = list(persistent_buffers(self.plain).values())
         if buffers and self.plan.mesh.data > 1:
-            broadcast_packed(buffers, self._groups["data"], self._gates)
+            broadcast_packed(buffers, self._groups["data"])
 
     def synchronised(self) -> bool:
         return self._inner.synchronised()
-
-    @property
-    def waiting(self) -> Gates:
-        return self._gates
 
     def release(self) -> None:
         self._inner.release()
@@ -132,12 +129,7 @@ class _OneStage(Layout):
         prepare(model)
         materialise(model, world.device)
         self._parameters = dict(model.named_parameters())
-        self._gates = Gates()
-        self.verdict = Verdict(world.group, world.device, self._gates)
-
-    @property
-    def waiting(self) -> Gates:
-        return self._gates
+        self.verdict = Verdict(world.group, world.device)
 
     def begin(self) -> None:
         self.verdict.begin()
@@ -175,14 +167,14 @@ def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
     return replace(plan, entries=tuple(kept))
 
 
-def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, gates: Gates) -> None:
+def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Make each gradient its mean over the group; None only where no rank has one."""
     for bucket in buckets([p for p in parameters if p.requires_grad]):
         locals_ = [_local_gradient(parameter) for parameter in bucket]
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])
         flags = has_one.to(locals_[0])
         packed = torch.cat([*(gradient.reshape(-1) for gradient in locals_), flags])
-        gates.wait(dist.all_reduce(packed, group=group, async_op=True))
+        finish(dist.all_reduce(packed, group=group, async_op=True), group)
         sizes = [gradient.numel() for gradient in locals_]
         *means, counts = torch.split(packed, [*sizes, len(bucket)])
         for parameter, gradient, mean, count in zip(
@@ -193,7 +185,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, gates:
                 _set_gradient(parameter, gradient)
 
 
-def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, gates: Gates) -> None:
+def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
     """Give all ranks of a tensor group the first one's gradients of what is not split.
 
     They differ at most by kernels that add in no fixed order, or by machines of two kinds; that is
@@ -201,7 +193,7 @@ def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup, gates: G
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):
-        broadcast_packed([_local_gradient(parameter) for parameter in bucket], group, gates)
+        broadcast_packed([_local_gradient(parameter) for parameter in bucket], group)
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

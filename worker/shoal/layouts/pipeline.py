@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.layouts.base import Layout, LossFunction, World, materialise
-from shoal.layouts.courier import Courier
 from shoal.layouts.outline import Outline
 from shoal.layouts.relay import Neighbours
 from shoal.layouts.schedules import Feed, Rounds, num_microbatches
@@ -60,7 +59,7 @@ class PipelineLayout(Layout):
         self._rounds: dict[str, Rounds] = {}
         self._parameters = self.stage.parameters
         self._complete = False
-        self.verdict = Verdict(world.group, world.device, self._near.courier)
+        self.verdict = Verdict(world.group, world.device)
         self.module = _Whole(self)
         self._shown = replica_of(self.stage.model, lambda: self.module)
 
@@ -132,10 +131,6 @@ class PipelineLayout(Layout):
 
     def synchronised(self) -> bool:
         return self._complete
-
-    @property
-    def waiting(self) -> Courier:
-        return self._near.courier
 
     def release(self) -> None:
         self._rounds.clear()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.layouts.courier import Courier
+from shoal.backends.courier import Courier
 from shoal.state.dtypes import DTYPES, name_of
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 

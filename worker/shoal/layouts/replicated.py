@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.backends.base import Waiting
+from shoal.backends.gates import finish
 from shoal.compression.base import Compressor
 from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
@@ -105,10 +105,6 @@ class Replicated(Layout):
     def synchronised(self) -> bool:
         return self.exchange.complete
 
-    @property
-    def waiting(self) -> Waiting | None:
-        return self.exchange
-
     def release(self) -> None:
         # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it would
         # join Gloo's threads if it were last to go.
@@ -172,8 +168,7 @@ class Zero1(Replicated):
             if message.numel()
         ]
         for work in works:
-            assert work is not None
-            work.wait()
+            finish(work, self.world.group)
 
     def _forget_gradients_of_others(self) -> None:
         for parameter in self._others:

@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils import _pytree as pytree
 
 from shoal import randomness
+from shoal.backends.courier import Courier
 from shoal.layouts.base import LossFunction
-from shoal.layouts.courier import Courier
 from shoal.layouts.relay import Neighbours
 from shoal.layouts.stages import Stage
 from shoal_proto.errors import InvalidSpec

@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from shoal.backends.gates import finish
+from shoal.backends.gloo import is_gloo
 from shoal.layouts.base import Layout, World, move_buffers, persistent_buffers
+from shoal.layouts.gathering import Gathering
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.group_passes import GroupPasses
 from shoal.layouts.grouping import group_modules
-from shoal.layouts.scattering import is_gloo
-from shoal.layouts.shared_slots import SharedGathering, SharedSlots
+from shoal.layouts.shared_slots import SharedSlots
 from shoal.layouts.spreading import Spreading
 from shoal.state.pieces import MODEL
-from shoal.strategies.gates import Gates
 from shoal_proto.errors import GenerationBroken
 
 
@@ -79,7 +80,8 @@ class Sharded(Layout):
         self._reduce_by_spreading(model, grouping.rest.parameters)
 
     def _share(self, model: nn.Module, options: ShardedOptions) -> SharedSlots | None:
-        """Collective: let the ranks of one machine gather and sum in memory that they share."""
+        """Collective: let the ranks of one machine gather and sum in memory that they share, and
+        others over Gloo."""
         world = self.world
         if world.world_size == 1 or world.device.type != "cpu" or not is_gloo(world.group):
             return None
@@ -91,12 +93,11 @@ class Sharded(Layout):
             max(_whole_bytes(module, world.world_size, options.reduce_dtype) for module in modules),
             backend.options._timeout.total_seconds(),
         )
-        if slots is not None:
-            for module in modules:
-                if any(_parts_of(module)):
-                    module.set_custom_all_gather(SharedGathering(slots))
-            for reduction in self._reductions:
-                reduction.slots = slots
+        for module in modules:
+            if any(_parts_of(module)):
+                module.set_custom_all_gather(Gathering(slots))
+        for reduction in self._reductions:
+            reduction.slots = slots
         return slots
 
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
@@ -134,7 +135,8 @@ class Sharded(Layout):
             raise gradient_not_finite(fault, self.step)
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
         at_fault[self.world.rank] = any(each.own for each in self._reductions)
-        dist.all_reduce(at_fault, group=self.world.group)
+        group = self.world.group
+        finish(dist.all_reduce(at_fault, group=group, async_op=True), group)
         if not at_fault.any() or at_fault[self.world.rank]:
             raise gradient_not_finite(fault, self.step)
         ranks = ", ".join(str(rank) for rank, own in enumerate(at_fault.tolist()) if own)
@@ -249,12 +251,10 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 @torch.no_grad()
-def broadcast_packed(
-    tensors: list[Tensor], group: dist.ProcessGroup, gates: Gates | None = None
-) -> None:
+def broadcast_packed(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast."""
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    (gates or Gates()).wait(dist.broadcast(packed, group=group, group_src=0, async_op=True))
+    finish(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         # A part may begin where its dtype may not.

@@ -11,7 +11,6 @@ in use with it, and all of them choose the next one by that. What is summed up h
 everybody at the meeting after it.
 """
 
-import math
 import mmap
 import weakref
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from shoal.backends.shared.memory import SharedMemory
 from shoal.backends.shared.opening import share_memory
@@ -135,34 +133,8 @@ class SharedSlots:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
 
 
-class SharedGathering(DefaultAllGather):
-    """Gathers in shared slots; as torch does where there is no room."""
-
-    def __init__(self, slots: SharedSlots) -> None:
-        self._slots = slots
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        room = self._slots.to_gather(math.prod(size) * dtype.itemsize)
-        if room is None:
-            empty: Tensor = super().allocate(size, dtype=dtype, device=device)
-            return empty
-        return torch.frombuffer(room, dtype=dtype)
-
-    def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        # `input_tensor` is this rank's place in `output_tensor`.
-        if self._slots.gather(output_tensor):
-            return None
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
 def _whole_pages(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-__all__ = ["SharedGathering", "SharedSlots"]
+__all__ = ["NUM_GATHERED", "SharedSlots"]

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from shoal.backends.gates import finish
 from shoal.layouts.base import Layout, World, materialise
 from shoal.layouts.tensor_attention import SplitAttention
 from shoal.layouts.tensor_parts import (
@@ -24,7 +25,6 @@ from shoal.layouts.tensor_plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, En
 from shoal.layouts.tensor_styles import CUT_DIMS
 from shoal.layouts.verdict import Verdict
 from shoal.state.pieces import MODEL, OPTIM
-from shoal.strategies.gates import Gates
 
 _Known = dict[int, nn.Parameter]
 
@@ -165,8 +165,7 @@ class TensorLayout(Layout):
             module.split_over(mesh)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
-        self._gates = Gates()
-        self.verdict = Verdict(world.group, world.device, self._gates)
+        self.verdict = Verdict(world.group, world.device)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -180,10 +179,6 @@ class TensorLayout(Layout):
             return isinstance(self._parameters.get(name.removeprefix(MODEL)), DTensor)
         owner, _, _ = name.removeprefix(OPTIM).rpartition("/")
         return isinstance(self._parameters.get(owner), DTensor)
-
-    @property
-    def waiting(self) -> Gates:
-        return self._gates
 
     def begin(self) -> None:
         self.verdict.begin()
@@ -200,7 +195,7 @@ class TensorLayout(Layout):
         for gradients in self._whole_gradients():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             message = dist.broadcast(flat, group_src=0, group=self.world.group, async_op=True)
-            self._gates.wait(message)
+            finish(message, self.world.group)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.backends.gates import finish
 from shoal.layouts.base import World, materialise
 from shoal.layouts.outline import Outline
 from shoal.layouts.stages import Stage
@@ -36,7 +37,7 @@ class Clockwork:
         else:
             costs = [0] * len(outline.segments)
         told = torch.tensor(costs, dtype=torch.int64, device=world.device)
-        dist.broadcast(told, group=world.group, group_src=0)
+        finish(dist.broadcast(told, group=world.group, group_src=0, async_op=True), world.group)
         self._known[outline.opened] = told.tolist()
         return self._known[outline.opened]
 

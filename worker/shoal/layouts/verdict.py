@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shoal.backends.gates import finish
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_finite
-from shoal.strategies.gates import Gates
 from shoal_proto.errors import GenerationBroken
 
 # What a rank says of its gradients that are not finite: they were given to it, or are its own.
@@ -22,8 +22,8 @@ class Verdict:
     step that clips sends no other.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, gates: Gates) -> None:
-        self._group, self._device, self._gates = group, device, gates
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
         self.begin()
 
     def begin(self) -> None:
@@ -58,7 +58,7 @@ class Verdict:
         if self._words is None:
             words = self.words(parameters)
             if self._group.size() > 1:
-                self._gates.wait(dist.all_reduce(words, group=self._group, async_op=True))
+                finish(dist.all_reduce(words, group=self._group, async_op=True), self._group)
             self.hear(words)
         assert self._words is not None
         said = self._words.tolist()

@@ -7,12 +7,13 @@ everybody holds everything), then bytes from rank to rank. Nothing is unpickled.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.courier import Awaited, Courier
+from shoal.backends.gates import finish
 from shoal.state.choice import Chosen, choose
 from shoal.state.inventory import (
     MAX_TEXT_BYTES,
@@ -115,7 +116,7 @@ def _gather(word: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[by
     own[: min(len(word), padded_bytes)] = word[:padded_bytes]
     sent = torch.frombuffer(own, dtype=torch.uint8)
     received = [torch.empty(padded_bytes, dtype=torch.uint8) for _ in range(group.size())]
-    dist.all_gather(received, sent, group=group)
+    finish(dist.all_gather(received, sent, group=group, async_op=True), group)
     return [each.numpy().tobytes() for each in received]
 
 
@@ -159,7 +160,7 @@ def _flat(tensor: Tensor) -> Tensor:
 class _Round:
     """One bucket to and from each peer."""
 
-    works: list[Any] = field(default_factory=list)
+    works: list[Awaited] = field(default_factory=list)
     arriving: list[tuple[Tensor, list[Part]]] = field(default_factory=list)
     """Buckets to be unpacked, with what is in them."""
     kept: list[Tensor] = field(default_factory=list)
@@ -177,7 +178,7 @@ class _Transfer:
     def __init__(
         self, group: dist.ProcessGroup, held: Sequence[Holding], bucket_bytes: int
     ) -> None:
-        self._group = group
+        self._courier = Courier(group, torch.device("cpu"))
         self._held = held
         self._bucket_bytes = bucket_bytes
         self._metas: Mapping[str, Meta] = {}
@@ -229,6 +230,7 @@ class _Transfer:
                 self._complete(pending.popleft())
         for each in pending:
             self._complete(each)
+        self._courier.close()
 
     def _receive(self, peer: int, parts: list[Part], current: _Round) -> None:
         target = self._target(parts[0])
@@ -237,7 +239,7 @@ class _Transfer:
         else:
             buffer = torch.empty(self._places(parts)[-1][1], dtype=torch.uint8)
             current.arriving.append((buffer, parts))
-        current.works.append(dist.irecv(buffer, group=self._group, group_src=peer))
+        current.works.append(self._courier.recv([buffer], peer))
 
     def _send(self, peer: int, parts: list[Part], current: _Round) -> None:
         source = self._source(parts[0])
@@ -249,7 +251,7 @@ class _Transfer:
             for part, place in zip(parts, places, strict=True):
                 self._view(buffer, part, place).copy_(self._source(part))
         current.kept.append(buffer)
-        current.works.append(dist.isend(buffer, group=self._group, group_dst=peer))
+        current.works.append(self._courier.send([buffer], peer))
 
     def _complete(self, over: _Round) -> None:
         for work in over.works:

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.gates import finish
 from shoal.state.exchange import reshard
 from shoal.state.pieces import MODEL, Box, Holding
 
@@ -19,7 +20,7 @@ def whole_model(group: dist.ProcessGroup, holding: Holding) -> dict[str, Tensor]
     whole = reshard(group, [holding], _needed)
     try:
         # So that no rank leaves while another still waits for its pieces.
-        dist.all_reduce(torch.zeros(1), group=group)
+        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
     except RuntimeError as error:
         # Somebody has left behind it: then all have everything, this rank too.
         log.info("left_behind_whole_model", reason=str(error)[:300])

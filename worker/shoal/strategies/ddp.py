@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.backends.base import Waiting
 from shoal.checkpoint.reading import everything, read
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
@@ -123,9 +122,6 @@ class DDP(GroupedStrategy):
             # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it has
             # hooks on the parameters, and it would join Gloo's threads if it were last to go.
             del ddp.logger, ddp.reducer
-
-    def _waiting(self) -> Waiting | None:
-        return self._exchange
 
     @torch.no_grad()
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from shoal.backends.gates import Gate, Gates
 from shoal.compression.wire import Traffic
-from shoal.strategies.gates import Gate, Gates
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
@@ -26,7 +26,7 @@ class GradientExchange(Gates):
         name_of: Callable[[Tensor], str],
         traffic: Traffic | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(group)
         self._group = group
         self._world_size = group.size()
         self._alone = self._world_size == 1
@@ -85,7 +85,7 @@ class GradientExchange(Gates):
         # The averages are the same everywhere, so every rank comes here or none does.
         faults = torch.zeros(self._world_size, dtype=torch.int64)
         faults[self._group.rank()] = int(bool(self._fault))
-        dist.all_reduce(faults, group=self._group)
+        self.wait(dist.all_reduce(faults, group=self._group, async_op=True))
         if self._fault:
             raise NonFiniteGradient(
                 f"the gradient of {self._fault} is not finite at step {step}",

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.backends.base import Backend, Group, Seat, Waiting
+from shoal.backends.base import Backend, Group, Seat
 from shoal.backends.choice import backend_for
+from shoal.backends.gates import finish, gates_in
 from shoal.backends.gloo import GlooBackend
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.directory import complete
@@ -57,6 +58,8 @@ class GroupedStrategy(Strategy):
         self._cut_up_to = 0
         self._number = 0
         self._group: Group | None = None
+        self._opened: dist.ProcessGroup | None = None
+        """Also while what trains over it is brought up."""
         self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
         self._checkpoints: Checkpoints | None = None
@@ -80,10 +83,6 @@ class GroupedStrategy(Strategy):
     def _let_go(self) -> None:
         """Drop whatever holds the group. Quick, raises nothing, may be called twice."""
 
-    def _waiting(self) -> Waiting | None:
-        """What the trainer waits behind in the present generation, if it can be freed from it."""
-        return None
-
     # --- generations ---
 
     def choose_backend(self, device_type: str, name: str) -> None:
@@ -97,7 +96,7 @@ class GroupedStrategy(Strategy):
         started_s = time.perf_counter()
         group = self._new_group(generation)
         try:
-            process_group = group.open()
+            self._opened = process_group = group.open()
             opened_s = time.perf_counter()
             self._bring_up(generation, process_group)
         except RuntimeError as error:
@@ -130,15 +129,16 @@ class GroupedStrategy(Strategy):
 
     def _watch_for_stuck(self, group: Group, reason: str) -> None:
         """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
-        waiting = self._waiting()
-        if waiting is None:
-            return
 
         def give_up() -> None:
-            if waiting.waits:
+            with self._lock:
+                opened = self._opened if self._group is group else None
+            stuck = [gates for gates in gates_in(opened) if gates.waits] if opened else []
+            if stuck:
                 log.warning("collective_stuck", reason=reason)
                 group.keep_for_ever()
-                waiting.give_up(reason)
+            for gates in stuck:
+                gates.give_up(reason)
 
         timer = threading.Timer(STUCK_AFTER_S, give_up)
         timer.daemon = True
@@ -150,7 +150,7 @@ class GroupedStrategy(Strategy):
             self._buffers.restore()
         self._buffers.forget()
         self._let_go()
-        self._process_group = None
+        self._process_group = self._opened = None
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
@@ -236,7 +236,8 @@ class GroupedStrategy(Strategy):
         if self._checkpoints is not None:
             # Before anybody leaves: each writes its part.
             self._checkpoints.close()
-        dist.all_reduce(torch.zeros(1), group=self._process_group)
+        group = self._process_group
+        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def is_failure(self, error: BaseException) -> bool:
         return self._backend.is_failure(error)
@@ -278,7 +279,7 @@ def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> Non
     """Collective: raise InternalError unless all members of the generation stand at this step."""
     steps = torch.zeros(group.size(), dtype=torch.int64)
     steps[group.rank()] = step
-    dist.all_reduce(steps, group=group)
+    finish(dist.all_reduce(steps, group=group, async_op=True), group)
     if len(set(steps.tolist())) != 1:
         raise InternalError(
             f"the members of generation {generation} stand at different steps",

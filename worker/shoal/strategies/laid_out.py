@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
-from shoal.backends.base import Waiting
 from shoal.checkpoint.reading import read
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
@@ -155,10 +154,6 @@ class LaidOut(GroupedStrategy):
             bound = self._bound
             if bound is not None:
                 bound.layout.cut(f"generation {generation} is over")
-
-    def _waiting(self) -> Waiting | None:
-        bound = self._bound
-        return bound.layout.waiting if bound is not None else None
 
     def _let_go(self) -> None:
         bound, self._bound = self._bound, None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.backends.base import Waiting
+from shoal.backends.gates import finish
 from shoal.checkpoint.reading import everything, read
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
@@ -104,7 +104,8 @@ class LocalSGD(GroupedStrategy):
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._rounds.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
         steps[generation.rank] = self._step if keeps or generation.rank == source else -1
-        dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group)
+        self._rounds.attach(group)
+        finish(dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group)
         newest = int(steps.max())
         if int(steps[source]) != newest:
             # Not all came through the last meeting, and the agreement could not know.
@@ -125,13 +126,10 @@ class LocalSGD(GroupedStrategy):
             self._step = holding.step
         self._rank = generation.rank
         self._rounds.regroup()
-        dist.all_reduce(torch.zeros(1), group=group)
+        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def _let_go(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-
-    def _waiting(self) -> Waiting | None:
-        return self._rounds
 
     def hand_over(self) -> None:
         if self._process_group is not None:

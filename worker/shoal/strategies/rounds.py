@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.backends.gates import Gates
 from shoal.compression.base import Compressor, Packed
 from shoal.compression.wire import Traffic, Wire
 from shoal.state.pieces import OPTIM, Holding, Piece
 from shoal.strategies.base import State
-from shoal.strategies.gates import Gates
 from shoal.strategies.gradients import is_finite
 from shoal.strategies.outer import OuterStep
 from shoal.strategies.state import ReplicatedState

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.backends.courier import Courier
 from shoal.state.dtypes import DTYPES, name_of
 from shoal.strategies.base import State
 from shoal_proto.errors import MalformedMessage
@@ -29,8 +30,9 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
     ]
     manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
-    _send(torch.tensor([text.numel()]), receivers, group)
-    _send(text, receivers, group)
+    courier = Courier(group, torch.device("cpu"))
+    _send(torch.tensor([text.numel()]), receivers, courier)
+    _send(text, receivers, courier)
     tensors = list(state.tensors.values())
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
@@ -38,13 +40,14 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
             raw = tensors[index].contiguous().reshape(-1).view(torch.uint8)
             packed[start : start + raw.numel()].copy_(raw)
             assert start + raw.numel() <= stop
-        _send(packed, receivers, group)
+        _send(packed, receivers, courier)
 
 
 def receive(source: int, group: dist.ProcessGroup) -> State:
     """The state that the member of rank `source` sends."""
     length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, source, group)
+    courier = Courier(group, torch.device("cpu"))
+    courier.exchange([], [(length, source)])
     num_bytes = int(length)
     if not 0 < num_bytes <= MAX_MANIFEST_BYTES:
         raise MalformedMessage(
@@ -53,13 +56,13 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
             expected=f"1 to {MAX_MANIFEST_BYTES}",
         )
     text = torch.zeros(num_bytes, dtype=torch.uint8)
-    dist.recv(text, source, group)
+    courier.exchange([], [(text, source)])
     manifest: Any = json.loads(text.numpy().tobytes())
     entries = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
     tensors: dict[str, Tensor] = {}
     for bucket in _buckets([_num_bytes(dtype, shape) for _, dtype, shape in entries]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
-        dist.recv(packed, source, group)
+        courier.exchange([], [(packed, source)])
         for index, start, _ in bucket:
             name, dtype, shape = entries[index]
             stop = start + _num_bytes(dtype, shape)
@@ -67,11 +70,8 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
     return State(step=int(manifest["step"]), tensors=tensors, values=manifest["values"])
 
 
-def _send(tensor: Tensor, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
-    works = [dist.isend(tensor, rank, group) for rank in receivers]
-    for work in works:
-        assert work is not None
-        work.wait()
+def _send(tensor: Tensor, receivers: Sequence[int], courier: Courier) -> None:
+    courier.exchange([(tensor, rank) for rank in receivers])
 
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

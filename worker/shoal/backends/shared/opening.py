@@ -18,6 +18,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
+from shoal.backends.gates import finish
 from shoal.backends.shared.links import Links
 from shoal.backends.shared.memory import SharedMemory, head_bytes, initialise
 from shoal.backends.shared.semaphores import available
@@ -43,7 +44,7 @@ def share_memory(group: dist.ProcessGroup, num_bytes: int, limit_s: float) -> Sh
         listener, name = _named(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
         own = torch.frombuffer(bytearray(_place() + name), dtype=torch.uint8)
         told = [torch.empty_like(own) for _ in range(world_size)]
-        dist.all_gather(told, own, group=group)
+        finish(dist.all_gather(told, own, group=group, async_op=True), group)
         words = [bytes(each.tolist()) for each in told]
         places = {word[:_PLACE_BYTES] for word in words}
         name = words[0][_PLACE_BYTES:]
