@@ -91,6 +91,12 @@ def leaves_early() -> str:
         memory.close()
     for thread in links:
         thread.join()
+    if memory.rank == 0:
+        for _ in range(2):
+            try:
+                memory.meet()
+            except GenerationBroken as error:
+                assert "this rank has left" in str(error)
     return memory._reason
 
 

@@ -46,7 +46,7 @@ def transport_of(asked: str | None) -> str:
     transport = os.environ.get(TRANSPORT_VARIABLE, "auto") if asked is None else asked
     if transport not in TRANSPORTS:
         raise InvalidSpec(
-            "unknown transport to the parameter servers",
+            "unknown transport",
             seen=repr(transport),
             expected=", ".join(TRANSPORTS),
             fix=f"Set {TRANSPORT_VARIABLE} or `transport` to one of them.",

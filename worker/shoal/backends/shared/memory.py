@@ -60,6 +60,7 @@ class SharedMemory:
 
         Raises GenerationBroken if a rank is lost or late, or after `cut`.
         """
+        self._raise_if_over()
         words = self._words[self._num_met % 2]
         self._num_met += 1
         words[self.rank] = word
@@ -67,8 +68,7 @@ class SharedMemory:
         for distance, semaphores in enumerate(self._rounds):
             semaphores[(self.rank + (1 << distance)) % self.world_size].post()
             came = semaphores[self.rank].wait(deadline_s)
-            if self._reason:
-                raise GenerationBroken("ranks no longer share memory", seen=self._reason)
+            self._raise_if_over()
             if not came:
                 self.cut(f"not all of them came within {self._limit_s:g} s")
                 raise GenerationBroken(
@@ -88,6 +88,10 @@ class SharedMemory:
             semaphores[self.rank].post()
         if self._links is not None:
             self._links.cut()
+
+    def _raise_if_over(self) -> None:
+        if self._reason:
+            raise GenerationBroken("ranks no longer share memory", seen=self._reason)
 
     def close(self) -> None:
         """Leave in good order: this rank has met the others for the last time. May be called

@@ -22,6 +22,7 @@ from shoal.backends.gates import finish
 from shoal.backends.shared.links import Links
 from shoal.backends.shared.memory import SharedMemory, head_bytes, initialise
 from shoal.backends.shared.semaphores import available
+from shoal_client.parameter_calls import transport_of
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +38,7 @@ def share_memory(group: dist.ProcessGroup, num_bytes: int, limit_s: float) -> Sh
     every rank alike, where they are not on one machine or it gives no such memory.
 
     A rank waits for the others at most `limit_s` at each meeting. Raises RuntimeError as the
-    group's collectives do.
+    group's collectives do, and InvalidSpec for an unknown SHOAL_TRANSPORT.
     """
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
@@ -69,7 +70,7 @@ class _Refused(Exception):
 
 def _place() -> bytes:
     """The same for processes that can share memory, and for no others; zeros: it shares none."""
-    if not available() or os.environ.get("SHOAL_TRANSPORT", "auto") != "auto":
+    if not available() or transport_of(None) != "auto":
         return bytes(_PLACE_BYTES)
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
@@ -114,7 +115,12 @@ def _hand_out(
             listener.settimeout(_left(deadline_s))
             connection = stack.enter_context(listener.accept()[0])
             connection.settimeout(_left(deadline_s))
-            rank, key = _GREETING.unpack(_read(connection, _GREETING.size))
+            try:
+                rank, key = _GREETING.unpack(_read(connection, _GREETING.size))
+            except (OSError, _Refused) as error:
+                # Whoever it was has the name only; a rank that is lost is missed at the deadline.
+                log.warning("greeting_refused", reason=repr(error))
+                continue
             if secrets.compare_digest(key, name):
                 socket.send_fds(connection, [struct.pack("=Q", size)], [descriptor])
                 by_rank[rank] = connection
