@@ -177,11 +177,11 @@ def _open(path: str, rank: int, size: int, generation: int) -> GlooGroup:
     return group
 
 
-def lose_a_rank(report: Report, path: str, rank: int, gate: str) -> None:
-    """Rank 1 of three fails in its second copy; the others go on from what they hold.
+def lose_a_rank(report: Report, path: str, rank: int, gate: str, stops: bool) -> None:
+    """Rank 1 of three dies in its second copy, or stops; the others go on from what they hold.
 
-    With a gate (a named pipe) it stops, which nobody notices, until the test opens the gate and
-    the others cut their group. Without one it dies.
+    They are told as a session tells them, once the test opens the gate, a named pipe: the group is
+    cut and the copies are closed, as Gloo does not end each message by itself.
     """
     group = _open(path, rank, 3, 1)
     copying.CHUNK_BYTES = 64
@@ -189,12 +189,20 @@ def lose_a_rank(report: Report, path: str, rank: int, gate: str) -> None:
     copies.offer(part(2, rank, 3))
     copies.flush()
     if rank == 1:
-        _fail_after_a_chunk(report, signal.SIGSTOP if gate else signal.SIGKILL)
+        _fail_after_a_chunk(report, signal.SIGSTOP if stops else signal.SIGKILL)
     copies.offer(part(4, rank, 3))
-    if gate and rank != 1:
-        threading.Thread(target=lambda: (Path(gate).read_bytes(), group.cut("test"))).start()
+
+    def told() -> None:
+        Path(gate).read_bytes()
+        group.cut("test")
+        copies.close()
+
+    if rank != 1:
+        threading.Thread(target=told).start()
     try:
         copies.flush()
+    except GenerationBroken:
+        report("failed", recognised=True)
     except RuntimeError as error:
         report("failed", recognised=GlooBackend().is_failure(error))
     copies.close()

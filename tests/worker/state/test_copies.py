@@ -66,16 +66,16 @@ def test_a_rank_lost_in_the_midst_of_a_copy_leaves_the_step_before(
     tmp_path: Path, stops: bool
 ) -> None:
     """Half a copy never shows; the survivors hold a whole step and go on from it, as two."""
-    gates = [gate(tmp_path / f"gate{rank}") if stops else "" for rank in range(3)]
+    gates = [gate(tmp_path / f"gate{rank}") for rank in range(3)]
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [
-            ranks.start(copies_bodies.lose_a_rank, path, rank, gates[rank]) for rank in range(3)
+            ranks.start(copies_bodies.lose_a_rank, path, rank, gates[rank], stops)
+            for rank in range(3)
         ]
         crew[1].expect("failing")
         for rank in (0, 2):
-            if stops:
-                Path(gates[rank]).write_bytes(b"")
+            Path(gates[rank]).write_bytes(b"")
         for rank in (0, 2):
             assert crew[rank].expect("failed") == {"recognised": True}
             seen = crew[rank].expect("recovered")
