@@ -86,16 +86,15 @@ class Sharded(Layout):
         if world.world_size == 1 or world.device.type != "cpu" or not is_gloo(world.group):
             return None
         backend: Any = world.group._get_backend(world.device)
-        modules: list[Any] = [module for module in model.modules() if _state_of(module)]
+        heads = [head for head in _heads(model) if any(_parts_of(head))]
         slots = SharedSlots.open(
             world.group,
-            max(_whole_bytes(module, world.world_size, options.param_dtype) for module in modules),
-            max(_whole_bytes(module, world.world_size, options.reduce_dtype) for module in modules),
+            max(_whole_bytes(head, world.world_size, options.param_dtype) for head in heads),
+            max(_whole_bytes(head, world.world_size, options.reduce_dtype) for head in heads),
             backend.options._timeout.total_seconds(),
         )
-        for module in modules:
-            if any(_parts_of(module)):
-                module.set_custom_all_gather(Gathering(slots))
+        for head in heads:
+            head.set_custom_all_gather(Gathering(slots))
         for reduction in self._reductions:
             reduction.slots = slots
         return slots
@@ -184,9 +183,17 @@ class Sharded(Layout):
 
 def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
     """What torch keeps of each parameter: its `sharded_param`, `all_gather_outputs` and others."""
-    states = {id(state): state for part in module.modules() if (state := _state_of(part))}
-    for state in states.values():
-        yield from _parts_in(state)
+    for head in _heads(module):
+        yield from _parts_of(head)
+
+
+def _heads(module: nn.Module) -> list[Any]:
+    """Of the modules that are gathered together, one each."""
+    heads: dict[int, Any] = {}
+    for part in module.modules():
+        if state := _state_of(part):
+            heads.setdefault(id(state), part)
+    return list(heads.values())
 
 
 def _give_memory(part: Any, device: torch.device) -> None:
@@ -209,11 +216,7 @@ def _give_memory(part: Any, device: torch.device) -> None:
 
 def _parts_of(module: nn.Module) -> Iterator[Any]:
     """The same of what is gathered with this module, and no other."""
-    return _parts_in(_state_of(module))
-
-
-def _parts_in(state: Any) -> Iterator[Any]:
-    for group in state._fsdp_param_groups:
+    for group in _state_of(module)._fsdp_param_groups:
         yield from group.fsdp_params
 
 

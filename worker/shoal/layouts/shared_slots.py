@@ -11,7 +11,6 @@ in use with it, and all of them choose the next one by that. What is summed up h
 everybody at the meeting after it.
 """
 
-import mmap
 import weakref
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.shared.memory import SharedMemory
+from shoal.backends.shared.memory import SharedMemory, whole_pages
 from shoal.backends.shared.opening import share_memory
 from shoal_proto.errors import InternalError
 
@@ -52,7 +51,7 @@ class SharedSlots:
     ) -> "SharedSlots | None":
         """Collective: slots for tensors of at most so many bytes, whole; None, on all ranks alike,
         where they cannot share memory. For `limit_s` see `share_memory`."""
-        gathered_bytes, summed_bytes = _whole_pages(gathered_bytes), _whole_pages(summed_bytes)
+        gathered_bytes, summed_bytes = whole_pages(gathered_bytes), whole_pages(summed_bytes)
         each = dist.get_world_size(group) * NUM_SUMMED
         size = NUM_GATHERED * gathered_bytes + each * summed_bytes
         memory = share_memory(group, size, limit_s)
@@ -131,10 +130,6 @@ class SharedSlots:
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
-
-
-def _whole_pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 __all__ = ["NUM_GATHERED", "SharedSlots"]

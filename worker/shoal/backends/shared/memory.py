@@ -21,8 +21,11 @@ _WORD_BYTES = 8
 def head_bytes(world_size: int) -> int:
     """How much of the memory the meetings take, up to a whole page."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
-    size = semaphores + 2 * world_size * _WORD_BYTES
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    return whole_pages(semaphores + 2 * world_size * _WORD_BYTES)
+
+
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def initialise(mapped: mmap.mmap, world_size: int) -> None:
@@ -111,4 +114,4 @@ def _semaphores(mapped: mmap.mmap, number: int) -> list[Semaphore]:
     return [Semaphore(start + i * SEMAPHORE_BYTES) for i in range(number)]
 
 
-__all__ = ["SharedMemory", "head_bytes", "initialise"]
+__all__ = ["SharedMemory", "head_bytes", "initialise", "whole_pages"]
