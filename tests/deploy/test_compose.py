@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from deploy.stack import Stack, brought_up, run
 
-from shoal_server.coordinator.assembly import HOST_LEASE_S
-
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
 EPOCHS = 300
 UNDER_WAY_STEPS = 20
 MIN_ACCURACY = 0.95
+OUTLIVED_S = 45.0
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
 def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
     """The coordinator is killed and comes back: the same generation trains on, the same processes.
 
-    It is watched for longer than the dead coordinator's leases last: their end must change nothing.
+    It is watched for longer than a lease of any kind lasts: nothing may come later.
     """
     training = Training(stack, "async-sgd", "digits-headless", epochs=100_000)
     training.start()
@@ -133,7 +132,7 @@ def test_trains_through_the_loss_of_the_coordinator(stack: Stack) -> None:
         now = training.job()
         assert now["summary"]["generation"] == job["summary"]["generation"], now["summary"]
         trains = now["summary"]["num_training"] == 3
-        return now if trains and time.monotonic() - killed_s > HOST_LEASE_S + 15 else None
+        return now if trains and time.monotonic() - killed_s > OUTLIVED_S else None
 
     now = stack.wait_for("training after the leases' end", outlived, 120)
     assert now["summary"]["step"] > job["summary"]["step"]

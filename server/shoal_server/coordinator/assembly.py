@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
 
@@ -18,7 +18,6 @@ from shoal_proto.v1 import (
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.durable import DurableJobs
 from shoal_server.coordinator.job_actor import Surroundings
-from shoal_server.coordinator.leases import HostLeases
 from shoal_server.coordinator.membership import Membership
 from shoal_server.coordinator.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.rendezvous import Rendezvous
@@ -34,8 +33,6 @@ from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.shards import ShardReader
-
-HOST_LEASE_S = 30.0
 
 
 class Coordinator:
@@ -54,7 +51,6 @@ class Coordinator:
         """Set when a write or a job showed that this coordinator must not lead any longer."""
         self.why_deposed = ""
         self.board = StatusBoard()
-        self.leases = HostLeases(store, HOST_LEASE_S)
         self.shard_reader = ShardReader(store)
         self.registry = Registry(self._surroundings(store), limits)
         self.samples = SamplesService(store, self.registry.authorize)
@@ -87,7 +83,6 @@ class Coordinator:
 
         return Surroundings(
             jobs=DurableJobs(store, self._leadership),
-            leases=self.leases,
             board=self.board,
             clock=steady_unix_clock(),
             on_lost_leadership=self._depose,
@@ -127,13 +122,9 @@ class Coordinator:
     async def running(self) -> AsyncIterator["Coordinator"]:
         """Its background work, leading or not."""
         async with self.samples:
-            renewing = asyncio.create_task(self.leases.renew_for_ever(), name="host-leases")
             try:
                 yield self
             finally:
-                renewing.cancel()
-                with suppress(asyncio.CancelledError):
-                    await renewing
                 await self.shard_reader.close()
                 await self._server_calls.close()
 

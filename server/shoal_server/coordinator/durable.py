@@ -2,24 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 from google.protobuf.json_format import ParseError
 
-from shoal_proto.errors import LeaseExpired, NotLeader, RetryError, Unavailable
+from shoal_proto.errors import NotLeader, RetryError, Unavailable
 from shoal_server.coordinator import codec
-from shoal_server.coordinator.leases import HostLeases
 from shoal_server.core.job import Job
 from shoal_server.core.member import Member
 from shoal_server.core.restore import Saved
 from shoal_server.core.roster import Generation, JobSpec, Record, Verdict
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
+    NO_LEASE,
     Compare,
     Delete,
     KeyValueStore,
-    LeaseId,
     Operation,
     Put,
     TransactionResult,
@@ -29,6 +29,17 @@ log = structlog.get_logger(__name__)
 
 ETCD_RETRY_S = 0.2
 MAX_TRANSACTION = 100  # etcd takes 128 operations by default
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredJob:
+    """A job as it lies in etcd."""
+
+    spec: JobSpec
+    saved: Saved
+    records: Sequence[Record]
+    leased: Collection[str]
+    """Members whose keys are under leases, as a release before this one wrote them."""
 
 
 class DurableJobs:
@@ -70,7 +81,7 @@ class DurableJobs:
         found = (item.key.removeprefix(keys.JOBS).partition("/") for item in snapshot.items)
         return [job for job, _, rest in found if rest == "state"]
 
-    async def load(self, job: str, now_s: float) -> tuple[JobSpec, Saved, list[Record]] | None:
+    async def load(self, job: str, now_s: float) -> StoredJob | None:
         """A job's bounds, state and decided records; None if there never was one of that name."""
         state = await self._store.get(keys.job_state(job))
         if state is None:
@@ -85,6 +96,7 @@ class DurableJobs:
             raise Unavailable(
                 f"what etcd holds of job {job} cannot be read", seen=repr(error)
             ) from error
+        members, leased = await self._members(job, now_s)
         committed = [r for r in records if r.verdict is Verdict.COMMITTED]
         saved = Saved(
             last_generation=Generation(
@@ -92,13 +104,14 @@ class DurableJobs:
             ),
             record=committed[-1] if committed else None,
             before=committed[-2] if len(committed) > 1 else None,
-            members=tuple(await self._members(job, now_s)),
+            members=tuple(members),
             finished=value["finished"],
             reason=value["reason"],
         )
-        return JobSpec(**value["spec"]), saved, records
+        spec = JobSpec(**value["spec"])
+        return StoredJob(spec=spec, saved=saved, records=records, leased=leased)
 
-    async def _members(self, job: str, now_s: float) -> list[Member]:
+    async def _members(self, job: str, now_s: float) -> tuple[list[Member], list[str]]:
         snapshot = await self._store.range(keys.members(job))
         members = []
         for item in snapshot.items:
@@ -112,16 +125,16 @@ class DurableJobs:
                     waiting_since_s=now_s,
                 )
             )
-        return members
+        leased = [item.key for item in snapshot.items if item.lease != NO_LEASE]
+        return members, [key.removeprefix(keys.members(job)) for key in leased]
 
 
 class JobWrites:
     """One job's changes on their way to etcd: gathered, then written together."""
 
-    def __init__(self, job: Job, jobs: DurableJobs, leases: HostLeases) -> None:
+    def __init__(self, job: Job, jobs: DurableJobs) -> None:
         self._job = job
         self._jobs = jobs
-        self._leases = leases
         # By key: of several changes to one the last is the one that counts.
         self._members: dict[str, Member | None] = {}
         self._state_changed = False
@@ -131,7 +144,7 @@ class JobWrites:
         self._members[member.member_id] = member
         self._state_changed = True
 
-    def hold(self, members: Iterable[Member]) -> None:
+    def keep(self, members: Iterable[Member]) -> None:
         """Write keys of members that are admitted already."""
         self._members.update((member.member_id, member) for member in members)
 
@@ -150,10 +163,8 @@ class JobWrites:
         members, self._members = self._members, {}
         state_changed, self._state_changed = self._state_changed or record is not None, False
         while members or state_changed:
-            hosts = {member.info.host for member in members.values() if member is not None}
+            operations = self._operations(members)
             try:
-                leases = await self._leases.of_all(hosts)
-                operations = self._operations(members, leases)
                 if state_changed:
                     operations.append(state_put(self._job, finished=self._finished))
                 if record is not None:
@@ -164,28 +175,22 @@ class JobWrites:
                 return
             except NotLeader:
                 raise
-            except LeaseExpired as error:
-                self._leases.forget(hosts)
-                log.warning("lease_expired_early", job=self._job.spec.job, reason=str(error))
             except RetryError as error:
                 log.warning("etcd_away", job=self._job.spec.job, reason=str(error))
             await asyncio.sleep(ETCD_RETRY_S)
 
-    def _operations(
-        self, members: Mapping[str, Member | None], leases: Mapping[str, LeaseId]
-    ) -> list[Operation]:
+    def _operations(self, members: Mapping[str, Member | None]) -> list[Operation]:
         job = self._job.spec.job
         return [
-            member_delete(job, name)
-            if member is None
-            else member_put(job, member, leases[member.info.host])
+            member_delete(job, name) if member is None else member_put(job, member)
             for name, member in members.items()
         ]
 
 
-def member_put(job: str, member: Member, lease: LeaseId) -> Put:
+def member_put(job: str, member: Member) -> Put:
+    """The member's key, which is under no lease: only a leader that removes the member ends it."""
     value = codec.member_to_json(member.incarnation, member.info)
-    return Put(keys.member(job, member.member_id), value, lease)
+    return Put(keys.member(job, member.member_id), value)
 
 
 def state_put(job: Job, *, finished: bool) -> Put:

@@ -6,7 +6,7 @@ members' streams, watches their heartbeats and wakes the machine at its deadline
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -15,7 +15,6 @@ from shoal_proto.errors import Fenced, GenerationBroken, NotLeader, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import codec, durable
-from shoal_server.coordinator.leases import HostLeases
 from shoal_server.coordinator.liveness import Liveness
 from shoal_server.coordinator.records import Records
 from shoal_server.coordinator.streams import Encoder, Stream
@@ -47,7 +46,6 @@ class Surroundings:
     """What all jobs of one coordinator share."""
 
     jobs: durable.DurableJobs
-    leases: HostLeases
     board: StatusBoard
     clock: Callable[[], float]
     on_lost_leadership: Callable[[str], None]
@@ -69,7 +67,7 @@ class JobActor:
         self._liveness = Liveness(job.limits, job.members, surroundings.clock())
         self._streams: dict[str, Stream] = {}
         self._encoder = Encoder(job)
-        self._writes = durable.JobWrites(job, surroundings.jobs, surroundings.leases)
+        self._writes = durable.JobWrites(job, surroundings.jobs)
         # What events led to while a write is under way; each of their callers waits for it.
         self._waiting: list[tuple[Sequence[Effect], asyncio.Future[None]]] = []
         self._callers: set[asyncio.Future[None]] = set()
@@ -127,9 +125,6 @@ class JobActor:
     def seen(self, member_id: str, step: int) -> None:
         """A heartbeat."""
         self._liveness.beat(member_id, step, self._around.clock())
-        member = self.job.members.get(member_id)
-        if member is not None:
-            self._around.leases.heard_of(member.info.host)
 
     @property
     def last_seen(self) -> Mapping[str, LastSeen]:
@@ -181,12 +176,12 @@ class JobActor:
         """The decided record of a generation (0: the newest), waiting up to `wait_s` for it."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
 
-    async def hold_members(self) -> None:
-        """Put the members' keys under leases of this coordinator: its predecessor's run out.
+    async def keep_members(self, names: Collection[str]) -> None:
+        """Write the keys of these members anew, so that they end only when the members do.
 
-        Parameter servers refuse a member whose key is gone.
+        A release before this one put them under leases, which run out.
         """
-        self._writes.hold(self.job.members.values())
+        self._writes.keep(m for m in self.job.members.values() if m.member_id in names)
         await self._writes.flush()
 
     async def end(self) -> None:

@@ -48,16 +48,15 @@ class Registry:
             loaded = await self._around.jobs.load(name, self._around.clock())
             if loaded is None:
                 continue
-            spec, saved, records = loaded
             job = restored(
-                spec,
-                saved,
+                loaded.spec,
+                loaded.saved,
                 limits=self.limits,
                 digest_of=codec.digest_of,
                 now_s=self._around.clock(),
             )
-            actor = JobActor(job, self._around, records)
-            await actor.hold_members()
+            actor = JobActor(job, self._around, loaded.records)
+            await actor.keep_members(loaded.leased)
             self._add(actor)
         self._leads = True
         log.info("leading", jobs=len(self._actors))

@@ -22,9 +22,10 @@ def members(job: str) -> str:
 
 
 def member(job: str, member_id: str) -> str:
-    """A member, under a lease the coordinator renews: {"incarnation", "host", ...}.
+    """A member: {"incarnation", "host", ...}.
 
-    The key is there exactly as long as the incarnation it names is not fenced.
+    The key is there exactly as long as the incarnation it names is not fenced. It is under no
+    lease: no absence of a coordinator ends it, only a leader that removes the member.
     """
     return f"{MEMBERS}{job}/{member_id}"
 

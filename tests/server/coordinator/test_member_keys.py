@@ -1,0 +1,67 @@
+"""Member keys stay for as long as their members do, however long no coordinator is there."""
+
+import asyncio
+from contextlib import aclosing
+
+from coordinator_world import served
+
+from shoal_server.core.limits import Limits
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import NO_LEASE, EventKind, Revision
+from shoal_server.etcd.memory import MemoryStore
+
+AN_HOUR_S = 3600.0
+
+
+async def test_no_absence_of_the_coordinator_ends_a_member() -> None:
+    """An hour without a leader: the keys, by which parameter servers fence, are there still."""
+    now_s = 0.0
+    store = MemoryStore(clock=lambda: now_s)
+    async with served(store) as first:
+        await first.training("a", "b")
+        await first.coordinator.step_down()
+        now_s = AN_HOUR_S
+        store.expire()
+        assert await store.get(keys.member("j", "a")) is not None
+        assert await store.get(keys.member("j", "b")) is not None
+
+
+async def test_a_new_leader_takes_keys_from_under_leases() -> None:
+    """An earlier release put them under leases that ran out: they outlast those from now on."""
+    now_s = 0.0
+    store = MemoryStore(clock=lambda: now_s)
+    async with served(store) as first:
+        await first.training("a", "b")
+        await first.coordinator.step_down()
+        kept = await store.get(keys.member("j", "a"))
+        assert kept is not None
+        await store.put(kept.key, kept.value, await store.grant(30.0))
+        async with served(store):
+            now_s = AN_HOUR_S
+            store.expire()
+            found = await store.get(kept.key)
+            assert found is not None
+            assert (found.value, found.lease) == (kept.value, NO_LEASE)
+
+
+async def test_members_that_are_long_gone_are_removed_by_the_next_leader() -> None:
+    """Nothing but a leader ends a key: it does so after the grace that it gives everybody."""
+    store = MemoryStore()
+    async with served(store) as first:
+        members = await first.training("a", "b")
+        await first.coordinator.step_down()
+        for member in members:
+            await asyncio.to_thread(member.close)
+    quick = Limits(heartbeat_s=0.05, join_s=20.0)
+    async with served(store, quick) as second:
+        actor = second.coordinator.registry.find("j")
+        started = await store.range(keys.LEADER)
+        watch = store.watch(keys.members("j"), Revision(started.revision + 1))
+        left = set(actor.job.members)
+        assert left == {"a", "b"}
+        async with asyncio.timeout(10.0), aclosing(watch) as batches:
+            while left:
+                batch = await anext(batches)
+                gone = [event.key for event in batch.events if event.kind is EventKind.DELETE]
+                left -= {key.removeprefix(keys.members("j")) for key in gone}
+        assert not actor.job.members
