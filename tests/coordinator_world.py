@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from shoal_client.beat_board import BeatSlot
 from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
@@ -22,7 +23,9 @@ class Served:
     address: str
     clients: list[Membership] = field(default_factory=list)
 
-    def client(self, name: str, *, desired: int = 2, **bounds: int) -> Membership:
+    def client(
+        self, name: str, *, desired: int = 2, beat_slot: BeatSlot | None = None, **bounds: int
+    ) -> Membership:
         """A worker's membership that has not attended yet; closed at the end."""
         spec = pb.JobSpec(
             job="j",
@@ -36,6 +39,7 @@ class Served:
             member_id=name,
             incarnation=new_incarnation(),
             info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
+            beat_slot=beat_slot,
         )
         client = Membership(member)
         self.clients.append(client)

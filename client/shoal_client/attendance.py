@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from shoal_client import membership_calls
-from shoal_client.beat_board import BeatSlot
+from shoal_client.beat_board import BeatSlot, Ending
 from shoal_client.channel import BackOff, Coordinators, Method
 from shoal_client.patience import Patience
 from shoal_client.shown import ShownRoster
@@ -103,6 +103,7 @@ class Attendance:
         self._waiting_for = "the coordinator to admit this member"
         self._stands_by = False
         self._drain_reason = ""
+        self._leaving = False
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_asks: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -161,9 +162,16 @@ class Attendance:
                 return
             self._failure = error
             generation = self._generation
+            self._note_ending(error)
             self._changed.notify_all()
         if generation:
             self._on_break(generation, str(error))
+
+    def _note_ending(self, error: ShoalError) -> None:
+        """Let the launcher know, whatever the script makes of the error."""
+        # Who leaves is no member any more by its own will.
+        if self._member.beat_slot is not None and not self._leaving:
+            self._member.beat_slot.end(Ending.of(error))
 
     def _listen(self) -> None:
         """Hold the stream; after a failure find who leads now and attend again."""
@@ -365,7 +373,9 @@ class Attendance:
             self._drain_reason = self._drain_reason or reason or "asked to"
             if now:
                 # Not through `_fail`: the step that is under way is to end well.
-                self._failure = self._failure or self._drained(self._drain_reason)
+                drained = self._drained(self._drain_reason)
+                self._failure = self._failure or drained
+                self._note_ending(drained)
             self._changed.notify_all()
 
     def _drained(self, reason: str) -> MemberDrained:

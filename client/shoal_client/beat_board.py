@@ -14,13 +14,18 @@ incarnation.
     24      4      worker      length of the claim; 0: not a member
     28      4      worker      CRC-32 of the claim
     32      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
+    944     8      both        how the membership ended, an `Ending`
     952     72     both        the worker's lifeline, see `shoal_client.lifeline`
 
 The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
 or one that reaches no coordinator, costs it nothing. The launcher beats for a worker none of whose
 threads runs, but not for ever: for as long as the patience says.
+
+How a membership ended is told here and not by the exit code: the script may wrap the error, or end
+for another one that followed from it.
 """
 
+import enum
 import mmap
 import os
 import struct
@@ -33,7 +38,18 @@ from types import TracebackType
 from google.protobuf.message import DecodeError
 
 from shoal_client.lifeline import SIZE_BYTES, Lifeline
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import (
+    AddressInUse,
+    InvalidSpec,
+    JobFinished,
+    MemberDrained,
+    NoServers,
+    PeersUnreachable,
+    RefusedError,
+    RejoinError,
+    ShoalError,
+    StateLost,
+)
 from shoal_proto.v1.identity_pb2 import Token
 
 SLOT_BYTES = 1024
@@ -41,9 +57,42 @@ SLOT_BYTES = 1024
 _NAME = "shoal-beats"
 _BEATEN, _STEP, _RAN, _HEAD, _CLAIM = 0, 8, 16, 24, 32
 _LIFELINE = SLOT_BYTES - SIZE_BYTES
+_ENDING = _LIFELINE - 8
 _WORD = struct.Struct("@Q")
 _HEAD_FORM = struct.Struct("=II")
 _CLAIM_FORM = struct.Struct("=Idd")
+
+
+class Ending(enum.IntEnum):
+    """How a membership ended, as far as it matters to who might start the worker again."""
+
+    UNKNOWN = 0
+    """It has not ended, or for a reason that lies with the script."""
+    FENCED = 1
+    """It was declared lost and lived: a fresh process of it is welcome."""
+    REFUSED = 2
+    """The same process would be refused again."""
+    FINISHED = 3
+    """The job is over."""
+    DRAINED = 4
+    """It was asked to leave."""
+
+    @classmethod
+    def of(cls, error: ShoalError) -> "Ending":
+        """What the error that ended a membership means for the next process of its name."""
+        if isinstance(error, JobFinished):
+            return cls.FINISHED
+        if isinstance(error, MemberDrained):
+            return cls.DRAINED
+        if isinstance(error, RejoinError):
+            # Whoever was replaced by another process would only take that one's place again.
+            return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
+        lasting = isinstance(error, RefusedError | StateLost)
+        return cls.REFUSED if lasting and not isinstance(error, _PASSING) else cls.UNKNOWN
+
+
+_PASSING = (AddressInUse, NoServers, PeersUnreachable)
+"""Refusals that lie with what is around the process, and may be over when it is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +147,10 @@ class BeatSlot:
         Not, though, while no thread of it has said `runs` for `patience_s`: it hangs for good.
         """
         self._put(_BEATEN, 0)
+        self._put(_ENDING, Ending.UNKNOWN)
         self.runs()
         claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
-        if _CLAIM + len(claim) > _LIFELINE:
+        if _CLAIM + len(claim) > _ENDING:
             return  # no name that a coordinator admits is so long: this member beats by itself
         # The launcher may read in between: the checksum tells it.
         self._memory[self._start + _CLAIM : self._start + _CLAIM + len(claim)] = claim
@@ -110,7 +160,16 @@ class BeatSlot:
     def withdraw(self) -> None:
         """No beats any more: the membership is over."""
         self.lifeline.let_go()
+        self.unclaim()
+
+    def unclaim(self) -> None:
+        """No beats any more; the lifeline still tells of the end of the process."""
         self._memory[self._start + _HEAD : self._start + _CLAIM] = _HEAD_FORM.pack(0, 0)
+
+    def end(self, ending: Ending) -> None:
+        """The membership ended like this. What says more than that it was fenced stands."""
+        if ending is not Ending.UNKNOWN and self.ending in (Ending.UNKNOWN, Ending.FENCED):
+            self._put(_ENDING, ending)
 
     def runs(self) -> None:
         """A thread of this process runs, and so can the others."""
@@ -130,7 +189,7 @@ class BeatSlot:
         """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _CLAIM])
-        claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _LIFELINE)]
+        claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
         if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
             return None
         claimant, heartbeat_s, patience_s = _CLAIM_FORM.unpack_from(claim)
@@ -149,6 +208,17 @@ class BeatSlot:
         now = self.claimed(claim.pid)
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self._put(_BEATEN, time.monotonic_ns())
+
+    def refused(self, claim: Claim, error: ShoalError) -> None:
+        """A coordinator refused the beat for what is claimed here still."""
+        now = self.claimed(claim.pid)
+        if now is not None and now.token.incarnation == claim.token.incarnation:
+            self.end(Ending.of(error))
+
+    @property
+    def ending(self) -> Ending:
+        """How the membership of the slot's newest process ended."""
+        return Ending(self._get(_ENDING))
 
     def clear(self) -> None:
         """For the next process of the slot, once that before it is gone."""
@@ -192,4 +262,4 @@ class BeatBoard:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
 
 
-__all__ = ["BeatBoard", "BeatSlot", "Claim"]
+__all__ = ["BeatBoard", "BeatSlot", "Claim", "Ending"]

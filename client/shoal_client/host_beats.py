@@ -12,6 +12,7 @@ from shoal_client import membership_calls
 from shoal_client.beat_board import BeatSlot, Claim
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import ShoalError
+from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
@@ -32,8 +33,8 @@ class _Watched:
 class HostBeats:
     """Beats for every process that runs and has claimed its slot, from a thread of its own.
 
-    What a coordinator refuses is the worker's to learn, which beats by itself once the launcher's
-    beats are not accepted.
+    What a coordinator refuses is the worker's to learn too, which beats by itself once the
+    launcher's beats are not accepted.
     """
 
     def __init__(self, coordinators: Sequence[str]) -> None:
@@ -104,7 +105,10 @@ class HostBeats:
             return
         self._reached = True
         for (slot, claim), answer in zip(claims, reply.replies, strict=True):
-            if not answer.HasField("error"):
+            if answer.HasField("error"):
+                # A worker whose script never hears of it is known to be fenced all the same.
+                slot.refused(claim, from_detail(answer.error))
+            else:
                 slot.accepted(claim)
 
 

@@ -12,6 +12,7 @@ import structlog
 
 from shoal_client import membership_calls
 from shoal_client.attendance import Attendance, Change, Member
+from shoal_client.beat_board import Ending
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
@@ -218,6 +219,12 @@ class Membership(Attendance):
         One that cannot be reached within `timeout_s` is logged: it finds out by itself.
         """
         told, drained = False, isinstance(self._failure, MemberDrained)
+        with self._changed:
+            self._leaving = True
+        slot = self._member.beat_slot
+        if slot is not None:
+            # A beat that comes after the word that it left would be refused as a lost member's.
+            slot.unclaim()
         if self._admitted and (self._failure is None or drained):
             request = pb.LeaveRequest(token=self.token, completed=completed, reason=reason[:1000])
             try:
@@ -225,11 +232,21 @@ class Membership(Attendance):
                 told = True
             except Fenced as error:
                 told = drained  # then the coordinator has let it go already
+                if slot is not None and not drained:
+                    slot.end(Ending.of(error))
                 log.info("leave_not_needed", member=self._member.member_id, reason=str(error))
             except ShoalError as error:
                 log.warning("leave_failed", member=self._member.member_id, reason=str(error))
         self.close()
         return told
+
+    def failed_for_good(self, error: ShoalError) -> None:
+        """The trainer ends with an error that a process of the same script would end with again.
+
+        The launcher is told, so that it does not try.
+        """
+        if self._member.beat_slot is not None and Ending.of(error) is Ending.REFUSED:
+            self._member.beat_slot.end(Ending.REFUSED)
 
     def close(self) -> None:
         """Stop the threads and the connection without a word to the coordinator."""

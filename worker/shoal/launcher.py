@@ -5,7 +5,11 @@ incarnation of the same member. Every exit and every halt (SIGSTOP) is reported 
 at once, so that the others need not wait for a lease to run out (most exits before the kernel has
 taken the process down, see `shoal_client.lifeline`); and the launcher beats for the
 workers that live, so that one which is busy is not taken for lost. The launcher sleeps until a
-worker exits, is halted, or a signal arrives.
+worker exits, is halted, is to be started again, or a signal arrives.
+
+What a worker ended for is not in its exit code alone: the board that it shares with the launcher
+says how its membership ended. One that was fenced (declared lost, and it lived) is started again
+whatever its code; one that would be refused again is not.
 """
 
 import os
@@ -17,11 +21,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 from shoal.run_config import RunConfig, member_ids, worker_environment
-from shoal_client.beat_board import BeatBoard
+from shoal.worker_slots import DRAINED, Exit, Slot
+from shoal_client.beat_board import BeatBoard, Ending
 from shoal_client.host_beats import HostBeats
 from shoal_client.host_reports import HostReporter
 from shoal_client.lifeline import Watch
@@ -30,24 +35,7 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 OUTPUT_S = 2.0
 """Time for the last lines of a worker that exited."""
-DRAINED = 128 + signal.SIGTERM
-"""The exit code of a worker that left its job in good order because it was asked to."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
-
-
-@dataclass(kw_only=True)
-class Slot:
-    """One worker's place: the process of now, and how those before it ended."""
-
-    index: int
-    member_id: str
-    process: Process | None = None
-    watch: Watch | None = None
-    exit_codes: list[int] = field(default_factory=list)
-
-    @property
-    def restarts(self) -> int:
-        return max(0, len(self.exit_codes) - 1)
 
 
 @dataclass(frozen=True)
@@ -81,7 +69,7 @@ class Launcher:
         self._output = threading.Lock()
         self._reporting = threading.Lock()
         self._reported: set[int] = set()
-        self._ended: list[int] = []
+        self._ended: list[Exit] = []
         self._deaf = False
         self._interrupted = 0
         self._starved = False
@@ -99,25 +87,41 @@ class Launcher:
         ):
             for slot in self.slots:
                 self._start(slot, supervisor, board)
-            while any(slot.process for slot in self.slots):
+            while not all(slot.is_over for slot in self.slots):
                 event = self._next_event()
                 if isinstance(event, Process):
                     self._on_exit(event, supervisor, board)
                 elif isinstance(event, _Halted):
                     self._tell_halted(event)
-                else:
+                elif isinstance(event, _Signalled):
                     self._interrupt(event)
+                self._start_due(supervisor, board)
         code = self._exit_code()
         self._say(f"{self._outcome()}; exit code {code}")
         return code
 
-    def _next_event(self) -> _Event:
-        if self._kill_at_s is None:
+    def _next_event(self) -> _Event | None:
+        """What happens next; None: it is time to start a worker."""
+        starts_s = [slot.start_at_s for slot in self.slots if slot.start_at_s is not None]
+        kills_s = [] if self._kill_at_s is None else [self._kill_at_s]
+        until_s = min(starts_s + kills_s, default=None)
+        if until_s is None:
             return self._events.get()
         try:
-            return self._events.get(timeout=max(0.0, self._kill_at_s - time.monotonic()))
+            return self._events.get(timeout=max(0.0, until_s - time.monotonic()))
         except queue.Empty:
-            return _Signalled(signal.SIGKILL)
+            return _Signalled(signal.SIGKILL) if until_s in kills_s else None
+
+    def _start_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
+        for slot in self.slots:
+            if slot.start_at_s is None:
+                continue
+            if self._ends:
+                slot.start_at_s = None
+                self._ended.append(slot.exits[-1])
+            elif time.monotonic() >= slot.start_at_s:
+                slot.start_at_s = None
+                self._start(slot, supervisor, board)
 
     def _start(self, slot: Slot, supervisor: Supervisor, board: BeatBoard) -> None:
         board.slots[slot.index].clear()
@@ -185,38 +189,52 @@ class Launcher:
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
         slot.process = None
-        slot.exit_codes.append(code)
+        slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
+        exited = slot.exits[-1]
         if self._may_restart(slot):
-            self._start(slot, supervisor, board)
-            tries = f"restart {slot.restarts + 1} of {self._config.max_restarts}"
-            self._say(f"{slot.member_id} {describe(code)}; started again ({tries})")
+            pause_s = slot.pause_s
+            slot.start_at_s = time.monotonic() + pause_s
+            again = f"started again in {pause_s:g} s" if pause_s else "started again"
+            tries = f"restart {len(slot.exits)} of {self._config.max_restarts}"
+            self._say(f"{slot.member_id} {exited}; {again} ({tries})")
             return
-        self._ended.append(code)
-        self._say(f"{slot.member_id} {describe(code)}")
+        self._ended.append(exited)
+        self._say(f"{slot.member_id} {exited}")
         self._end_if_starved()
 
     def _may_restart(self, slot: Slot) -> bool:
-        code = slot.exit_codes[-1]
-        if code in (0, DRAINED) or self._interrupted or self._starved or self._completed:
+        last = slot.exits[-1]
+        if last.code in (0, DRAINED) or self._ends:
             return False
-        if code > 0 and self._config.restart_on == "signal":
+        if last.ending not in (Ending.UNKNOWN, Ending.FENCED):
             return False
-        return len(slot.exit_codes) <= self._config.max_restarts
+        if last.code > 0 and not last.fenced and self._config.restart_on == "signal":
+            return False
+        return len(slot.exits) <= self._config.max_restarts
+
+    @property
+    def _ends(self) -> bool:
+        """Whether nobody is to be started any more."""
+        return bool(self._interrupted or self._starved or self._completed)
 
     @property
     def _completed(self) -> bool:
         """A worker that is done has ended the job: there is nothing to join any more."""
-        return any(0 in slot.exit_codes for slot in self.slots)
+        return any(
+            slot.found_it_finished or any(each.code == 0 for each in slot.exits)
+            for slot in self.slots
+        )
 
     def _end_if_starved(self) -> None:
         running = [slot.process for slot in self.slots if slot.process is not None]
-        few = 0 < len(running) < self._config.min_members
+        left = sum(not slot.is_over for slot in self.slots)
+        few = 0 < left < self._config.min_members
         if not (self._config.alone and few) or self._completed or self._starved:
             return
         self._starved = True
         self._say(
-            f"{len(running)} of at least {self._config.min_members} workers left and none "
-            "can come: ending them"
+            f"{left} of at least {self._config.min_members} workers left and none can come: "
+            "ending them"
         )
         self._kill_at_s = time.monotonic() + self._config.grace_s
         for process in running:
@@ -241,17 +259,20 @@ class Launcher:
     def _exit_code(self) -> int:
         """0 if the job was completed: what signals took from it on the way does not count."""
         if self._completed:
-            # A replacement that came after the end was refused: no failure of the job.
-            histories = [slot.exit_codes for slot in self.slots]
-            failed = [each[0] for each in histories if each[0] > 0 and each[-1] != 0]
-            return next((code for code in failed if code != DRAINED), 0)
+            # A replacement that came after the end was refused: no failure of the job. Nor is
+            # one whose members went on without it.
+            firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
+            failed = [each for each in firsts if each.code > 0 and each.code != DRAINED]
+            own = [each for each in failed if each.ending not in (Ending.FENCED, Ending.FINISHED)]
+            return next((each.code for each in own), 0)
         if self._interrupted:
             return 128 + self._interrupted
-        first = next((code for code in self._ended if code != DRAINED), DRAINED)
+        codes = [each.code for each in self._ended]
+        first = next((code for code in codes if code != DRAINED), DRAINED)
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
-        last = {slot.member_id: slot.exit_codes[-1] for slot in self.slots}
+        last = {slot.member_id: slot.exits[-1].code for slot in self.slots}
         done = sum(code == 0 for code in last.values())
         drained = [member for member, code in last.items() if code == DRAINED]
         lost = [member for member, code in last.items() if code not in (0, DRAINED)]
@@ -310,15 +331,4 @@ class Launcher:
                 signal.signal(number, handler)
 
 
-def describe(code: int) -> str:
-    """How a process ended, in words."""
-    if code < 0:
-        # Real-time signals have no names.
-        known = -code in set(signal.Signals)
-        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
-    if code == DRAINED:
-        return f"was drained (exit code {code})"
-    return "completed" if code == 0 else f"failed with exit code {code}"
-
-
-__all__ = ["Launcher", "Slot", "describe"]
+__all__ = ["Launcher"]

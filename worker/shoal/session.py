@@ -21,7 +21,7 @@ from shoal.steps import Step, reason_of
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Generation, LossFunction, Strategy
 from shoal.validators import Judges, Validator, validators_of
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, ShoalError
 
 
 class Session:
@@ -56,6 +56,8 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self._signal.restore()
+        if isinstance(error, ShoalError):
+            self._crew.membership.failed_for_good(error)
         if error is not None:
             self.leave(reason=reason_of(error))
         elif self._feed is not None and not self._feed.all_trained:

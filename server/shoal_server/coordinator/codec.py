@@ -236,6 +236,8 @@ def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
     kind = getattr(errors, refusal.kind, InternalError)
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)
+    if refusal.replaced_by:
+        details["replaced_by"] = refusal.replaced_by
     error: ShoalError = kind(
         refusal.what,
         seen=refusal.seen,

@@ -146,12 +146,13 @@ class JobActor:
         if member is None or member.incarnation != token.incarnation:
             if refusal := self.job.attendance.expelled.get(token.incarnation):
                 raise codec.refusal_to_error(refusal, self.job.last_generation)
+            replaced = {"replaced_by": member.incarnation} if member else {}
             raise Fenced(
                 f"{token.member_id} is not a member of job {token.job}",
                 seen=f"incarnation {token.incarnation}",
                 expected=f"incarnation {member.incarnation}" if member else "a member that attends",
                 fix="It may have been declared lost: join again.",
-                details={"generation": str(self.job.last_generation)},
+                details={"generation": str(self.job.last_generation), **replaced},
             )
 
     def authorize_generation(self, token: Token) -> None:

@@ -183,6 +183,8 @@ class Refusal:
     expected: str = ""
     fix: str = ""
     conflicts: tuple[Conflict, ...] = ()
+    replaced_by: str = ""
+    """The incarnation that has the member's name now."""
 
 
 @dataclass(frozen=True, kw_only=True)

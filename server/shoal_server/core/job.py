@@ -48,6 +48,7 @@ from shoal_server.core.events import (
     Offered,
     OutcomeNotice,
     Proposed,
+    Refusal,
     Refused,
     RunningNotice,
     Settled,
@@ -110,11 +111,15 @@ class Job(Departures):
         if refusal := self.attendance.expelled.get(event.incarnation):
             # The notice that says so is on its way; whichever comes first, the reason is one.
             raise Refused(refusal)
-        if member is None:
-            raise Refused(refusals.not_a_member(self.spec.job, event, self.last_generation))
-        if member.incarnation != event.incarnation:
-            raise Refused(refusals.replaced(event, member.incarnation, self.last_generation))
+        if member is None or member.incarnation != event.incarnation:
+            raise Refused(self._fenced(member, event))
         return member
+
+    def _fenced(self, holder: Member | None, event: Event) -> Refusal:
+        """To a process that is no member, where `holder` has its name now."""
+        if holder is None:
+            return refusals.not_a_member(self.spec.job, event, self.last_generation)
+        return refusals.replaced(event, holder.incarnation, self.last_generation)
 
     def _heard(self, member: Member, event: Event, now_s: float) -> None:
         match event:
@@ -157,10 +162,9 @@ class Job(Departures):
             return
         if event.incarnation in self.attendance.expelled:
             refusal = self.attendance.expelled[event.incarnation]
-            fenced = refusals.not_a_member(self.spec.job, event, self.last_generation)
-            raise Refused(refusal or fenced)
+            raise Refused(refusal or self._fenced(known, event))
         if known is not None and is_older(event.incarnation, known.incarnation):
-            raise Refused(refusals.replaced(event, known.incarnation, self.last_generation))
+            raise Refused(self._fenced(known, event))
         if event.spec != self.spec and self.members:
             raise Refused(refusals.other_bounds(event.spec, self.spec))
         self.spec = event.spec

@@ -21,6 +21,7 @@ def replaced(event: Event, incarnation: str, generation: Generation) -> Refusal:
         seen=f"incarnation {event.incarnation}",
         expected=f"incarnation {incarnation}; the current generation is {generation}",
         fix="End this process.",
+        replaced_by=incarnation,
     )
 
 

@@ -24,7 +24,7 @@ assert LIMITS.silence_s < HOLD_S < LIMITS.watchdog_s
 DEADLINE_S = 60.0
 
 WORKER = f"""
-import ctypes, os, signal, time
+import ctypes, os, signal, sys, time
 from shoal.joining import read_config
 from shoal_client.membership import Membership
 
@@ -42,6 +42,7 @@ if os.environ.get("HOLD"):
 while membership.failure is None:
     time.sleep(0.01)
 print("over:", type(membership.failure).__name__, flush=True)
+sys.exit("another error that followed from it")
 """
 
 
@@ -94,10 +95,9 @@ class World:
         self.started.append(Started(process))
         return self.started[-1]
 
-    async def run(self, *, hold: bool = False) -> Started:
-        return await self.start(
-            "-m", "shoal_client", "run", "--job", "j", "--max-restarts", "0", hold=hold
-        )
+    async def run(self, *, hold: bool = False, restarts: int = 0) -> Started:
+        run = ("-m", "shoal_client", "run", "--job", "j", "--max-restarts", str(restarts))
+        return await self.start(*run, hold=hold)
 
     def member(self, pid: int) -> MemberView | None:
         """What the status page shows of the process."""
@@ -169,9 +169,10 @@ async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> No
 
 @pytest.mark.timeout(200)
 async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> None:
-    """SIGSTOP of the worker: lost as halted and not as silent; when it goes on it is fenced."""
+    """SIGSTOP of the worker: lost as halted and not as silent; when it goes on it is fenced, and
+    its launcher starts it again, a fresh incarnation of the same member."""
     async with world_in(tmp_path) as world:
-        launched = await world.run()
+        launched = await world.run(restarts=1)
         pid = await launched.pid()
         os.kill(pid, signal.SIGSTOP)
         await until(lambda: world.reasons() != "")
@@ -179,3 +180,6 @@ async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> 
         assert world.member(pid) is None
         os.kill(pid, signal.SIGCONT)
         await launched.line("over: Fenced")
+        await launched.line("was fenced (exit code 1); started again in 0.5 s")
+        again = world.member(await launched.pid())
+        assert again is not None, world.reasons()

@@ -17,8 +17,18 @@ from pathlib import Path
 import grpc
 import pytest
 
-from shoal_proto.errors import UnknownJob
-from shoal_proto.status import to_status
+from shoal_proto.errors import (
+    Fenced,
+    InvalidSpec,
+    JobFinished,
+    MemberDrained,
+    PeersUnreachable,
+    ProposalConflict,
+    ShoalError,
+    StateLost,
+    UnknownJob,
+)
+from shoal_proto.status import to_detail, to_status
 from shoal_proto.v1.membership_pb2 import (
     Ack,
     BeatReply,
@@ -39,6 +49,8 @@ DEADLINE_S = 30.0
 
 class ExitBook(MembershipServicer):
     def __init__(self) -> None:
+        self.refused: dict[str, ShoalError] = {}
+        """By incarnation, what its beats are refused with."""
         self.reports: queue.SimpleQueue[ReportExitRequest] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
         """Of exits and halts, in the order in which they came."""
@@ -57,7 +69,10 @@ class ExitBook(MembershipServicer):
 
     def Heartbeat(self, request: HeartbeatRequest, context: grpc.ServicerContext) -> HeartbeatReply:
         self.beats.put({beat.token.member_id: beat.step for beat in request.beats})
-        return HeartbeatReply(replies=[BeatReply() for _ in request.beats])
+        errors = [self.refused.get(beat.token.incarnation) for beat in request.beats]
+        return HeartbeatReply(
+            replies=[BeatReply(error=to_detail(e)) if e else BeatReply() for e in errors]
+        )
 
     def GetGeneration(
         self, request: GetGenerationRequest, context: grpc.ServicerContext
@@ -317,6 +332,97 @@ def test_one_call_beats_for_all_who_live(
     await_beats("w-0", "w-2")
     process.send_signal(signal.SIGTERM)
     finish(process)
+
+
+LIVES = """
+import os, pathlib, sys, time
+from shoal_client.beat_board import BeatSlot, Ending
+from shoal_proto.v1.identity_pb2 import Token
+life = pathlib.Path("life")
+life.write_text(life.read_text() + "x" if life.exists() else "x")
+number = len(life.read_text())
+print("life", number, flush=True)
+slot = BeatSlot.open(os.environ["SHOAL_BEATS"])
+assert slot.ending is Ending.UNKNOWN  # what is told of one process does not count for the next
+token = Token(job="j", member_id=os.environ["SHOAL_MEMBER_ID"], incarnation=f"life-{number}")
+slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
+if number <= int(sys.argv[1]):
+    while slot.ending is Ending.UNKNOWN:
+        time.sleep(0.01)
+    sys.exit("some error that followed from it")
+"""
+
+
+def test_a_fenced_worker_is_started_again(shoal_run: Run, book: ExitBook) -> None:
+    """Its script failed for another error, which `--restart-on signal` would leave at that."""
+    book.refused = {f"life-{number}": Fenced("no member any more") for number in (1, 2)}
+    code, output = finish(shoal_run(LIVES, "-n", "1", arguments=("2",)))
+    assert code == 0, output
+    assert "was fenced (exit code 1); started again in 0.5 s (restart 1 of 3)" in output
+    assert "was fenced (exit code 1); started again in 1 s (restart 2 of 3)" in output
+    assert "1 of 1 workers completed" in output
+
+
+def test_restarts_of_a_fenced_worker_are_bounded(shoal_run: Run, book: ExitBook) -> None:
+    """As often as any other, and no more."""
+    book.refused = {f"life-{number}": Fenced("no member any more") for number in (1, 2)}
+    code, output = finish(shoal_run(LIVES, "--max-restarts", "1", arguments=("2",)))
+    assert code == 1, output
+    assert "life 2" in output
+    assert "life 3" not in output
+
+
+def test_an_interrupt_while_a_fenced_worker_waits_for_its_restart(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """Nothing runs and nothing is started: the launcher ends at once."""
+    book.refused = {"life-1": Fenced("no member any more")}
+    process = shoal_run(LIVES, "-n", "1", arguments=("1",))
+    read_until(process, "started again in")
+    process.send_signal(signal.SIGTERM)
+    code, output = finish(process)
+    assert code == 128 + signal.SIGTERM, output
+    assert "life 2" not in output
+
+
+def test_a_fenced_worker_without_which_the_job_was_completed(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """When it is started again there is nothing left to do: the run's code is 0."""
+    book.refused = {"life-1": Fenced("no member any more"), "life-2": JobFinished("it is over")}
+    code, output = finish(shoal_run(LIVES, "-n", "1", arguments=("2",)))
+    assert code == 0, output
+    assert "life 3" not in output
+
+
+@pytest.mark.parametrize(
+    ("error", "again"),
+    [
+        (ProposalConflict("members differ"), False),
+        (InvalidSpec("bad bounds"), False),
+        (StateLost("nobody holds it"), False),
+        (JobFinished("it is over"), False),
+        (MemberDrained("it was asked to leave"), False),
+        (Fenced("replaced", details={"replaced_by": "another process"}), False),
+        (PeersUnreachable("a firewall"), True),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, ShoalError) else "",
+)
+def test_what_is_refused_for_good_is_not_tried_again(
+    shoal_run: Run, book: ExitBook, error: ShoalError, again: bool
+) -> None:
+    """Not even with --restart-on failure; what may pass is."""
+    book.refused = {"life-1": error}
+    script = LIVES.replace("while slot.ending is Ending.UNKNOWN", "while not refused()")
+    script = script.replace("number = len", "began_s = time.monotonic()\nnumber = len")
+    # A refusal that may pass leaves no trace on the board: a few beats are enough.
+    held = "slot.ending is not Ending.UNKNOWN or time.monotonic() > began_s + 0.5"
+    script = script.replace("slot = BeatSlot", f"refused = lambda: {held}\nslot = BeatSlot")
+    code, output = finish(
+        shoal_run(script, "--restart-on", "failure", "--max-restarts", "1", arguments=("1",))
+    )
+    assert ("life 2" in output) == again, output
+    assert code == (0 if again else 1), output
 
 
 @pytest.mark.parametrize("restart_on", ["signal", "failure"])

@@ -1,0 +1,92 @@
+"""What a membership leaves on the board of its launcher about how it ended."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+from coordinator_world import served
+
+from shoal_client.beat_board import BeatBoard, BeatSlot, Ending
+from shoal_client.membership import Membership
+from shoal_proto.errors import Fenced, ProposalConflict, Unavailable
+from shoal_server.core.clocks import Who
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+
+QUICK = Limits(heartbeat_s=0.1, join_s=14.0)
+SLOW = Limits(heartbeat_s=5.0)
+"""No heartbeat comes between a loss and what the test does then."""
+WITHIN_S = 20.0
+
+
+@pytest.fixture
+def slot() -> Iterator[BeatSlot]:
+    with BeatBoard(1) as board:
+        yield board.slots[0]
+
+
+def who(membership: Membership) -> Who:
+    return Who(membership.token.member_id, membership.token.incarnation)
+
+
+async def until_failed(membership: Membership) -> None:
+    """Its heartbeat thread sets what `wait_over` waits for."""
+    assert await asyncio.to_thread(membership.wait_over, 0, WITHIN_S)
+
+
+async def test_who_was_declared_lost_is_fenced(slot: BeatSlot) -> None:
+    """Its own heartbeat tells it; what its script makes of that does not matter. A fresh
+    incarnation in the same process begins anew."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("a", beat_slot=slot)
+        await asyncio.to_thread(member.attend)
+        assert slot.ending is Ending.UNKNOWN
+        await world.coordinator.registry.declare_lost("j", who(member), "a test says so")
+        await until_failed(member)
+        assert slot.ending is Ending.FENCED
+        await asyncio.to_thread(world.client("a", beat_slot=slot).attend)
+        assert slot.ending is Ending.UNKNOWN
+
+
+async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> None:
+    """The error that its script failed with came from elsewhere: a server, a peer."""
+    async with served(MemoryStore(), SLOW) as world:
+        member = world.client("a", beat_slot=slot)
+        await asyncio.to_thread(member.attend)
+        await world.coordinator.registry.declare_lost("j", who(member), "a test says so")
+        await asyncio.to_thread(member.leave, completed=False, reason="some error")
+        assert slot.ending is Ending.FENCED
+
+
+async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
+    """Not even by a beat that was under way when it left."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("a", beat_slot=slot)
+        await asyncio.to_thread(member.attend)
+        under_way = slot.claimed(os.getpid())
+        assert under_way is not None
+        await asyncio.to_thread(member.leave, completed=False, reason="some error")
+        slot.refused(under_way, Fenced("no member any more"))
+        assert slot.ending is Ending.UNKNOWN
+
+
+async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
+    """Two processes of one name would take the place from each other for ever."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("a", beat_slot=slot)
+        await asyncio.to_thread(member.attend)
+        await asyncio.to_thread(world.client("a").attend)
+        await until_failed(member)
+        assert slot.ending is Ending.REFUSED
+
+
+async def test_what_the_trainer_ends_with_for_good(slot: BeatSlot) -> None:
+    """The next process would end with it as well; what may pass says nothing."""
+    async with served(MemoryStore(), QUICK) as world:
+        member = world.client("a", beat_slot=slot)
+        await asyncio.to_thread(member.attend)
+        member.failed_for_good(Unavailable("nobody is there"))
+        assert slot.ending is Ending.UNKNOWN
+        member.failed_for_good(ProposalConflict("members differ"))
+        assert slot.ending is Ending.REFUSED

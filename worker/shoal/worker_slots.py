@@ -1,0 +1,77 @@
+"""The places of a launcher's workers: the process of now, and how those before it ended."""
+
+import signal
+from dataclasses import dataclass, field
+
+from shoal_client.beat_board import Ending
+from shoal_client.lifeline import Watch
+from shoal_client.local.process import Process
+
+DRAINED = 128 + signal.SIGTERM
+"""The exit code of a worker that left its job in good order because it was asked to."""
+FENCED_PAUSE_S = 0.5
+MAX_FENCED_PAUSE_S = 30.0
+"""Before a fenced worker is started again, twice as long each time: what made it lose its place (a
+host that swaps, a debugger, a laptop's lid) may go on for a while."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How one process of a slot ended."""
+
+    code: int
+    ending: Ending
+
+    @property
+    def fenced(self) -> bool:
+        """It failed because it was no member any more, and not by itself."""
+        return self.code > 0 and self.code != DRAINED and self.ending is Ending.FENCED
+
+    def __str__(self) -> str:
+        if self.fenced:
+            return f"had been declared lost and was fenced (exit code {self.code})"
+        return describe(self.code)
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """One worker's place: the process of now, and how those before it ended."""
+
+    index: int
+    member_id: str
+    process: Process | None = None
+    watch: Watch | None = None
+    start_at_s: float | None = None
+    """When the next process is to be started, by the monotonic clock."""
+    exits: list[Exit] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.process is None and self.start_at_s is None
+
+    @property
+    def found_it_finished(self) -> bool:
+        """Whether one that was started again came too late: the job had been completed."""
+        return len(self.exits) > 1 and self.exits[-1].ending is Ending.FINISHED
+
+    @property
+    def pause_s(self) -> float:
+        """Before the next process is started."""
+        if not self.exits[-1].fenced:
+            return 0.0
+        before = sum(each.fenced for each in self.exits[:-1])
+        return min(FENCED_PAUSE_S * 2.0**before, MAX_FENCED_PAUSE_S)
+
+
+def describe(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        # Real-time signals have no names.
+        known = -code in set(signal.Signals)
+        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+    if code == DRAINED:
+        return f"was drained (exit code {code})"
+    return "completed" if code == 0 else f"failed with exit code {code}"
+
+
+__all__ = ["DRAINED", "Exit", "Slot", "describe"]
