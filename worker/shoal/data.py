@@ -22,6 +22,9 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+ORDER = 1
+"""Number of the rule by which seed and epoch give an order; another rule has another number."""
+
 Dataset = MapDataset | tuple[Tensor, ...]
 Collate = Callable[[list[Any]], Any]
 
@@ -198,4 +201,14 @@ def _mix(seed: int, epoch: int) -> int:
     return (mixed ^ (mixed >> 31)) & 0x7FFFFFFFFFFFFFFF
 
 
-__all__ = ["Batch", "Collate", "Dataset", "Loader", "Order", "dataset_size", "describe", "share"]
+__all__ = [
+    "ORDER",
+    "Batch",
+    "Collate",
+    "Dataset",
+    "Loader",
+    "Order",
+    "dataset_size",
+    "describe",
+    "share",
+]

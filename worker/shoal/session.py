@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.background import Checkpoints
 from shoal.crew import Crew
-from shoal.data import Batch, Collate, Dataset, Loader, Order, dataset_size, describe
+from shoal.data import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
 from shoal.draining import DrainSignal
 from shoal.dropout import key_dropout
 from shoal.feeds import Feed, LeasedFeed, TogetherFeed
@@ -162,13 +162,15 @@ class Session:
         strategy = self._crew.strategy
         if self._feed is not None:
             raise InvalidSpec("a session goes over its batches once", expected="one batches()")
-        self._fields |= {
+        samples = {
             "global_batch": str(global_batch_size),
             "dataset": describe(dataset),
             "seed": str(seed),
             "epochs": str(epochs),
             "shuffle": str(shuffle).lower(),
         }
+        self._fields |= samples
+        strategy.trains_on({**samples, "order": str(ORDER)})
         kind = TogetherFeed if strategy.synchronous else LeasedFeed
         self._feed = kind(self._crew, self._fields, Loader(dataset, order, collate), order)
         return iter(self._feed)

@@ -69,6 +69,13 @@ class Strategy(ABC):
             expected="a synchronous strategy, whose members hold the state",
         )
 
+    def trains_on(self, samples: Mapping[str, str]) -> None:  # noqa: B027
+        """Learn what the order of samples follows from: global batch, dataset, seed, shuffle.
+
+        Called once, before the first generation; not at all where the script has batches of its
+        own. Checkpoints keep it, see `shoal.checkpoint.samples`.
+        """
+
     @abstractmethod
     def fields(self) -> Mapping[str, str]:
         """What all members must have in common for this strategy, for the proposal.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
@@ -110,7 +110,7 @@ class DDP(GroupedStrategy):
         self._align(generation, group)
         self._join_writers(generation.world_size)
         if self._step == 0 and (path := self._newest_checkpoint(group)) is not None:
-            self._state.adopt(holding := read(path, everything))
+            self._state.adopt(holding := self._read_checkpoint(path, everything))
             self._step = holding.step
         self._rank = generation.rank
         self._wrap(group)

@@ -4,7 +4,7 @@ import json
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
@@ -20,6 +20,8 @@ from shoal.backends.gloo import GlooBackend
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.directory import complete
 from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
+from shoal.checkpoint.reading import Needs, read
+from shoal.checkpoint.samples import check_samples, with_samples
 from shoal.rendezvous import RendezvousStore
 from shoal.state.exchange import gather
 from shoal.state.pieces import Holding
@@ -64,6 +66,7 @@ class GroupedStrategy(Strategy):
         self._coordinators: Coordinators | None = None
         self._checkpoints: Checkpoints | None = None
         self._writers: Peers | None = None
+        self._samples: Mapping[str, str] = {}
         self._step = 0
         self._has_state = False
         self._in_step = False
@@ -183,6 +186,9 @@ class GroupedStrategy(Strategy):
     def keep_checkpoints(self, checkpoints: Checkpoints) -> None:
         self._checkpoints = checkpoints
 
+    def trains_on(self, samples: Mapping[str, str]) -> None:
+        self._samples = samples
+
     def _join_writers(self, world_size: int) -> None:
         """Collective: form the group in which the members write checkpoints, if they do."""
         if self._checkpoints is not None:
@@ -197,6 +203,13 @@ class GroupedStrategy(Strategy):
         common = set.intersection(*(set(json.loads(word)) for word in words))
         return own[max(common)] if common else None
 
+    def _read_checkpoint(self, path: Path, needs: Needs) -> Holding:
+        """What is needed of it. Raises InvalidSpec if its step stands for other samples."""
+        holding = read(path, needs)
+        check_samples(path, holding, self._samples)
+        log.info("checkpoint_read", path=str(path), step=holding.step)
+        return holding
+
     def _write_checkpoint(self, holding: Callable[[], Holding], writes: Writes) -> None:
         """Where one is due after the step that was just committed, have it written."""
         checkpoints = self._checkpoints
@@ -208,7 +221,7 @@ class GroupedStrategy(Strategy):
                 # Training does not stop for a full disk: each is tried anew, and what the last one
                 # failed with is raised at the end.
                 log.error("checkpoint_failed", step=self._step, reason=str(error))
-            checkpoints.offer(holding(), self._writers, writes)
+            checkpoints.offer(with_samples(holding(), self._samples), self._writers, writes)
 
     # --- steps ---
 

@@ -5,14 +5,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
-from shoal.checkpoint.reading import read
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.binding import Blueprint, Bound
@@ -30,8 +28,6 @@ from shoal.strategies.grouped import (
 )
 from shoal.strategies.replica import replica_of, retarget, take_modes
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
-
-log = structlog.get_logger(__name__)
 
 
 class LaidOut(GroupedStrategy):
@@ -143,8 +139,7 @@ class LaidOut(GroupedStrategy):
             path = self._newest_checkpoint(group) if holding.step == 0 else None
             if path is None:
                 return holding
-        log.info("checkpoint_read", path=str(path))
-        return read(path, bound.needs)
+        return self._read_checkpoint(path, bound.needs)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)

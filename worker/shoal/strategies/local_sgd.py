@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.gates import finish
-from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
@@ -122,7 +122,7 @@ class LocalSGD(GroupedStrategy):
             self._step = given.step
         self._join_writers(generation.world_size)
         if self._step == 0 and (path := self._newest_checkpoint(group)) is not None:
-            self._rounds.adopt(holding := read(path, everything))
+            self._rounds.adopt(holding := self._read_checkpoint(path, everything))
             self._step = holding.step
         self._rank = generation.rank
         self._rounds.regroup()

@@ -1,0 +1,97 @@
+"""A checkpoint goes on with the samples that it was written amid, or it is refused by the field."""
+
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from elastic_bodies import build, data
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.checkpoint import names
+from shoal.checkpoint.directory import complete
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
+
+BATCHES: dict[str, Any] = {"global_batch_size": 24, "epochs": 2, "seed": 5, "shuffle": True}
+EVERY_STEPS = 4
+
+
+def trained(
+    cluster: LocalCluster,
+    directory: Path,
+    strategy: str = "ddp",
+    *,
+    num_steps: int = 1000,
+    samples: Any = None,
+    **changes: Any,
+) -> list[int]:
+    """The steps that a lone member of a new job takes, at most so many."""
+    model, optimizer = build("sgd")
+    taken = []
+    job = f"resume-{secrets.token_hex(4)}"
+    with shoal.join(job, coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(
+            model,
+            optimizer,
+            strategy=strategy,
+            checkpoints=shoal.Checkpoints(directory, every_steps=EVERY_STEPS),
+        )
+        for batch in session.batches(samples or data(), **{**BATCHES, **changes}):
+            with session.step():
+                session.backward(cross_entropy(model(batch.inputs), batch.targets))
+            taken.append(batch.step)
+            if len(taken) == num_steps:
+                break
+    return taken
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
+def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Its step stands for other samples then: some would be trained twice, others never."""
+    trained(cluster, tmp_path, strategy, num_steps=6)
+    assert max(complete(tmp_path)) == EVERY_STEPS
+    inputs, targets = data()
+    for changes, field, seen, expected in (
+        ({"global_batch_size": 12}, "global_batch", "12", "24"),
+        ({"seed": 6}, "seed", "6", "5"),
+        ({"shuffle": False}, "shuffle", "false", "true"),
+        ({"samples": (inputs[:90], targets[:90])}, "dataset", r"\(90, 20\)", r"\(101, 20\)"),
+    ):
+        with pytest.raises(InvalidSpec, match=f"{field}.*{seen}.*expected.*{expected}.*directory"):
+            trained(cluster, tmp_path, strategy, **changes)
+    assert trained(cluster, tmp_path, strategy) == list(range(EVERY_STEPS, 10))
+
+
+def test_a_finished_run_is_trained_for_more_epochs(cluster: LocalCluster, tmp_path: Path) -> None:
+    """The order of an epoch does not depend on how many there are."""
+    assert trained(cluster, tmp_path) == list(range(10))
+    assert trained(cluster, tmp_path, epochs=3) == list(range(8, 15))
+
+
+def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    """Those of earlier versions, and of plain torch: there is nothing to compare."""
+    model, _ = build("sgd")
+    own = {"format": 1, "step": 4, "values": {}, "checksums": False}
+    saved = {"model": model.state_dict(), "shoal": {"state": json.dumps(own)}}
+    dcp.save(saved, checkpoint_id=tmp_path / "step-00000004", no_dist=True)
+    assert names.key_of(names.OWN) == "shoal.state"
+    assert trained(cluster, tmp_path, global_batch_size=50) == [4, 5]
+
+
+def test_what_a_checkpoint_tells_of_its_samples(cluster: LocalCluster, tmp_path: Path) -> None:
+    """It stands beside the step, where a person can read it."""
+    trained(cluster, tmp_path, num_steps=5)
+    told: dict[str, Any] = {"shoal": {"state": ""}}
+    dcp.load(told, checkpoint_id=complete(tmp_path)[EVERY_STEPS], no_dist=True)
+    samples = json.loads(told["shoal"]["state"])["values"]["samples"]
+    assert samples["global_batch"] == "24"
+    assert samples["seed"] == "5"
+    assert samples["order"] == "1"
