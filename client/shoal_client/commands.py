@@ -14,6 +14,7 @@ from typing import NoReturn
 from shoal_client.demo.command import add as add_demo
 from shoal_client.drain import add as add_drain
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.limits import add_limits, given_limits
 from shoal_client.local.process import Process
 from shoal_client.snapshots import add as add_snapshots
 from shoal_client.status import add as add_status
@@ -43,6 +44,7 @@ def add_up(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser.add_argument(
         "--dir", type=Path, help="directory for logs and etcd's data (default: a temporary one)"
     )
+    add_limits(parser)
     parser.set_defaults(handler=up)
 
 
@@ -70,6 +72,7 @@ def up(options: argparse.Namespace) -> int:
                 num_parameter_servers=options.ps,
                 listen=_free_or_any(GRPC_PORT),
                 http=_free_or_any(HTTP_PORT),
+                limits=given_limits(options),
             )
             cluster = stack.enter_context(LocalCluster(config, on_exit=on_exit))
             print(_welcome(cluster, directory), flush=True)

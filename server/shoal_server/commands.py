@@ -14,6 +14,7 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_server.core.limits import Limits
 from shoal_server.etcd.config import EtcdConfig, parse_endpoints
 
 BAD_ARGUMENTS = 2
@@ -137,8 +138,8 @@ def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> 
 def _add_config(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
     parser = subparsers.add_parser(
         "config",
-        help="every time limit that follows from two numbers",
-        description="Prints the time limits that a coordinator with these two numbers works by,"
+        help="every time limit that follows from the few that are chosen",
+        description="Prints the time limits that a coordinator with these numbers works by,"
         " what each is for, and the order in which they must be. Starts nothing.",
         allow_abbrev=False,
     )
@@ -161,6 +162,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         default=120.0,
         help="longest wait of a member for a generation, in seconds (default %(default)s);"
         " the other limits follow from it",
+    )
+    option(
+        "--collective-s",
+        type=float,
+        default=0.0,
+        help="longest wait in one collective before it is taken for hung, in seconds (default: a"
+        " quarter of --join-s)",
     )
 
 
@@ -212,6 +220,15 @@ def _read(path: Path) -> str:
         ) from error
 
 
+def limits_of(options: argparse.Namespace) -> Limits:
+    """The time limits of the options. Raises ValueError for numbers out of order."""
+    return Limits(
+        heartbeat_s=options.heartbeat_s,
+        join_s=options.join_s,
+        collective_s=options.collective_s,
+    )
+
+
 def coordinator(options: argparse.Namespace) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT."""
     from shoal_server.coordinator.process import (  # noqa: PLC0415
@@ -219,7 +236,6 @@ def coordinator(options: argparse.Namespace) -> int:
         serve,
     )
     from shoal_server.coordinator.snapshots import SnapshotPolicy  # noqa: PLC0415
-    from shoal_server.core.limits import Limits  # noqa: PLC0415
 
     try:
         config = CoordinatorConfig(
@@ -227,7 +243,7 @@ def coordinator(options: argparse.Namespace) -> int:
             listen=options.listen,
             http=options.http,
             advertise=options.advertise,
-            limits=Limits(heartbeat_s=options.heartbeat_s, join_s=options.join_s),
+            limits=limits_of(options),
             leader_lease_s=options.leader_lease_s,
             copies=options.copies,
             snapshots=SnapshotPolicy(
@@ -245,10 +261,9 @@ def coordinator(options: argparse.Namespace) -> int:
 def config(options: argparse.Namespace) -> int:
     """Print the time limits; 2 for numbers that a coordinator would not start with."""
     from shoal_server.config_command import show  # noqa: PLC0415
-    from shoal_server.core.limits import Limits  # noqa: PLC0415
 
     try:
-        limits = Limits(heartbeat_s=options.heartbeat_s, join_s=options.join_s)
+        limits = limits_of(options)
     except ValueError as error:
         return _bad_arguments("config", error)
     show(limits, as_json=options.json)

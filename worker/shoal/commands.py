@@ -16,6 +16,7 @@ from shoal.launcher import Launcher
 from shoal.run_config import RunConfig, threads_per_worker
 from shoal_client.host_reports import check_reachable, parse_coordinators
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.limits import add_limits, given_limits
 from shoal_proto.errors import InvalidSpec
 
 REACH_TIMEOUT_S = 3.0
@@ -61,6 +62,7 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     parser.add_argument(
         "--ps", type=int, default=2, help="parameter servers of a cluster of its own"
     )
+    add_limits(parser)
     option("-m", "--module", action="store_true", help="run a module, not a script")
     option("script", help="what each worker runs: a script, or with -m a module")
     option("arguments", nargs=argparse.REMAINDER, help="its arguments")
@@ -83,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
         else:
             # Before the launcher takes the signals over: a SIGTERM must undo what has started.
             stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
-            config = replace(config, coordinators=_own_cluster(stack, options.ps), alone=True)
+            config = replace(config, coordinators=_own_cluster(stack, options), alone=True)
         return Launcher(config).run()
 
 
@@ -93,6 +95,13 @@ def read_config(options: argparse.Namespace, coordinators: str) -> RunConfig:
     given = options.coordinator is not None or bool(coordinators)
     if not given and options.ps < 0:
         raise InvalidSpec("bad --ps", seen=str(options.ps), expected="0 or more")
+    if given and (limits := given_limits(options)):
+        raise InvalidSpec(
+            "time limits are the coordinator's, and this run uses one that stands",
+            seen=f"{', '.join(limits)} with the coordinator {addresses}",
+            expected="time limits where the run starts a cluster of its own",
+            fix="Give them to `shoal up` or `shoal coordinator`.",
+        )
     return RunConfig(
         job=options.job or _default_job(options),
         coordinators=parse_coordinators(addresses) if given else (),
@@ -127,11 +136,15 @@ def _target(options: argparse.Namespace) -> Sequence[str]:
     return (options.script, *options.arguments)
 
 
-def _own_cluster(stack: ExitStack, num_parameter_servers: int) -> Sequence[str]:
+def _own_cluster(stack: ExitStack, options: argparse.Namespace) -> Sequence[str]:
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-run-")))
     _say("no --coordinator given: starting a cluster on this machine for this run")
     cluster = LocalCluster(
-        LocalClusterConfig(directory=directory, num_parameter_servers=num_parameter_servers)
+        LocalClusterConfig(
+            directory=directory,
+            num_parameter_servers=options.ps,
+            limits=given_limits(options),
+        )
     )
     stack.enter_context(cluster)
     _say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")

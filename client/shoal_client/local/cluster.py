@@ -41,6 +41,9 @@ class LocalClusterConfig:
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """The environment of every part."""
+    limits: Mapping[str, float] = field(default_factory=dict)
+    """The coordinator's time limits that are not its defaults, by option: {"--join-s": 600.0}. It
+    refuses those that do not go together, and then the cluster does not come up."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:
@@ -140,9 +143,9 @@ class LocalCluster:
         (etcd,) = start_etcd(self._supervisor.spawn, self._config.directory / "etcd")
         self._etcd, self.etcd = etcd.process, etcd.endpoint
         # All at once: none of them needs another to come up.
-        coordinator = self._spawn(
-            "coordinator", "--listen", self._config.listen, "--http", self._config.http
-        )
+        serving = ("--listen", self._config.listen, "--http", self._config.http)
+        limits = (f"{option}={seconds:g}" for option, seconds in self._config.limits.items())
+        coordinator = self._spawn("coordinator", *serving, *limits)
         servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
         deadline_s = time.monotonic() + self._config.start_timeout_s
         ready = self._await_ready(coordinator, deadline_s)

@@ -1,4 +1,4 @@
-"""Every time limit, computed from two numbers, in an order that makes sense.
+"""Every time limit, computed from two or three numbers, in an order that makes sense.
 
 A limit that is out of order shows as a fault far from its cause: a lease shorter than a few
 heartbeats expels the living, a collective that outwaits the watchdog is killed as if it hung. So
@@ -12,25 +12,35 @@ MIN_HEARTBEAT_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds, all of them. Only `heartbeat_s` and `join_s` are chosen."""
+    """Seconds, all of them. Only `heartbeat_s`, `join_s` and `collective_s` are chosen."""
 
     heartbeat_s: float = 0.5
     """How often a member says that it lives. Less finds a silent loss sooner and costs more."""
     join_s: float = 120.0
     """The longest any member waits to become part of a generation before it is told why not."""
+    collective_s: float = 0.0
+    """Time limit of one collective, and for a trainer to come to a stand after a break: how long a
+    hang goes unnoticed. 0: a quarter of `join_s`."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s >= MIN_HEARTBEAT_S:
             raise ValueError(
                 f"heartbeat_s is {self.heartbeat_s}; expected at least {MIN_HEARTBEAT_S}"
             )
+        if not self.collective_s >= 0:
+            raise ValueError(
+                f"collective_s is {self.collective_s}; expected seconds above 0,"
+                " or 0 for a quarter of join_s"
+            )
+        if not self.collective_s:
+            object.__setattr__(self, "collective_s", self.join_s / 4)
         for smaller, larger in self.hierarchy():
             if not smaller[1] < larger[1]:
                 raise ValueError(
                     f"{smaller[0]} ({smaller[1]:g} s) must stay below"
                     f" {larger[0]} ({larger[1]:g} s)."
-                    f" Raise join_s (now {self.join_s:g}) or lower heartbeat_s"
-                    f" (now {self.heartbeat_s:g})."
+                    f" join_s is {self.join_s:g}, collective_s {self.collective_s:g},"
+                    f" heartbeat_s {self.heartbeat_s:g}: raise the former or lower the latter."
                 )
 
     def hierarchy(self) -> tuple[tuple[tuple[str, float], tuple[str, float]], ...]:
@@ -96,11 +106,6 @@ class Limits:
         return self.join_s / 4
 
     @property
-    def collective_s(self) -> float:
-        """Time limit of one collective, and for a trainer to come to a stand after a break."""
-        return self.join_s / 4
-
-    @property
     def watchdog_s(self) -> float:
-        """A step that takes longer is taken for hung."""
-        return self.join_s / 2
+        """A process none of whose threads has run for so long is taken for hung."""
+        return 2 * self.collective_s

@@ -1,5 +1,6 @@
 """A cluster on this machine: all parts up inside the block, none after it, failures told."""
 
+import argparse
 import queue
 import signal
 import socket
@@ -12,8 +13,12 @@ import pytest
 
 from shoal_client.host_reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.limits import add_limits, given_limits
 from shoal_client.local.process import Process
+from shoal_client.membership import Member, Membership
 from shoal_proto.errors import InvalidSpec, Unavailable
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
 # Seconds on an idle machine; the bound is for one that is busy with other tests.
 pytestmark = pytest.mark.timeout(240)
@@ -65,6 +70,37 @@ def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
             cluster.__enter__()
     assert address in raised.value.fix
     assert cluster.processes == {}
+
+
+def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> None:
+    """What `shoal run` and `shoal up` are given is what members are told on admission."""
+    parser = argparse.ArgumentParser()
+    add_limits(parser)
+    assert given_limits(parser.parse_args([])) == {}
+    given = given_limits(parser.parse_args(["--join-s", "600", "--collective-s=7"]))
+    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=given)
+    with LocalCluster(config) as cluster:
+        member = Member(
+            coordinators=[cluster.coordinator],
+            spec=JobSpec(job="limits", min_members=1, max_members=1, desired_members=1),
+            member_id="m",
+            incarnation=new_incarnation(),
+            info=MemberInfo(host="h"),
+        )
+        membership = Membership(member)
+        membership.attend(DEADLINE_S)
+        limits = membership.limits
+        membership.leave(completed=True, reason="seen")
+    assert (limits.join_s, limits.collective_s, limits.heartbeat_s) == (600, 7, 0.5)
+
+
+def test_limits_that_do_not_go_together_are_told_with_the_order(tmp_path: Path) -> None:
+    """The coordinator's own words, in the error of the cluster that does not come up."""
+    limits = {"--join-s": 10.0, "--collective-s": 9.0}
+    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=limits)
+    with pytest.raises(Unavailable, match="exited with code 2") as raised:
+        LocalCluster(config).__enter__()
+    assert "watchdog_s (18 s) must stay below join_s (10 s)" in raised.value.fix
 
 
 def test_bad_number_of_servers(tmp_path: Path) -> None:

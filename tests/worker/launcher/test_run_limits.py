@@ -1,0 +1,21 @@
+"""The time limits of `shoal run`: of the cluster that it starts, and of no other."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal_client.cli import main
+
+
+@pytest.mark.parametrize("option", ["--join-s", "--collective-s", "--heartbeat-s"])
+def test_limits_of_a_coordinator_that_stands_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    """At once, with exit code 2, before the coordinator is asked for."""
+    script = tmp_path / "train.py"
+    script.touch()
+    stands = ["--coordinator", "127.0.0.1:9"]
+    assert main(["run", *stands, option, "60", str(script)]) == 2
+    told = capsys.readouterr().err
+    assert f"{option} with the coordinator 127.0.0.1:9" in told
+    assert "shoal coordinator" in told
