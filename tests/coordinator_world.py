@@ -5,6 +5,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+import grpc.aio
+
 from shoal_client.beat_board import BeatSlot
 from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation
@@ -20,6 +22,7 @@ FIELDS = {"strategy": "ddp", "schema": "s1"}
 @dataclass(kw_only=True)
 class Served:
     coordinator: Coordinator
+    server: grpc.aio.Server
     address: str
     clients: list[Membership] = field(default_factory=list)
 
@@ -72,16 +75,20 @@ async def entered(client: Membership, above: int) -> pb.GenerationRecord:
 
 @asynccontextmanager
 async def served(
-    store: KeyValueStore, limits: Limits | None = None, conditions: Sequence[Compare] = ()
+    store: KeyValueStore,
+    limits: Limits | None = None,
+    conditions: Sequence[Compare] = (),
+    *,
+    address: str = "127.0.0.1:0",
 ) -> AsyncIterator[Served]:
-    """A coordinator that leads, on a free port."""
+    """A coordinator that leads, on a free port unless one is named."""
     server = new_server()
-    address = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
+    address = f"127.0.0.1:{bind(server, address)}"
     async with Coordinator(store, limits or Limits()).running() as coordinator:
         coordinator.add_services(server)
         await coordinator.lead(conditions)
         await server.start()
-        world = Served(coordinator=coordinator, address=address)
+        world = Served(coordinator=coordinator, server=server, address=address)
         try:
             yield world
         finally:

@@ -5,6 +5,7 @@ fail-over, and tells of a break at once through `on_break`; another sends heartb
 passes wishes to drain on. `Membership` is what the trainer's thread sees of it.
 """
 
+import math
 import queue
 import threading
 import time
@@ -86,6 +87,9 @@ class Attendance:
         self._threads: list[threading.Thread] = []
         self._stream: grpc.Call | None = None
         self._admitted = False
+        self._away = True
+        """Whether no coordinator holds this member's stream."""
+        self._attends_since_s = -math.inf
         self._failure: ShoalError | None = None
         self._proposal: pb.Proposal | None = None
         self._shown = ShownRoster()
@@ -119,15 +123,16 @@ class Attendance:
 
     def ready(self, record: pb.GenerationRecord) -> None:
         """Say that the first collective of the generation passed."""
+        self._call_for_ever(membership_calls.ready, self._ready_request(record))
+
+    def _ready_request(self, record: pb.GenerationRecord) -> pb.ReadyRequest:
         with self._changed:
             self._ready_generation = record.roster.generation
             if self._proposal is not None and record.roster.synchronous:
                 # A leader that comes later is to know that this member holds what all hold.
                 self._proposal.has_state = True
                 self._proposal.step = max(self._proposal.step, self._step)
-        self._call(
-            membership_calls.ready, pb.ReadyRequest(token=self._token(record.roster.generation))
-        )
+        return pb.ReadyRequest(token=self._token(record.roster.generation))
 
     def _is_in(self, record: pb.GenerationRecord) -> bool:
         own = (self._member.member_id, self._member.incarnation)
@@ -155,6 +160,30 @@ class Attendance:
         except ShoalError as error:
             self._fail(error)
             raise self.failure or error from None
+
+    def _call_for_ever(
+        self, method_of: Callable[[grpc.Channel], Method[pb.Ack]], request: object
+    ) -> None:
+        """For the trainer's thread, which has nothing to do meanwhile; all of these may be said
+        twice. Raises what ended the membership."""
+        try:
+            self._coordinators.persist(
+                lambda: self._call(method_of, request),
+                waits_for=type(request).__name__.removesuffix("Request"),
+                gives_up=lambda: self._closing.is_set() or self._failure is not None,
+            )
+        except RetryError as error:
+            raise self._failure or error from None
+
+    def _give_up_s(self, since_s: float, limit_s: float) -> float:
+        """When a wait for the coordinator's word is over: while none is there, no time passes."""
+        return math.inf if self._away else max(since_s, self._attends_since_s) + limit_s
+
+    def _note_away(self, *, away: bool) -> None:
+        with self._changed:
+            self._away = away
+            self._attends_since_s = time.monotonic()
+            self._changed.notify_all()
 
     def _fail(self, error: ShoalError) -> None:
         with self._changed:
@@ -190,6 +219,8 @@ class Attendance:
                 with patience.until_answered(stream):
                     for notice in stream:
                         patience.answered()
+                        if self._away:
+                            self._note_away(away=False)
                         back_off.reset()
                         self._take(notice)
                 error = None
@@ -198,6 +229,7 @@ class Attendance:
             except ShoalError as answer_error:
                 # An answer to a notice did not get through, or came too late to count.
                 error = answer_error
+            self._note_away(away=True)
             if self._closing.is_set() or self._failure is not None:
                 return
             if error is not None and not isinstance(error, RetryError):
@@ -222,7 +254,7 @@ class Attendance:
 
         While the launcher's beats for this member are accepted, they are enough.
         """
-        slot = self._member.beat_slot
+        slot, reached = self._member.beat_slot, True
         while not self._closing.wait(self.limits.heartbeat_s):
             if slot is not None:
                 slot.runs()
@@ -236,8 +268,11 @@ class Attendance:
                     timeout_s=self.limits.lease_s,
                 )
             except ShoalError as error:
-                log.info("heartbeat_failed", member=beat.token.member_id, reason=str(error))
+                if reached:
+                    log.info("heartbeat_failed", member=beat.token.member_id, reason=str(error))
+                reached = False
                 continue
+            reached = True
             if reply.replies and reply.replies[0].HasField("error"):
                 self._fail(from_detail(reply.replies[0].error))
                 return
@@ -310,7 +345,8 @@ class Attendance:
                 with self._changed:
                     self._record, self._generation = record, number
                     self._changed.notify_all()
-                self.ready(record)
+                # Not for ever: this thread has a stream to hold. It is said again on attendance.
+                self._call(membership_calls.ready, self._ready_request(record))
             return
         if number <= self._generation:
             self._offer_again(number)  # told again after a reconnection

@@ -154,6 +154,34 @@ class Coordinators:
                 self.move_on(address, error)
             self._closed.wait(pause_s)
 
+    def persist(
+        self,
+        call: Callable[[], Reply_co],
+        *,
+        waits_for: str,
+        gives_up: Callable[[], bool] = lambda: False,
+    ) -> Reply_co:
+        """Make a call again until it is answered: no coordinator need be there for hours.
+
+        `call` bounds each attempt itself. Raises what it is refused with, and its last RetryError
+        once `gives_up()` says so or the connection was closed. An outage is two lines in the log.
+        """
+        back_off, began_s, away = BackOff(), time.monotonic(), False
+        while True:
+            try:
+                reply = call()
+            except RetryError as error:
+                if gives_up() or self._closed.wait(back_off.pause_s()):
+                    raise
+                if not away:
+                    log.warning("coordinator_away", waits_for=waits_for, reason=str(error))
+                away = True
+                continue
+            if away:
+                away_s = round(time.monotonic() - began_s, 1)
+                log.info("coordinator_back", waits_for=waits_for, away_s=away_s)
+            return reply
+
     def close(self) -> None:
         """Close every connection; calls under way fail."""
         self._closed.set()

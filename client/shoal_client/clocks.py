@@ -38,8 +38,8 @@ class Clock:
         bound: int,
         wait_s: float = 60.0,
     ) -> None:
-        """`wait_s`: how long a wait for others may take. The coordinator takes out whoever holds
-        the others up for too long, so this is only reached where no coordinator answers."""
+        """`wait_s`: how long a wait for others may take while a coordinator is there, which takes
+        out whoever holds the others up for too long."""
         self._coordinators = coordinators
         self._token = token
         self._bound = bound
@@ -63,8 +63,8 @@ class Clock:
         """Return once a step of this member may begin; whether newer values must be pulled first.
 
         The values in hand will do where all that they must hold was known to be applied before
-        they were received. Raises DeadlineExceeded, which says for whom it waited, Unavailable
-        and Fenced.
+        they were received. While no coordinator is there it waits for one. Raises DeadlineExceeded,
+        which says for whom it waited, and Fenced.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
@@ -116,20 +116,29 @@ class Clock:
             log.info("clock_not_told", reason=str(error))
 
     def _wait(self, *, pulled: bool) -> None:
-        give_up_s = time.monotonic() + self._wait_s
-        reason = "nobody"
-        while (left_s := give_up_s - time.monotonic()) > 0:
-            reply = self._call(min(POLL_S, left_s), left_s + ANSWER_WITHIN_S, pulled=pulled)
+        waited_s, reason = 0.0, "nobody"
+        while waited_s < self._wait_s:
+            reply, took_s = self._ask(min(POLL_S, self._wait_s - waited_s), pulled=pulled)
             self._adopt(reply)
             if reply.allowed:
                 return
-            reason = reply.reason
+            waited_s, reason = waited_s + took_s, reply.reason
         raise DeadlineExceeded(
             f"this member may not begin its step in round {self._round}",
             seen=f"a wait of {self._wait_s:g} s for {reason}",
             expected=f"everybody to be at most {self._bound} rounds behind",
             fix="See `shoal status` for who is slow, or raise the bound.",
         )
+
+    def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:
+        """The answer, and how long the attempt that brought it took: an outage is no wait."""
+
+        def ask() -> tuple[pb.AdvanceReply, float]:
+            asked_s = time.monotonic()
+            reply = self._call(wait_s, wait_s + ANSWER_WITHIN_S, pulled=pulled)
+            return reply, time.monotonic() - asked_s
+
+        return self._coordinators.persist(ask, waits_for="the others' clocks")
 
     def _call(
         self, wait_s: float, timeout_s: float, *, pulled: bool = False, begins: bool = False

@@ -1,7 +1,7 @@
 """A worker's membership as its trainer sees it: whether it may go on, and with whom.
 
 Background threads keep the membership up (`attendance.py`); the trainer's thread reads where it
-stands, and only ever waits here with a time limit.
+stands. Its waits have time limits, which stand still while no coordinator is there.
 """
 
 import threading
@@ -58,17 +58,20 @@ class Membership(Attendance):
         )
         with self._changed:
             self._proposal, self._step, self._begun = proposal, step, step - 1
-        self._call(membership_calls.propose, pb.ProposeRequest(token=self.token, proposal=proposal))
+        self._call_for_ever(
+            membership_calls.propose, pb.ProposeRequest(token=self.token, proposal=proposal)
+        )
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """The next committed record with a number above `above` that has this member in it.
 
-        Waits through aborted attempts and stand-by, `timeout_s` (default: the job's join limit) at
-        the most. Raises what the coordinator refused this member with (ProposalConflict,
-        JobFinished, Fenced ...), or DeadlineExceeded with the reason for the wait.
+        Waits through aborted attempts and stand-by, `timeout_s` at the most; by default the job's
+        join limit, and while no coordinator is there that time stands still. Raises what the
+        coordinator refused this member with (ProposalConflict, JobFinished, Fenced ...), or
+        DeadlineExceeded with the reason for the wait.
         """
         limit_s = timeout_s if timeout_s is not None else self.limits.join_s + ATTEND_TIMEOUT_S
-        give_up_s = time.monotonic() + limit_s
+        since_s = time.monotonic()
         with self._changed:
             while True:
                 if self._failure is not None:
@@ -79,12 +82,20 @@ class Membership(Attendance):
                     self._generation = number
                     self._crossed_at = self._stood_at = None
                     return record
-                left_s = give_up_s - time.monotonic()
-                if left_s <= 0:
+                give_up_s = since_s + limit_s
+                if timeout_s is None:
+                    give_up_s = self._give_up_s(since_s, limit_s)
+                if not self._wait_until(give_up_s):
                     raise DeadlineExceeded(
                         f"no generation above {above} within {limit_s:g} s", seen=self._waiting_for
                     )
-                self._changed.wait(left_s)
+
+    def _wait_until(self, give_up_s: float) -> bool:
+        """Wait for a change; whether there was time left for one."""
+        left_s = give_up_s - time.monotonic()
+        if left_s > 0:
+            self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
+        return left_s > 0
 
     # --- training ---
 
@@ -95,12 +106,12 @@ class Membership(Attendance):
 
         None: it has begun. A record: the old generation stops here by agreement; bring this one up
         instead, then ask again. Waits only while the members agree on where to stop, which takes
-        no longer than a step of the slowest; and, where the next generation goes on without this
-        member, until it runs; before that wait it calls `hand_over`, once. Raises what ended the
-        membership: MemberDrained after that.
+        no longer than a step of the slowest where a coordinator is there; and, where the next
+        generation goes on without this member, until it runs; before that wait it calls
+        `hand_over`, once. Raises what ended the membership: MemberDrained after that.
         """
         with self._changed:
-            give_up_s: float | None = None
+            since_s: float | None = None
             while True:
                 if self._failure is not None:
                     raise self._failure
@@ -118,8 +129,11 @@ class Membership(Attendance):
                     self._unlocked(hand_over)
                     hand_over = None
                     continue
-                give_up_s = give_up_s or time.monotonic() + self._boundary_limit_s
-                if not self._changed.wait(give_up_s - time.monotonic()):
+                since_s = since_s or time.monotonic()
+                give_up_s = since_s + self._boundary_limit_s
+                if change.stop_at is None:
+                    give_up_s = self._give_up_s(since_s, self._boundary_limit_s)
+                if not self._wait_until(give_up_s):
                     raise self._boundary_overdue(change)
             self._begun = step
             return None
@@ -156,11 +170,16 @@ class Membership(Attendance):
         return generation in self._broken
 
     def wait_broken(self, generation: int, timeout_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed."""
+        """Wait for the break of a generation in which a collective failed; whether it is over.
+
+        While no coordinator is there, who would tell, the time stands still.
+        """
+        since_s = time.monotonic()
         with self._changed:
-            return self._changed.wait_for(
-                lambda: generation in self._broken or self._failure is not None, timeout_s
-            )
+            while generation not in self._broken and self._failure is None:
+                if not self._wait_until(self._give_up_s(since_s, timeout_s)):
+                    return False
+            return True
 
     def successor(self) -> pb.GenerationRecord | None:
         """The planned successor of the current generation, once its members agreed where to stop.
@@ -180,7 +199,7 @@ class Membership(Attendance):
 
     def report_broken(self, error: str) -> None:
         """Tell the coordinator that a collective of the current generation failed here."""
-        self._call(
+        self._call_for_ever(
             membership_calls.report_broken,
             pb.ReportBrokenRequest(token=self.token, error=error[:1000]),
         )
@@ -196,7 +215,7 @@ class Membership(Attendance):
                 self._proposal.step, self._proposal.has_state = step, has_state
             request = pb.SettleRequest(token=self.token, step=step, has_state=has_state)
             self._stood_at = request
-        self._call(membership_calls.settle, request)
+        self._call_for_ever(membership_calls.settle, request)
 
     # --- leaving ---
 

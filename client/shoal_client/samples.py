@@ -53,7 +53,7 @@ class Samples:
 
         Both numbers must be the same for every member of the job.
         """
-        self._coordinators = coordinators
+        self.coordinators = coordinators
         self._token = token
         self._dataset_size = dataset_size
         self._num_epochs = num_epochs
@@ -96,7 +96,7 @@ class Samples:
                 num_epochs=self._num_epochs,
                 sequence=self._sequence,
             )
-            reply = self._coordinators.call(
+            reply = self.coordinators.call(
                 lambda channel: SamplesStub(channel).Lease, request, timeout_s=timeout_s
             )
             self._unreported.clear()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 
 import structlog
 
@@ -12,12 +13,14 @@ from shoal_proto.errors import JobFinished, RejoinError, RetryError
 log = structlog.get_logger(__name__)
 
 REPORT_WITHIN_S = 3.0
+LOOK_UP_EACH_S = 1.0
 
 
 class Leases:
     """Yields ranges to train on until every sample of every epoch is done, by whomever.
 
-    Where there is none now, since others are still at work, it yields None now and then.
+    Where there is none now, since others are still at work or no coordinator is there, it yields
+    None now and then.
     """
 
     def __init__(self, samples: Samples, batch_size: int) -> None:
@@ -32,7 +35,12 @@ class Leases:
     def __iter__(self) -> Iterator[SampleRange | None]:
         ahead: Future[Lease] = self._ask()
         while True:
-            lease = ahead.result()
+            try:
+                lease = ahead.result(timeout=LOOK_UP_EACH_S)
+            except FutureTimeout:
+                # No coordinator is there, maybe for long: the trainer looks after itself meanwhile.
+                yield None
+                continue
             if lease.exhausted:
                 return
             if lease.range is None:
@@ -75,8 +83,16 @@ class Leases:
             log.warning("samples_not_reported", reason=str(error))
 
     def _ask(self) -> Future[Lease]:
-        self._ahead = self._pool.submit(lambda: self._samples.lease(self._batch_size, self._take()))
+        self._ahead = self._pool.submit(self._lease)
         return self._ahead
+
+    def _lease(self) -> Lease:
+        """What was done goes along with the first attempt, and is kept for the next ones."""
+        return self._samples.coordinators.persist(
+            lambda: self._samples.lease(self._batch_size, self._take()),
+            waits_for="samples",
+            gives_up=lambda: self._closed,
+        )
 
     def _take(self) -> list[SampleRange]:
         with self._changed:

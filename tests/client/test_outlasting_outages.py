@@ -1,0 +1,181 @@
+"""Nobody gives up on a coordinator that is away, however long that lasts."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from coordinator_world import Served, entered, propose, served
+
+from shoal.leases import Leases
+from shoal_client import membership
+from shoal_client.channel import Coordinators
+from shoal_client.clocks import Clock
+from shoal_client.samples import Lease, SampleRange
+from shoal_proto.errors import Fenced, Unavailable
+from shoal_proto.v1 import clocks_pb2
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+
+LIMITS = Limits(heartbeat_s=0.1, join_s=2.0)
+LONGER_THAN_ANY_LIMIT_S = 1.5 * LIMITS.join_s
+
+
+@asynccontextmanager
+async def away(store: MemoryStore, world: Served) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """The coordinator is not there, until what is given is called: then one is at its address."""
+    await world.coordinator.step_down()
+    await world.server.stop(None)
+    back = served(store, LIMITS, address=world.address)
+    came = False
+
+    async def come_back() -> None:
+        nonlocal came
+        await back.__aenter__()
+        came = True
+
+    try:
+        yield come_back
+    finally:
+        for client in world.clients:
+            await asyncio.to_thread(client.close)
+        if came:
+            await back.__aexit__(None, None, None)
+
+
+async def outlasts(waiting: "asyncio.Future[Any]", come_back: Callable[[], Awaitable[None]]) -> Any:
+    """What the wait came to; it must not have ended before a coordinator is there."""
+    ended, _ = await asyncio.wait({waiting}, timeout=LONGER_THAN_ANY_LIMIT_S)
+    assert not ended, f"it gave up: {waiting.exception()!r}"
+    await come_back()
+    async with asyncio.timeout(10.0):
+        return await waiting
+
+
+async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() -> None:
+    store = MemoryStore()
+    async with served(store, LIMITS) as world:
+        client = world.client("a", desired=1)
+        await asyncio.to_thread(client.attend)
+        async with away(store, world) as come_back:
+            said = asyncio.ensure_future(asyncio.to_thread(propose, client))
+            await outlasts(said, come_back)
+            record = await entered(client, 0)
+            assert record.roster.generation == 1
+
+
+async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "ATTEND_TIMEOUT_S", 0.1)
+    store = MemoryStore()
+    async with served(store, LIMITS) as world:
+        client = await world.joined("a", desired=2, low=2)
+        async with away(store, world) as come_back:
+            waits = asyncio.ensure_future(asyncio.to_thread(client.await_generation, 0))
+            ended, _ = await asyncio.wait({waits}, timeout=LONGER_THAN_ANY_LIMIT_S)
+            assert not ended, f"it gave up: {waits.exception()!r}"
+            await come_back()
+            other = world.client("b", desired=2, low=2)
+            await asyncio.to_thread(other.attend)
+            await asyncio.to_thread(propose, other)
+            async with asyncio.timeout(10.0):
+                assert (await waits).roster.generation == 1
+
+
+async def test_a_broken_generation_is_reported_when_a_coordinator_is_back() -> None:
+    """Two members whose collective failed meanwhile: neither raises the peer's loss as its own."""
+    store = MemoryStore()
+    async with served(store, LIMITS) as world:
+        members = await world.training("a", "b")
+
+        def recover(name: int) -> bool:
+            member = members[name]
+            member.report_broken("a collective failed")
+            return member.wait_broken(1, LIMITS.collective_s)
+
+        async with away(store, world) as come_back:
+            both = asyncio.gather(*(asyncio.to_thread(recover, name) for name in range(2)))
+            assert await outlasts(both, come_back) == [True, True]
+
+
+class AwaySamples:
+    """The coordinator's samples, once `back` is set."""
+
+    def __init__(self) -> None:
+        self.coordinators = Coordinators(["127.0.0.1:1"])
+        self.back = threading.Event()
+        self.attempts = 0
+        self.completed: list[SampleRange] = []
+        self.error: Exception = Unavailable("nobody is there")
+
+    def lease(
+        self, num_samples: int, completed: Iterable[SampleRange] = (), timeout_s: float = 0.0
+    ) -> Lease:
+        self.attempts += 1
+        self.completed += completed
+        if not self.back.is_set():
+            raise self.error
+        span = SampleRange(0, 0, num_samples)
+        return Lease(range=span, exhausted=False, retry_after_s=0.0)
+
+
+def test_samples_are_asked_for_until_they_come() -> None:
+    """The trainer's loop turns meanwhile, and what was done before is told once."""
+    samples = AwaySamples()
+    leases = Leases(samples, 8)  # type: ignore[arg-type]
+    done = SampleRange(0, 8, 16)
+    leases.done(done)
+    spans = iter(leases)
+    assert next(spans) is None
+    assert next(spans) is None
+    samples.back.set()
+    while (span := next(spans)) is None:
+        continue
+    assert span == SampleRange(0, 0, 8)
+    assert samples.completed == [done]
+    leases.close()
+
+
+def test_samples_are_refused_at_once() -> None:
+    """A member that was lost meanwhile does not ask for ever."""
+    samples = AwaySamples()
+    samples.error = Fenced("lost")
+    leases = Leases(samples, 8)  # type: ignore[arg-type]
+    with pytest.raises(Fenced):
+        next(iter(leases))
+    leases.close()
+
+
+class AwayClocks(Coordinators):
+    """Answers the first call after so many that find nobody."""
+
+    def __init__(self, num_silent: int) -> None:
+        super().__init__(["127.0.0.1:1"])
+        self.left = num_silent
+
+    def call(self, method_of: Any, request: Any, *, timeout_s: float) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            raise Unavailable("nobody is there")
+        return clocks_pb2.AdvanceReply(allowed=True, clock=3)
+
+
+def test_a_clock_waits_for_a_coordinator_as_long_as_it_takes() -> None:
+    """Its own limit is for the other members, and an outage uses nothing of it up."""
+    coordinators = AwayClocks(6)
+    clock = Clock(coordinators, Token, bound=1, wait_s=0.01)
+    assert clock.begin() is True
+    assert clock.round == 3
+    assert coordinators.left == -1
+
+
+def test_a_closed_connection_ends_every_wait() -> None:
+    coordinators = AwayClocks(10**9)
+    clock = Clock(coordinators, Token, bound=1)
+    closing = threading.Timer(0.1, coordinators.close)
+    closing.start()
+    with pytest.raises(Unavailable):
+        clock.begin()
+    closing.join()
