@@ -1,11 +1,11 @@
 """The client's commands; `shoal up` is here: a cluster on this machine."""
 
 import argparse
+import queue
 import signal
 import socket
 import sys
 import tempfile
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
@@ -14,8 +14,8 @@ from typing import NoReturn
 from shoal_client.demo.command import add as add_demo
 from shoal_client.drain import add as add_drain
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits
-from shoal_client.local.process import Process
 from shoal_client.snapshots import add as add_snapshots
 from shoal_client.status import add as add_status
 
@@ -49,17 +49,11 @@ def add_up(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def up(options: argparse.Namespace) -> int:
-    """Run a cluster until Ctrl-C or SIGTERM (0), or until a part of it ends by itself (1)."""
+    """Run a cluster until Ctrl-C or SIGTERM (0), or until a part of it cannot stay up (1)."""
     if options.ps < 0:
         print(f"shoal up: bad --ps; saw {options.ps}; expected 0 or more", file=sys.stderr)
         return BAD_ARGUMENTS
-    ended = threading.Event()
-    dead: list[Process] = []
-
-    def on_exit(process: Process) -> None:
-        dead.append(process)
-        ended.set()
-
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
     with ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, _interrupt)
@@ -73,20 +67,20 @@ def up(options: argparse.Namespace) -> int:
                 listen=_free_or_any(GRPC_PORT),
                 http=_free_or_any(HTTP_PORT),
                 limits=given_limits(options),
+                restart=RestartPolicy(),
             )
-            cluster = stack.enter_context(LocalCluster(config, on_exit=on_exit))
+            cluster = stack.enter_context(LocalCluster(config, say=_say))
+            cluster.when_given_up(ended.put)
             print(_welcome(cluster, directory), flush=True)
-            ended.wait()
+            _say(f"stopping the cluster: {ended.get()}")
+            return 1
         except KeyboardInterrupt:
             print("stopping", flush=True)
             return 0
-        first = dead[0]
-        print(
-            f"shoal up: {first.name} ended with code {first.exit_code}; the end of its log:\n"
-            f"{cluster.log_tail(first.name)}",
-            file=sys.stderr,
-        )
-        return 1
+
+
+def _say(text: str) -> None:
+    print(f"shoal up: {text}", file=sys.stderr, flush=True)
 
 
 def _free_or_any(port: int) -> str:
@@ -117,7 +111,7 @@ In another terminal:
   export SHOAL_COORDINATOR={cluster.coordinator}
   shoal run -n 3 --job first your_script.py
 
-Ctrl-C stops the cluster.\
+A part that ends is started again. Ctrl-C stops the cluster.\
 """
 
 

@@ -16,6 +16,7 @@ from shoal.launcher import Launcher
 from shoal.run_config import RunConfig, threads_per_worker
 from shoal_client.host_reports import check_reachable, parse_coordinators
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits
 from shoal_proto.errors import InvalidSpec
 
@@ -82,11 +83,13 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if config.coordinators:
             check_reachable(config.coordinators, REACH_TIMEOUT_S)
-        else:
-            # Before the launcher takes the signals over: a SIGTERM must undo what has started.
-            stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
-            config = replace(config, coordinators=_own_cluster(stack, options), alone=True)
-        return Launcher(config).run()
+            return Launcher(config).run()
+        # Before the launcher takes the signals over: a SIGTERM must undo what has started.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+        cluster = _own_cluster(stack, options)
+        launcher = Launcher(replace(config, coordinators=(cluster.coordinator,), alone=True))
+        cluster.when_given_up(launcher.give_up)
+        return launcher.run()
 
 
 def read_config(options: argparse.Namespace, coordinators: str) -> RunConfig:
@@ -136,19 +139,18 @@ def _target(options: argparse.Namespace) -> Sequence[str]:
     return (options.script, *options.arguments)
 
 
-def _own_cluster(stack: ExitStack, options: argparse.Namespace) -> Sequence[str]:
+def _own_cluster(stack: ExitStack, options: argparse.Namespace) -> LocalCluster:
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-run-")))
     _say("no --coordinator given: starting a cluster on this machine for this run")
-    cluster = LocalCluster(
-        LocalClusterConfig(
-            directory=directory,
-            num_parameter_servers=options.ps,
-            limits=given_limits(options),
-        )
+    config = LocalClusterConfig(
+        directory=directory,
+        num_parameter_servers=options.ps,
+        limits=given_limits(options),
+        restart=RestartPolicy(),
     )
-    stack.enter_context(cluster)
+    cluster = stack.enter_context(LocalCluster(config, say=_say))
     _say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")
-    return (cluster.coordinator,)
+    return cluster
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -49,7 +49,12 @@ class _Signalled:
     number: int
 
 
-_Event = Process | _Halted | _Signalled
+@dataclass(frozen=True)
+class _GivenUp:
+    reason: str
+
+
+_Event = Process | _Halted | _Signalled | _GivenUp
 
 
 class Launcher:
@@ -73,6 +78,7 @@ class Launcher:
         self._deaf = False
         self._interrupted = 0
         self._starved = False
+        self._given_up = False
         self._kill_at_s: float | None = None
 
     def run(self) -> int:
@@ -95,10 +101,16 @@ class Launcher:
                     self._tell_halted(event)
                 elif isinstance(event, _Signalled):
                     self._interrupt(event)
+                elif isinstance(event, _GivenUp):
+                    self._end_given_up(event.reason)
                 self._start_due(supervisor, board)
         code = self._exit_code()
         self._say(f"{self._outcome()}; exit code {code}")
         return code
+
+    def give_up(self, reason: str) -> None:
+        """End the workers: the cluster that they train on is gone for good. Any thread may call."""
+        self._events.put(_GivenUp(reason))
 
     def _next_event(self) -> _Event | None:
         """What happens next; None: it is time to start a worker."""
@@ -215,7 +227,7 @@ class Launcher:
     @property
     def _ends(self) -> bool:
         """Whether nobody is to be started any more."""
-        return bool(self._interrupted or self._starved or self._completed)
+        return bool(self._interrupted or self._starved or self._given_up or self._completed)
 
     @property
     def _completed(self) -> bool:
@@ -226,7 +238,6 @@ class Launcher:
         )
 
     def _end_if_starved(self) -> None:
-        running = [slot.process for slot in self.slots if slot.process is not None]
         left = sum(not slot.is_over for slot in self.slots)
         few = 0 < left < self._config.min_members
         if not (self._config.alone and few) or self._completed or self._starved:
@@ -236,9 +247,18 @@ class Launcher:
             f"{left} of at least {self._config.min_members} workers left and none can come: "
             "ending them"
         )
+        self._end_workers()
+
+    def _end_given_up(self, reason: str) -> None:
+        self._given_up = True
+        self._say(f"ending the workers: {reason}")
+        self._end_workers()
+
+    def _end_workers(self) -> None:
         self._kill_at_s = time.monotonic() + self._config.grace_s
-        for process in running:
-            process.send_signal(signal.SIGTERM)
+        for slot in self.slots:
+            if slot.process is not None:
+                slot.process.send_signal(signal.SIGTERM)
 
     def _interrupt(self, event: _Signalled) -> None:
         running = [slot.process for slot in self.slots if slot.process is not None]
@@ -265,6 +285,8 @@ class Launcher:
             failed = [each for each in firsts if each.code > 0 and each.code != DRAINED]
             own = [each for each in failed if each.ending not in (Ending.FENCED, Ending.FINISHED)]
             return next((each.code for each in own), 0)
+        if self._given_up:
+            return 1
         if self._interrupted:
             return 128 + self._interrupted
         codes = [each.code for each in self._ended]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from shoal_client.beat_board import Ending
 from shoal_client.lifeline import Watch
-from shoal_client.local.process import Process
+from shoal_client.local.process import Process, how_it_ended
 
 DRAINED = 128 + signal.SIGTERM
 """The exit code of a worker that left its job in good order because it was asked to."""
@@ -66,9 +66,7 @@ class Slot:
 def describe(code: int) -> str:
     """How a process ended, in words."""
     if code < 0:
-        # Real-time signals have no names.
-        known = -code in set(signal.Signals)
-        return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+        return how_it_ended(code)
     if code == DRAINED:
         return f"was drained (exit code {code})"
     return "completed" if code == 0 else f"failed with exit code {code}"

@@ -20,6 +20,7 @@ from shoal_client.demo.plan import PLANS, Outcome
 from shoal_client.demo.show import Bars, table, verdict
 from shoal_client.demo.training import Training
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, tail
+from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.leftovers import adopt_orphans, sweep
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_proto.errors import InternalError, InvalidSpec
@@ -80,12 +81,14 @@ def _train(directory: Path, console: Console) -> Sequence[Outcome]:
     data = directory / "digits.npz"
     # One thread each: there are more processes here than cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
-    config = LocalClusterConfig(directory=directory, environment=environment)
+    config = LocalClusterConfig(
+        directory=directory, environment=environment, restart=RestartPolicy()
+    )
     with Supervisor() as supervisor, Bars(console) as bars:
         # While the cluster comes up: both take a second or two.
         writer = supervisor.spawn(_data_command(data, directory))
         bars.say("starting etcd, a coordinator and two parameter servers")
-        with LocalCluster(config) as cluster:
+        with LocalCluster(config, say=bars.say) as cluster:
             bars.say(f"status page: {cluster.http_url}")
             _await_data(writer, directory)
             for plan in PLANS:

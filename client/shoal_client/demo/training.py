@@ -140,6 +140,8 @@ class Training:
             if self._kill is None and share >= self._plan.kill_at:
                 self._kill = self._kill_one(sorted(tally.committed))
             show(self._progress(tally))
+            if self._cluster.given_up:
+                raise self._failure(self._cluster.given_up)
             if time.monotonic() > deadline_s:
                 raise self._failure(f"not done in {self._plan.timeout_s:.0f} s")
         tally.read()

@@ -5,23 +5,33 @@
 
 Everything is stopped at the end of the block, and nothing survives a crash of the process that
 holds it. Each part takes free ports; its log, and etcd's data, lie in the directory.
+
+With `restart` a part that ends is started again: etcd on its data and its ports, the coordinator at
+its addresses, a parameter server under its id, at its address if that is still free. A server comes
+back empty; its shards are led by their backups meanwhile, and it is given copies again. Without it
+a part that ends stays away, as tests and benchmarks want it.
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from shoal_client.local.etcd import start_etcd
+from shoal_client.local.etcd import EtcdMember, start_etcd, start_members
+from shoal_client.local.keeper import Keeper, RestartPolicy
 from shoal_client.local.process import Command, Process, Supervisor, stop_all
 from shoal_proto.errors import InvalidSpec, Unavailable
 
 LOG_TAIL_LINES = 20
+ETCD = "etcd"
+ANY_PORT = "127.0.0.1:0"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +54,8 @@ class LocalClusterConfig:
     limits: Mapping[str, float] = field(default_factory=dict)
     """The coordinator's time limits that are not its defaults, by option: {"--join-s": 600.0}. It
     refuses those that do not go together, and then the cluster does not come up."""
+    restart: RestartPolicy | None = None
+    """How a part that ends is started again; None: it is not."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:
@@ -55,7 +67,11 @@ class LocalClusterConfig:
 
 
 class LocalCluster:
-    """Starts at `with`, and is up inside the block; `on_exit` tells of a part that ends early."""
+    """Starts at `with`, and is up inside the block.
+
+    `on_exit` tells of each process that ends early; `say` takes lines for people about a part that
+    is started again. Both run on threads of the cluster's.
+    """
 
     etcd: str
     """host:port of etcd."""
@@ -69,12 +85,20 @@ class LocalCluster:
         config: LocalClusterConfig,
         *,
         on_exit: Callable[[Process], None] = lambda process: None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._config = config
-        self._supervisor = Supervisor(on_exit=on_exit, grace_s=config.grace_s)
-        self._etcd: Process | None = None
+        self._supervisor = Supervisor(on_exit=self._exited, grace_s=config.grace_s)
+        self._on_exit = on_exit
+        self._say = say
+        self._given_up = ""
+        self._on_given_up: Callable[[str], None] = lambda reason: None
         self._servers: dict[str, str] = {}
         self._num_servers = 0
+        self._keepers: dict[str, Keeper] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._etcd_serves = threading.Event()
 
     def __enter__(self) -> "LocalCluster":
         self._config.directory.mkdir(parents=True, exist_ok=True)
@@ -94,13 +118,36 @@ class LocalCluster:
     ) -> None:
         self.close()
 
+    @property
+    def given_up(self) -> str:
+        """Why this cluster is of no use any more, with the end of a log; empty while it is up."""
+        return self._given_up
+
+    def when_given_up(self, call: Callable[[str], None]) -> None:
+        """Have `call` told of a part that does not stay up: the reason, and the end of its log.
+
+        Such a cluster is of no use any more. One that was given up before is told of at once; else
+        it runs on a thread of the cluster's.
+        """
+        with self._lock:
+            self._on_given_up, reason = call, self._given_up
+        if reason:
+            call(reason)
+
     def close(self) -> None:
         """Stop every part; etcd last, so that the others can still give up what they hold."""
+        with self._lock:
+            self._closing = True
+        for keeper in self._keepers.values():
+            keeper.let_go()
         try:
-            others = [each for each in self._supervisor.running if each is not self._etcd]
+            others = [each for each in self._supervisor.running if each.name != ETCD]
             stop_all(others, self._config.grace_s)
         finally:
             self._supervisor.close()
+            self._etcd_serves.set()
+            for keeper in self._keepers.values():
+                keeper.join()
 
     @property
     def processes(self) -> Mapping[str, Process]:
@@ -117,6 +164,7 @@ class LocalCluster:
         name, process = self._spawn_server()
         deadline_s = time.monotonic() + self._config.start_timeout_s
         self._servers[name] = self._await_ready(process, deadline_s)["grpc"]
+        self._keep(process, partial(self._restart_server, name))
         return name
 
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
@@ -124,7 +172,9 @@ class LocalCluster:
 
         Raises Unavailable if it takes longer; the server is then still at it.
         """
-        process = self.processes.get(name)
+        process, keeper = self.processes.get(name), self._keepers.get(name)
+        if keeper is not None:
+            keeper.let_go()
         if process is not None:
             process.send_signal(signal.SIGTERM)
             if process.wait(timeout_s) is None:
@@ -137,15 +187,14 @@ class LocalCluster:
 
     def _log_path(self, name: str) -> Path:
         directory = self._config.directory
-        return (directory / "etcd" if name == "etcd" else directory) / f"{name}.log"
+        return (directory / ETCD if name == ETCD else directory) / f"{name}.log"
 
     def _start(self) -> None:
-        (etcd,) = start_etcd(self._supervisor.spawn, self._config.directory / "etcd")
-        self._etcd, self.etcd = etcd.process, etcd.endpoint
+        (etcd,) = start_etcd(self._begin, self._config.directory / ETCD)
+        self.etcd = etcd.endpoint
+        self._etcd_serves.set()
         # All at once: none of them needs another to come up.
-        serving = ("--listen", self._config.listen, "--http", self._config.http)
-        limits = (f"{option}={seconds:g}" for option, seconds in self._config.limits.items())
-        coordinator = self._spawn("coordinator", *serving, *limits)
+        coordinator = self._spawn_coordinator(self._config.listen, self._config.http)
         servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
         deadline_s = time.monotonic() + self._config.start_timeout_s
         ready = self._await_ready(coordinator, deadline_s)
@@ -153,13 +202,81 @@ class LocalCluster:
         self._servers = {
             name: self._await_ready(server, deadline_s)["grpc"] for name, server in servers.items()
         }
+        self._keep(etcd.process, lambda failures: self._restart_etcd(etcd.member))
+        self._keep(coordinator, lambda failures: self._restart_coordinator())
+        for name, server in servers.items():
+            self._keep(server, partial(self._restart_server, name))
+
+    # --- what ends is started again ---
+
+    def _exited(self, process: Process) -> None:
+        with self._lock:
+            if process.name == ETCD and not self._closing:
+                self._etcd_serves.clear()
+        self._on_exit(process)
+
+    def _keep(self, process: Process, start: Callable[[int], Process]) -> None:
+        if self._config.restart is not None:
+            self._keepers[process.name] = Keeper(
+                process, start, self._config.restart, say=self._say, give_up=self._give_up
+            )
+
+    def _give_up(self, name: str, reason: str) -> None:
+        path = self._log_path(name)
+        told = f"{reason}. The end of its log, {path}:\n{tail(path)}"
+        with self._lock:
+            first, self._given_up = not self._given_up, self._given_up or told
+            call = self._on_given_up
+        if first:
+            call(told)
+
+    def _restart_etcd(self, member: EtcdMember) -> Process:
+        (etcd,) = start_members(self._begin, [member])
+        self._etcd_serves.set()
+        return etcd.process
+
+    def _restart_coordinator(self) -> Process:
+        process = self._spawn_coordinator(
+            _at(self._config.listen, self.coordinator), _at(self._config.http, self.http_url)
+        )
+        self._await_again(process)
+        return process
+
+    def _restart_server(self, name: str, failures: int) -> Process:
+        # Whoever took its port meanwhile may keep it: servers are found by their ids.
+        address = self._servers[name] if failures == 1 else ANY_PORT
+        process = self._spawn(name, "--listen", address, "--id", name)
+        self._servers[name] = self._await_again(process)["grpc"]
+        return process
+
+    def _await_again(self, process: Process) -> Mapping[str, str]:
+        try:
+            return self._await_ready(process, time.monotonic() + self._config.start_timeout_s)
+        except Unavailable:
+            process.kill()
+            process.wait()
+            raise
+
+    # --- starting ---
+
+    def _spawn_coordinator(self, listen: str, http: str) -> Process:
+        limits = (f"{option}={seconds:g}" for option, seconds in self._config.limits.items())
+        return self._spawn("coordinator", "--listen", listen, "--http", http, *limits)
 
     def _spawn_server(self) -> tuple[str, Process]:
         name = f"ps-{self._num_servers}"
         self._num_servers += 1
-        return name, self._spawn(name, "--listen", "127.0.0.1:0", "--id", name)
+        return name, self._spawn(name, "--listen", ANY_PORT, "--id", name)
+
+    def _begin(self, command: Command) -> Process:
+        with self._lock:
+            if self._closing:
+                raise Unavailable(f"{command.name} is not started", seen="a cluster that ends")
+            return self._supervisor.spawn(command)
 
     def _spawn(self, name: str, *arguments: str) -> Process:
+        # No part comes up without etcd, and some give up at once.
+        self._etcd_serves.wait()
         ready_path = self._ready_path(name)
         ready_path.unlink(missing_ok=True)
         program = "ps" if name.startswith("ps-") else name
@@ -167,7 +284,7 @@ class LocalCluster:
             *(sys.executable, "-m", "shoal_client", program),
             *("--etcd", self.etcd, "--ready-file", str(ready_path), *arguments),
         )
-        return self._supervisor.spawn(
+        return self._begin(
             Command(
                 name=name,
                 arguments=command,
@@ -197,6 +314,11 @@ class LocalCluster:
             seen=seen,
             fix=f"The end of its log, {path}:\n{tail(path)}",
         )
+
+
+def _at(wanted: str, found: str) -> str:
+    """The address that was asked for, with the port that was found when it asked for any."""
+    return f"{wanted.rpartition(':')[0]}:{found.rpartition(':')[2]}"
 
 
 def tail(path: Path, num_lines: int = LOG_TAIL_LINES) -> str:

@@ -268,6 +268,15 @@ class Supervisor:
         ).start()
 
 
+def how_it_ended(code: int) -> str:
+    """An exit code in words; minus N is signal N."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    # Real-time signals have no names.
+    known = -code in set(signal.Signals)
+    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}"
+
+
 def stop_all(processes: Sequence[Process], grace_s: float) -> None:
     """Stop several at once: one grace time for all of them together."""
     for process in processes:
@@ -282,4 +291,4 @@ def stop_all(processes: Sequence[Process], grace_s: float) -> None:
         process.wait()
 
 
-__all__ = ["MAX_LINE_BYTES", "Command", "Process", "Supervisor", "stop_all"]
+__all__ = ["MAX_LINE_BYTES", "Command", "Process", "Supervisor", "how_it_ended", "stop_all"]

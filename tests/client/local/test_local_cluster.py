@@ -8,15 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grpc
 import httpx
 import pytest
 
 from shoal_client.host_reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits
 from shoal_client.local.process import Process
 from shoal_client.membership import Member, Membership
 from shoal_proto.errors import InvalidSpec, Unavailable
+from shoal_proto.etcd import etcd_pb2
+from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
@@ -41,6 +45,56 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
     assert codes["ps-0"] == -signal.SIGKILL
     assert codes["coordinator"] == 0
     assert codes["etcd"] is not None
+
+
+def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
+    """kill -9 of all at once: each serves again where it was, and etcd has what it held."""
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    config = LocalClusterConfig(
+        directory=tmp_path, num_parameter_servers=1, restart=RestartPolicy()
+    )
+    with LocalCluster(config, say=said.put) as cluster:
+        before, addresses = cluster.processes, list(cluster.parameter_servers)
+        with EtcdKeys(cluster.etcd) as etcd:
+            etcd.put("kept", "yes")
+            for process in before.values():
+                process.send_signal(signal.SIGKILL)
+            lines = [said.get(timeout=DEADLINE_S) for _ in range(6)]
+            assert etcd.get("kept") == "yes"
+        assert sorted(lines) == sorted(
+            [f"{name} was killed by SIGKILL; starting it again" for name in before]
+            + [f"{name} serves again" for name in before]
+        )
+        check_reachable([cluster.coordinator], DEADLINE_S)
+        assert httpx.get(f"{cluster.http_url}/healthz", timeout=DEADLINE_S).status_code == 200
+        assert cluster.parameter_servers == addresses
+        assert cluster.processes.keys() == before.keys()
+        assert not {each.pid for each in before.values()} & {
+            each.pid for each in cluster.processes.values()
+        }
+        assert cluster.given_up == ""
+    assert cluster.processes == {}
+
+
+def test_a_cluster_without_etcd_is_given_up(tmp_path: Path) -> None:
+    """Its data are gone bad: the reason names etcd and shows its log, early and late askers alike;
+    the others, which cannot come up without it, wait and end with the cluster."""
+    ended: queue.SimpleQueue[str] = queue.SimpleQueue()
+    policy = RestartPolicy(max_failures=2, first_pause_s=0.01)
+    config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, restart=policy)
+    with LocalCluster(config) as cluster:
+        cluster.when_given_up(ended.put)
+        for path in (tmp_path / "etcd" / "etcd.etcd").rglob("*.wal"):
+            path.write_bytes(b"no log at all")
+        for process in cluster.processes.values():
+            process.send_signal(signal.SIGKILL)
+        reason = ended.get(timeout=DEADLINE_S)
+        assert reason.startswith("etcd cannot stay up: it did not come up again")
+        assert str(tmp_path / "etcd" / "etcd.log") in reason
+        assert cluster.given_up == reason
+        cluster.when_given_up(ended.put)
+        assert ended.get(timeout=DEADLINE_S) == reason
+    assert cluster.processes == {}
 
 
 def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
@@ -101,6 +155,29 @@ def test_limits_that_do_not_go_together_are_told_with_the_order(tmp_path: Path) 
     with pytest.raises(Unavailable, match="exited with code 2") as raised:
         LocalCluster(config).__enter__()
     assert "watchdog_s (18 s) must stay below join_s (10 s)" in raised.value.fix
+
+
+class EtcdKeys:
+    """Puts and gets single keys."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._channel = grpc.insecure_channel(endpoint)
+        self._keys = KVStub(self._channel)
+
+    def __enter__(self) -> "EtcdKeys":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._channel.close()
+
+    def put(self, key: str, value: str) -> None:
+        request = etcd_pb2.PutRequest(key=key.encode(), value=value.encode())
+        self._keys.Put(request, timeout=DEADLINE_S)
+
+    def get(self, key: str) -> str:
+        request = etcd_pb2.RangeRequest(key=key.encode())
+        found = self._keys.Range(request, timeout=DEADLINE_S, wait_for_ready=True)
+        return "".join(item.value.decode() for item in found.kvs)
 
 
 def test_bad_number_of_servers(tmp_path: Path) -> None:

@@ -1,0 +1,106 @@
+"""Keeps a part of a local cluster up: what ends is started again where it was, within bounds."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_client.local.process import Process, how_it_ended
+from shoal_proto.errors import InvalidSpec, ShoalError
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When a part that ended is started again."""
+
+    max_failures: int = 5
+    """So many ends in a row, none of them after `settled_s`, and the part cannot stay up: the
+    cluster is given up."""
+    settled_s: float = 20.0
+    """A part that served for so long had come up well: what ends it then counts anew."""
+    first_pause_s: float = 0.1
+    """Before the first restart; twice as long before each further one in a row."""
+    max_pause_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if self.max_failures < 1 or min(self.settled_s, self.first_pause_s, self.max_pause_s) < 0:
+            raise InvalidSpec("bad restart policy", seen=str(self), expected="positive numbers")
+
+    def pause_s(self, failures: int) -> float:
+        """Before the restart after so many ends in a row."""
+        return min(self.first_pause_s * 2.0 ** (failures - 1), self.max_pause_s)
+
+
+class Keeper:
+    """One part, and the thread that waits for its end.
+
+    `start(failures)` starts the part again and returns once it serves, or raises what kept it from
+    that; `say` takes lines for people; `give_up` is called once, with the part's name and the
+    reason, if it does not stay up. All of them run on the keeper's thread.
+    """
+
+    def __init__(
+        self,
+        process: Process,
+        start: Callable[[int], Process],
+        policy: RestartPolicy,
+        *,
+        say: Callable[[str], None],
+        give_up: Callable[[str, str], None],
+    ) -> None:
+        self._process = process
+        self._start = start
+        self._policy = policy
+        self._say = say
+        self._give_up = give_up
+        self._let_go = threading.Event()
+        self._thread = threading.Thread(
+            target=self._keep, name=f"shoal-keep-{process.name}", daemon=True
+        )
+        self._thread.start()
+
+    def let_go(self) -> None:
+        """Start the part no more: its next end is wanted."""
+        self._let_go.set()
+
+    def join(self) -> None:
+        """Wait for the thread; call it once the part was let go of and has ended."""
+        self._thread.join()
+
+    def _keep(self) -> None:
+        name, failures, serves_since_s = self._process.name, 0, time.monotonic()
+        seen = self._its_end()
+        while not self._let_go.is_set():
+            settled = time.monotonic() - serves_since_s >= self._policy.settled_s
+            failures = 1 if settled else failures + 1
+            if failures >= self._policy.max_failures:
+                self._give_up(
+                    name,
+                    f"{name} cannot stay up: it {seen}, as the last of {failures} ends in a row",
+                )
+                return
+            self._say(f"{name} {seen}; starting it again")
+            if self._let_go.wait(self._policy.pause_s(failures)):
+                return
+            try:
+                self._process = self._start(failures)
+            except (ShoalError, OSError) as error:
+                serves_since_s = time.monotonic()
+                seen = f"did not come up again ({getattr(error, 'seen', '') or error})"
+                continue
+            serves_since_s = time.monotonic()
+            self._say(f"{name} serves again")
+            seen = self._its_end()
+
+    def _its_end(self) -> str:
+        """Wait for it; how it was."""
+        code = self._process.wait()
+        assert code is not None
+        return how_it_ended(code)
+
+
+__all__ = ["Keeper", "RestartPolicy"]

@@ -1,0 +1,118 @@
+"""What is kept up: started again, later and later, and given up where that does not help."""
+
+import os
+import queue
+import signal
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from shoal_client.local.keeper import Keeper, RestartPolicy
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_proto.errors import InvalidSpec, Unavailable
+
+DEADLINE_S = 30.0
+AT_ONCE = RestartPolicy(max_failures=3, settled_s=3600.0, first_pause_s=0.001)
+SETTLED_AT_ONCE = RestartPolicy(max_failures=3, settled_s=0.0, first_pause_s=0.001)
+
+
+@pytest.fixture
+def supervisor() -> Iterator[Supervisor]:
+    with Supervisor(grace_s=0.1) as supervisor:
+        yield supervisor
+
+
+class Part:
+    """A process that sleeps, and what its keeper does about its ends."""
+
+    def __init__(self, supervisor: Supervisor, policy: RestartPolicy) -> None:
+        self._supervisor = supervisor
+        self.says: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.given_up: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.failures: list[int] = []
+        self.comes_up = True
+        self.process = self._spawn()
+        self.keeper = Keeper(
+            self.process,
+            self._start,
+            policy,
+            say=self.says.put,
+            give_up=lambda name, reason: self.given_up.put((name, reason)),
+        )
+
+    def _spawn(self) -> Process:
+        sleep = (sys.executable, "-c", "import signal; signal.pause()")
+        return self._supervisor.spawn(Command(name="part", arguments=sleep))
+
+    def _start(self, failures: int) -> Process:
+        self.failures.append(failures)
+        if not self.comes_up:
+            raise Unavailable("part did not come up", seen="a taken port")
+        self.process = self._spawn()
+        return self.process
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        self.keeper.let_go()
+        self.process.kill()
+        self.keeper.join()
+
+
+def test_what_ends_is_started_again(supervisor: Supervisor) -> None:
+    """With a line that says what happened, and one when it serves again."""
+    part = Part(supervisor, SETTLED_AT_ONCE)
+    for _ in range(4):
+        part.kill()
+        assert part.says.get(timeout=DEADLINE_S) == "part was killed by SIGKILL; starting it again"
+        assert part.says.get(timeout=DEADLINE_S) == "part serves again"
+    # Each had come up well, so that it never was a second failure in a row.
+    assert part.failures == [1] * 4
+    part.end()
+    assert part.given_up.empty()
+
+
+def test_what_does_not_stay_up_is_given_up(supervisor: Supervisor) -> None:
+    """The third end in a row, none after a while of serving: told once, and not started again."""
+    part = Part(supervisor, AT_ONCE)
+    for _ in range(2):
+        part.kill()
+        assert "starting it again" in part.says.get(timeout=DEADLINE_S)
+        assert part.says.get(timeout=DEADLINE_S) == "part serves again"
+    part.kill()
+    name, reason = part.given_up.get(timeout=DEADLINE_S)
+    assert (name, part.failures) == ("part", [1, 2])
+    assert "was killed by SIGKILL, as the last of 3 ends in a row" in reason
+    part.keeper.join()
+
+
+def test_what_does_not_come_up_is_given_up(supervisor: Supervisor) -> None:
+    """A start that fails counts as an end."""
+    part = Part(supervisor, AT_ONCE)
+    part.comes_up = False
+    part.kill()
+    _, reason = part.given_up.get(timeout=DEADLINE_S)
+    assert "did not come up again (a taken port), as the last of 3" in reason
+    assert part.failures == [1, 2]
+
+
+def test_what_is_let_go_of_may_end(supervisor: Supervisor) -> None:
+    """Nobody starts it again, and its keeper is done."""
+    part = Part(supervisor, AT_ONCE)
+    part.end()
+    assert part.failures == []
+    assert part.says.empty()
+
+
+def test_pauses_grow_up_to_a_bound() -> None:
+    """Doubled for each end in a row."""
+    policy = RestartPolicy(first_pause_s=0.5, max_pause_s=3.0)
+    assert [policy.pause_s(failures) for failures in range(1, 6)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_a_bad_policy_is_refused() -> None:
+    """When it is made."""
+    with pytest.raises(InvalidSpec):
+        RestartPolicy(max_failures=0)
