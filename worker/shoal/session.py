@@ -17,6 +17,7 @@ from shoal.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.integrations.adapting import as_torch, fits_by_itself
 from shoal.joining import JoinConfig
 from shoal.reports import StepReports
+from shoal.step_guard import StepGuard
 from shoal.steps import Step, reason_of
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Generation, LossFunction, Strategy
@@ -41,6 +42,7 @@ class Session:
         self._reports: StepReports | None = None
         self._feed: Feed | None = None
         self._step: Step | None = None
+        self._guard: StepGuard | None = None
         self._signal = DrainSignal(self.drain)
 
     def __enter__(self) -> Self:
@@ -68,6 +70,8 @@ class Session:
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""
         reports, self._reports = self._reports, None
+        if self._guard is not None:
+            self._guard.release()
         try:
             if self._feed is not None:
                 self._feed.close()
@@ -135,6 +139,7 @@ class Session:
             # Members that train apart may compute on what they have.
             self._fields |= _devices_of(model)
         self._crew.man(chosen, judges)
+        self._guard = StepGuard(optimizer, lambda: chosen.step)
         return distributed
 
     def batches(
@@ -186,6 +191,7 @@ class Session:
         self._step = Step(
             self._crew,
             self._fields,
+            guard=self._guard_of_step(),
             feed=self._feed,
             reports=self._reports,
             leave=self.leave,
@@ -197,7 +203,8 @@ class Session:
         step = self._open_step("backward")
         step.loss = loss.detach()
         batch = step.batch
-        self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
+        with step.guard.computing():
+            self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
         """The forward and backward pass of a batch in one: as
@@ -209,9 +216,10 @@ class Session:
         over this member's samples, detached.
         """
         step = self._open_step("a pass")
-        step.loss = loss = self._crew.strategy.forward_backward(
-            batch.inputs, batch.targets, loss_function, batch.weight
-        )
+        with step.guard.computing():
+            step.loss = loss = self._crew.strategy.forward_backward(
+                batch.inputs, batch.targets, loss_function, batch.weight
+            )
         return loss
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -230,6 +238,11 @@ class Session:
         two batches, or behind the last one within the `with` block.
         """
         return self._crew.strategy.state_dict()
+
+    def _guard_of_step(self) -> StepGuard:
+        _ = self._crew.strategy  # raises where nothing is distributed
+        assert self._guard is not None, "made with what is distributed"
+        return self._guard
 
     def _open_step(self, call: str) -> Step:
         if self._step is None or not self._step.is_open:

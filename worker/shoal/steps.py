@@ -14,6 +14,7 @@ from shoal.data import Batch
 from shoal.draining import Drained
 from shoal.feeds import Feed
 from shoal.reports import StepReports
+from shoal.step_guard import StepGuard
 
 
 class Step:
@@ -24,6 +25,7 @@ class Step:
         crew: Crew,
         fields: dict[str, str],
         *,
+        guard: StepGuard,
         feed: Feed | None,
         reports: StepReports | None,
         leave: Callable[..., None],
@@ -31,6 +33,7 @@ class Step:
         """`fields` are the proposal's; `leave(reason=...)` ends the membership."""
         self._crew = crew
         self._fields = fields
+        self.guard = guard
         self._feed = feed
         self._reports = reports
         self._leave = leave
@@ -49,6 +52,7 @@ class Step:
         strategy = self._crew.strategy
         strategy.begin_step()
         self.is_open = True
+        self.guard.open()
         batch = self.batch
         if batch is not None and strategy.synchronous:
             self._draw_by_sample(batch)
@@ -61,6 +65,7 @@ class Step:
         trace: TracebackType | None,
     ) -> bool:
         self.is_open = False
+        self.guard.close()
         randomness.put(None)
         if error is None:
             try:
@@ -90,7 +95,8 @@ class Step:
 
     def _commit(self) -> None:
         crew, feed = self._crew, self._feed
-        crew.strategy.end_step(feed.acknowledged() if feed is not None else _nothing)
+        with self.guard.committing():
+            crew.strategy.end_step(feed.acknowledged() if feed is not None else _nothing)
         crew.membership.progress(crew.strategy.step)
         if self._reports is not None:
             batch = self.batch

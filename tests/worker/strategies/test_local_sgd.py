@@ -192,7 +192,7 @@ def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
         me.strategy.enter(among(members, me, 2, keeping="a"))
         me.strategy.begin_step()
         batch = loader().synchronous(5, 0, 1)
-        me.model(batch.inputs).sum().backward()
+        me.strategy.backward(me.model(batch.inputs).sum(), batch.weight)
         me.optimizer.step()
         me.strategy.abandon()
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from shoal.layouts.verdict import Verdict
 from shoal.state.pieces import Box, Piece
 from shoal.strategies.base import LossFunction
+from shoal.strategies.gradients import watch_parameters
 from shoal.strategies.state import persistent_buffers
 
 
@@ -121,6 +122,11 @@ class Layout(ABC):
         Such pieces are copied to peers. As it stands: all; no harm is done by a copy too many.
         """
         return True
+
+    def watch(self, ours: Callable[[], bool]) -> None:
+        """From now on raise in a backward pass which brings gradients that are not `ours`, before
+        they are anybody else's: see `shoal.strategies.gradients.bare_backward`."""
+        watch_parameters(self.plain.parameters(), ours)
 
     # --- a step ---
 

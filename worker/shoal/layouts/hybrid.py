@@ -79,6 +79,9 @@ class HybridLayout(Layout):
     def travels(self, name: str) -> bool:
         return self.data_count == 1
 
+    def watch(self, ours: Callable[[], bool]) -> None:
+        self._inner.watch(ours)
+
     def begin(self) -> None:
         self._inner.begin()
 

@@ -75,6 +75,9 @@ class PipelineLayout(Layout):
     def counts(self, name: str) -> bool:
         return self.stage.holders[name][0] == self.stage.index
 
+    def watch(self, ours: Callable[[], bool]) -> None:
+        """No pass with gradients goes past `forward_backward`."""
+
     # --- a step ---
 
     def begin(self) -> None:

@@ -91,6 +91,10 @@ class Replicated(Layout):
     def travels(self, name: str) -> bool:
         return False
 
+    def backward(self, loss: Tensor, weight: float) -> None:
+        self.exchange.begin_pass()
+        super().backward(loss, weight)
+
     def begin(self) -> None:
         self.exchange.begin(self.step)
 

@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,10 @@ class Sharded(Layout):
     def travels(self, name: str) -> bool:
         """All but buffers: everybody has the same."""
         return name.removeprefix(MODEL) not in self._buffers
+
+    def watch(self, ours: Callable[[], bool]) -> None:
+        for reduction in self._reductions:
+            reduction.ours = ours
 
     def begin(self) -> None:
         for passes in self._passes:

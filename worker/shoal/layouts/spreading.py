@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from shoal.layouts.scattering import reduce_scatter, sends_each_part_once
 from shoal.layouts.shared_slots import SharedSlots
-from shoal.strategies.gradients import is_finite
+from shoal.strategies.gradients import bare_backward, is_finite
 
 
 class Spreading(DefaultReduceScatter):
@@ -29,10 +30,14 @@ class Spreading(DefaultReduceScatter):
         self.slots: SharedSlots | None = None
         """Where all ranks have memory in common."""
         self._filled: weakref.ref[Tensor] | None = None
+        self.ours: Callable[[], bool] | None = None
+        """Whether gradients that come now are of a pass that they may come of; None: of any."""
         self.forget()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for whole gradients, and next for this rank's part of the sum of those."""
+        if self.ours is not None and not self.ours():
+            raise bare_backward()
         whole = self._filled() if self._filled is not None else None
         self._filled = None
         if whole is None and self.slots is not None:

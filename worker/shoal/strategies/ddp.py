@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
@@ -24,7 +25,7 @@ from shoal.strategies.base import (
     optimizer_digest,
     schema_digest,
 )
-from shoal.strategies.gradients import GradientExchange
+from shoal.strategies.gradients import GradientExchange, watch_parameters
 from shoal.strategies.grouped import (
     GroupedStrategy,
     check_same_step,
@@ -67,6 +68,7 @@ class DDP(GroupedStrategy):
         self._traffic = Traffic()
         self._ddp: DistributedDataParallel | None = None
         self._exchange: GradientExchange | None = None
+        self._watching: list[RemovableHandle] = []
         self._rank = 0
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -117,6 +119,8 @@ class DDP(GroupedStrategy):
 
     def _let_go(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
+        while self._watching:
+            self._watching.pop().remove()
         ddp, self._ddp, self._exchange = self._ddp, None, None
         if ddp is not None:
             # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it has
@@ -145,6 +149,7 @@ class DDP(GroupedStrategy):
             find_unused_parameters=self._find_unused_parameters,
         )
         self._exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
+        self._watching = watch_parameters(self._model.parameters(), self._ours)
         self._ddp.register_comm_hook(None, self._exchange.average)
 
     # --- steps ---
@@ -163,8 +168,10 @@ class DDP(GroupedStrategy):
         return self._model
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        self._weighted = True
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        if self._exchange is not None:
+            self._exchange.begin_pass()
+        with self._weighing():
+            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         if self._exchange is None:
@@ -196,8 +203,11 @@ class DDP(GroupedStrategy):
             )
         return InvalidSpec(
             f"the gradients of step {self._step} were not averaged",
-            seen="a loss that the distributed model did not compute",
-            expected="the model that session.distribute returned to be called in the step",
+            seen="a loss that the distributed model did not compute, or a second backward pass"
+            " behind one forward pass",
+            expected="the model that session.distribute returned to be called in the step, before"
+            " each session.backward",
+            fix="Of several losses, pass the sum to session.backward.",
         )
 
     def metrics(self) -> Mapping[str, float]:

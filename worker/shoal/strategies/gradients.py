@@ -1,17 +1,18 @@
 """Gradients averaged over the members, and who is at fault when the average is not a number."""
 
 import cmath
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
+from torch.utils.hooks import RemovableHandle
 
 from shoal.backends.gates import Gate, Gates
 from shoal.compression.wire import Traffic
-from shoal_proto.errors import GenerationBroken, NonFiniteGradient
+from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 
 
 class GradientExchange(Gates):
@@ -63,8 +64,15 @@ class GradientExchange(Gates):
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients were averaged since `begin`."""
+        """Whether all gradients were averaged since `begin_pass`."""
         return self._complete
+
+    def begin_pass(self) -> None:
+        """One more backward pass of the step: it has to bring all gradients again.
+
+        DDP reduces in the first one behind a forward pass, and leaves any other unreduced.
+        """
+        self._complete = False
 
     def begin(self, step: int) -> None:
         """Forget the last step; `step` are committed."""
@@ -115,6 +123,33 @@ def is_finite(tensor: Tensor) -> bool:
     return cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
 
 
+def bare_backward() -> InvalidSpec:
+    """What is told of a backward pass in a step that the session does not know of."""
+    return InvalidSpec(
+        "a backward pass in a step that went past the session",
+        seen="loss.backward()",
+        expected="session.backward(loss), which weighs this member's share of the batch",
+        fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
+        " train the model, ask torch.autograd.grad for it.",
+    )
+
+
+def watch_parameters(
+    parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
+) -> list[RemovableHandle]:
+    """Raise `bare_backward` in a pass that adds to these gradients where it is not `ours`."""
+
+    def look(_: Tensor) -> None:
+        if not ours():
+            raise bare_backward()
+
+    return [
+        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+        if parameter.requires_grad
+    ]
+
+
 def _averaged(gradients: Tensor, gate: Gate) -> Tensor:
     reason = gate.value()
     if reason:
@@ -122,4 +157,4 @@ def _averaged(gradients: Tensor, gate: Gate) -> Tensor:
     return gradients
 
 
-__all__ = ["Gate", "GradientExchange", "is_finite"]
+__all__ = ["Gate", "GradientExchange", "bare_backward", "is_finite", "watch_parameters"]

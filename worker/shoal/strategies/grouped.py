@@ -4,7 +4,8 @@ import json
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import structlog
@@ -71,6 +72,7 @@ class GroupedStrategy(Strategy):
         self._has_state = False
         self._in_step = False
         self._weighted = False
+        self._computes = False
         self._buffers = BufferMemory()
 
     # --- what a subclass answers for ---
@@ -229,6 +231,19 @@ class GroupedStrategy(Strategy):
         """A step begins: remember what a forward pass changes, so that it can be undone."""
         self._buffers.keep(model)
         self._in_step, self._weighted = True, False
+
+    def _ours(self) -> bool:
+        """Whether a gradient that comes now was asked for through the session, if it has to be."""
+        return self._computes or not self._in_step
+
+    @contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Within, gradients come of a loss that is weighed with this member's share."""
+        self._weighted = self._computes = True
+        try:
+            yield
+        finally:
+            self._computes = False
 
     def _check_weighted(self) -> None:
         if not self._weighted:

@@ -118,6 +118,7 @@ class LaidOut(GroupedStrategy):
         holding = self._found(group, held, bound)
         bound.fill(holding)
         take_modes(self._replica, bound.layout.plain)
+        bound.layout.watch(self._ours)
         self._bound, self._step = bound, holding.step
         retarget(self._replica, bound.layout.plain)
         filled = replace(bound.collect(self._step), elsewhere=bound.known)
@@ -203,15 +204,15 @@ class LaidOut(GroupedStrategy):
 
     def backward(self, loss: Tensor, weight: float) -> None:
         check_loss(loss, self._step)
-        self._weighted = True
-        self._layout().backward(loss, weight)
+        with self._weighing():
+            self._layout().backward(loss, weight)
 
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
         self._begin()
-        self._weighted = True
-        loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
+        with self._weighing():
+            loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
         check_loss(loss, self._step)
         return loss
 
@@ -234,8 +235,11 @@ class LaidOut(GroupedStrategy):
         if not layout.synchronised():
             raise InvalidSpec(
                 f"the gradients of step {self._step} were not reduced",
-                seen="a loss that the distributed model did not compute",
-                expected="the model that session.distribute returned to be called in the step",
+                seen="a loss that the distributed model did not compute, or a second backward pass"
+                " behind one forward pass",
+                expected="the model that session.distribute returned to be called in the step,"
+                " before each session.backward",
+                fix="Of several losses, pass the sum to session.backward.",
             )
         layout.check()
         self._whole = False

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from shoal.backends.gates import finish
 from shoal.checkpoint.reading import everything
@@ -27,6 +28,7 @@ from shoal.strategies.base import (
     optimizer_digest,
     schema_digest,
 )
+from shoal.strategies.gradients import watch_parameters
 from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
 from shoal.strategies.outer import OuterStep
 from shoal.strategies.rounds import Rounds
@@ -68,6 +70,7 @@ class LocalSGD(GroupedStrategy):
         self._weight = 0.0
         self._weights = 0.0
         self._rank = 0
+        self._watching: list[RemovableHandle] = []
         self._unacknowledged: list[Callable[[], None]] = []
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -86,6 +89,7 @@ class LocalSGD(GroupedStrategy):
             "rounds": f"{self._every_steps} steps, {self._outer}",
         }
         self._model, self._optimizer = model, optimizer
+        self._watching = watch_parameters(model.parameters(), self._ours)
         return model, optimizer
 
     def figures(self, subject: Subject) -> Plan:
@@ -135,6 +139,11 @@ class LocalSGD(GroupedStrategy):
         if self._process_group is not None:
             self._meet(self._process_group)
 
+    def close(self) -> None:
+        super().close()
+        while self._watching:
+            self._watching.pop().remove()
+
     def abandon(self) -> None:
         moved = self._in_step
         super().abandon()
@@ -151,10 +160,11 @@ class LocalSGD(GroupedStrategy):
         self._in_step, self._weighted, self._weight = True, False, 0.0
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        self._weighted, self._weight = True, weight
-        # A member without a share holds another's sample: its replica stays where it is.
-        if weight:
-            loss.backward()  # type: ignore[no-untyped-call]
+        self._weight = weight
+        with self._weighing():
+            # A member without a share holds another's sample: its replica stays where it is.
+            if weight:
+                loss.backward()  # type: ignore[no-untyped-call]
 
     @property
     def module(self) -> nn.Module:

@@ -1,0 +1,127 @@
+"""What a script must leave to the session: stepping the optimizer, and losses as they are.
+
+A session steps the optimizer itself when a step is committed. A loop that was written for plain
+torch may do it as well, and then every gradient is applied twice; or it may scale the loss for
+fp16 and leave the scaling in the gradients. Both train without an error and arrive elsewhere.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from shoal_proto.errors import InvalidSpec
+
+_MARK = "_shoal_watched"
+
+
+class StepGuard:
+    """Watches one optimizer, and the losses that one session computes gradients of."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[[], int]) -> None:
+        """`step` tells how many are committed."""
+        self._step = step
+        self._commits = False
+        self._computes = False
+        self._hook = optimizer.register_step_pre_hook(self._before_step)
+        _watch_scalers()
+
+    def open(self) -> None:
+        """A step of the session begins on this thread."""
+        _here.guard = self
+
+    def close(self) -> None:
+        """The step is over, however it ended."""
+        _here.guard = None
+
+    def release(self) -> None:
+        """The session is over: the optimizer is the script's again. May be called twice."""
+        self._hook.remove()
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Within, the optimizer may be stepped: the session does."""
+        self._commits = True
+        try:
+            yield
+        finally:
+            self._commits = False
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within, the session computes gradients."""
+        self._computes = True
+        try:
+            yield
+        finally:
+            self._computes = False
+
+    def _before_step(self, *_: Any) -> None:
+        if not self._commits:
+            raise InvalidSpec(
+                f"the script called optimizer.step() itself, after {self._step()} committed steps",
+                seen="optimizer.step(), or GradScaler.step(optimizer) or another call of it",
+                expected="session.step() alone, which steps the optimizer when its block ends",
+                fix="Leave out the call (and GradScaler, see docs/strategies.md): each gradient"
+                " would be applied twice.",
+            )
+
+    def watch(self, scaled: Any) -> None:
+        """Refuse a session's backward pass that goes through these tensors."""
+        for tensor in pytree.tree_leaves(scaled):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(self._through_scaled)  # type: ignore[no-untyped-call]
+
+    def _through_scaled(self, gradient: Tensor) -> None:
+        # The scaled loss of another model is none of the session's business.
+        if self._computes:
+            raise InvalidSpec(
+                f"a loss that GradScaler.scale made, in step {self._step()}",
+                seen="a scaled loss, whose gradients nobody would unscale",
+                expected="the loss as it is: session.backward(loss)",
+                fix="Leave GradScaler out, or make it with enabled=False. Under torch.autocast use"
+                " bfloat16, which needs no scaling; a constant factor of your own is no problem.",
+            )
+
+
+class _Here(threading.local):
+    """By thread: members may be threads of one process."""
+
+    guard: StepGuard | None = None
+
+
+_here = _Here()
+
+
+def _watch_scalers() -> None:
+    """Let every kind of GradScaler that there is tell what it has scaled to the guard of the step
+    that is open on the thread, if one is. Once for the process; harmless without a session."""
+    kinds: list[type] = [torch.amp.GradScaler]
+    while kinds:
+        kind = kinds.pop()
+        kinds += kind.__subclasses__()
+        scale = vars(kind).get("scale")
+        if scale is not None and not hasattr(scale, _MARK):
+            kind.scale = _watched(scale)  # type: ignore[attr-defined]
+
+
+def _watched(scale: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(scale)
+    def watched(self: Any, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        guard = _here.guard
+        if guard is not None and self.is_enabled():
+            guard.watch(scaled)
+        return scaled
+
+    setattr(watched, _MARK, True)
+    return watched
+
+
+__all__ = ["StepGuard"]
