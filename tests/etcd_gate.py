@@ -1,4 +1,4 @@
-"""A TCP forwarder that a test can cut: the network between a client and an etcd that lives on."""
+"""A TCP forwarder that a test can cut or slow: the network between a client and an etcd."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,8 @@ from contextlib import asynccontextmanager
 class Gate:
     """Forwards while open; `cut` breaks every connection, `silence` and `hang` let them dangle."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
         host, _, port = target.rpartition(":")
         self._target = (host, int(port))
         self._passing = asyncio.Event()
@@ -68,6 +69,10 @@ class Gate:
                 await self._passing.wait()
                 if born != self._generation:
                     continue
+                if self._delay_s:
+                    # Not waited for: what comes next is under way at the same time.
+                    asyncio.get_running_loop().call_later(self._delay_s, writer.write, data)
+                    continue
                 writer.write(data)
                 await writer.drain()
         finally:
@@ -86,9 +91,9 @@ class Gate:
 
 
 @asynccontextmanager
-async def open_gate(target: str) -> AsyncIterator[Gate]:
-    """A gate in front of `target` (host:port), at `gate.endpoint`."""
-    gate = Gate(target)
+async def open_gate(target: str, *, delay_s: float = 0.0) -> AsyncIterator[Gate]:
+    """A gate in front of `target` (host:port), at `gate.endpoint`; `delay_s` each way."""
+    gate = Gate(target, delay_s)
     server = await asyncio.start_server(gate.accept, "127.0.0.1", 0)
     gate.endpoint = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:

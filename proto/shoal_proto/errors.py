@@ -230,5 +230,10 @@ class StateLost(CorruptError):
     """
 
 
+class JobSetAside(CorruptError):
+    """The coordinator cannot go on with this one job: what etcd holds of it cannot be read, or
+    etcd refused to keep it. `details` holds the job, the key and the reason."""
+
+
 class InternalError(CorruptError):
     """The peer failed in a way it has no name for; its log has the traceback."""

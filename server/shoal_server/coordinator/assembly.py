@@ -28,6 +28,7 @@ from shoal_server.coordinator.shards import ShardsService
 from shoal_server.coordinator.snapshot_restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshot_taking import JobState, SnapshotTaker
 from shoal_server.coordinator.snapshots import SnapshotPolicy, SnapshotService
+from shoal_server.coordinator.stored_jobs import StoredJobs
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
@@ -78,14 +79,19 @@ class Coordinator:
             self.samples.member_lost(job, member_id, incarnation)
             self.clocks.member_lost(job, member_id, incarnation)
 
+        def failed(job: str, error: Exception) -> None:
+            self.registry.set_aside(job, error)
+
         def changed(job: str) -> None:
             self.rendezvous.drop_dead(job)
 
         return Surroundings(
             jobs=DurableJobs(store, self._leadership),
+            stored=StoredJobs(store),
             board=self.board,
             clock=steady_unix_clock(),
             on_lost_leadership=self._depose,
+            on_failed=failed,
             on_member_lost=member_lost,
             on_change=changed,
         )
@@ -132,10 +138,9 @@ class Coordinator:
         """Take over every job. `conditions` must hold in etcd for each write."""
         self._conditions = conditions
         self.deposed.clear()
-        await self.registry.lead()
-        for actor in self.registry.actors():
+        await self.registry.read(self.samples.open_existing)
+        for actor in self.registry.begin():
             self.clocks.inherit(actor.job.spec.job, actor.trainers())
-            await self.samples.open_existing(actor.job.spec.job)
         await self._while_leading.enter_async_context(self._shard_keeper.working())
         await self._while_leading.enter_async_context(self.snapshots.working(self._store))
 

@@ -1,7 +1,7 @@
 """The core's types as messages and as records in etcd, and back."""
 
 import json
-from collections.abc import Mapping
+import math
 
 from google.protobuf.json_format import MessageToJson, Parse
 
@@ -10,8 +10,10 @@ from shoal_proto.digest import roster_digest
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.coordinator.stored_json import MAX_COUNT, Fields, Unreadable, taken_apart
 from shoal_server.core import events
 from shoal_server.core.limits import Limits
+from shoal_server.core.names import is_name
 from shoal_server.core.roster import (
     Conflict,
     Generation,
@@ -25,6 +27,8 @@ from shoal_server.core.roster import (
     Step,
     Verdict,
 )
+
+MAX_PORT = 65535
 
 _STATE_TO_PB = {
     StateAction.INITIAL: pb.STATE_ACTION_INITIAL,
@@ -175,6 +179,27 @@ def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRe
     )
 
 
+def stored_record(job: str, number: int, data: bytes) -> Record:
+    """The decided record that lies at the key of that generation of the job. Raises Unreadable."""
+    with taken_apart():
+        record = record_from_pb(record_from_json(data))
+    if record.job != job or record.roster.generation != number:
+        raise Unreadable(
+            f"a record of generation {record.roster.generation} of job {record.job[:128]!r};"
+            f" expected generation {number} of {job!r}"
+        )
+    entries = record.roster.entries
+    if sorted(e.rank for e in entries) != list(range(len(entries))):
+        raise Unreadable(f"ranks that are not 0 to {len(entries) - 1}")
+    if len({e.member_id for e in entries}) < len(entries) or not all(
+        is_name(e.member_id) and e.incarnation for e in entries
+    ):
+        raise Unreadable("members without a name or incarnation, or twice the same")
+    if not math.isfinite(record.decided_s) or record.roster.step > MAX_COUNT:
+        raise Unreadable(f"decided at {record.decided_s}, at step {record.roster.step}")
+    return record
+
+
 def record_from_pb(record: pb.GenerationRecord) -> Record:
     conflicts = tuple(
         Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
@@ -197,7 +222,7 @@ def record_to_json(record: pb.GenerationRecord) -> bytes:
 
 
 def record_from_json(data: bytes) -> pb.GenerationRecord:
-    return Parse(data.decode(), pb.GenerationRecord())
+    return Parse(data.decode(), pb.GenerationRecord(), ignore_unknown_fields=True)
 
 
 def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
@@ -216,19 +241,22 @@ def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
 
 
 def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
-    """Incarnation and info of a member's key."""
-    value: Mapping[str, str | int] = json.loads(data)
+    """Incarnation and info of a member's key. Raises Unreadable."""
+    value = Fields.parsed(data)
     info = MemberInfo(
-        host=str(value["host"]),
-        pid=int(value["pid"]),
-        address=str(value["address"]),
-        device=str(value["device"]),
-        torch_version=str(value["torch_version"]),
-        shoal_version=str(value["shoal_version"]),
-        num_devices=int(value.get("num_devices", 0)),
-        probe_port=int(value.get("probe_port", 0)),
+        host=value.text("host"),
+        pid=value.count("pid"),
+        address=value.text("address"),
+        device=value.text("device"),
+        torch_version=value.text("torch_version"),
+        shoal_version=value.text("shoal_version"),
+        num_devices=value.count("num_devices", 0),
+        probe_port=value.count("probe_port", 0, most=MAX_PORT),
     )
-    return str(value["incarnation"]), info
+    incarnation = value.text("incarnation")
+    if not incarnation:
+        raise Unreadable("incarnation is empty; expected a UUID")
+    return incarnation, info
 
 
 def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:

@@ -1,22 +1,18 @@
 """What the coordinator writes to etcd, each write fenced by its own leadership."""
 
 import asyncio
-import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 import structlog
-from google.protobuf.json_format import ParseError
 
-from shoal_proto.errors import NotLeader, RetryError, Unavailable
+from shoal_proto.errors import AccessDenied, NotLeader, RetryError
 from shoal_server.coordinator import codec
+from shoal_server.coordinator.stored_json import StateRecord
 from shoal_server.core.job import Job
 from shoal_server.core.member import Member
-from shoal_server.core.restore import Saved
-from shoal_server.core.roster import Generation, JobSpec, Record, Verdict
+from shoal_server.core.roster import Record
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
-    NO_LEASE,
     Compare,
     Delete,
     KeyValueStore,
@@ -31,19 +27,8 @@ ETCD_RETRY_S = 0.2
 MAX_TRANSACTION = 100  # etcd takes 128 operations by default
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredJob:
-    """A job as it lies in etcd."""
-
-    spec: JobSpec
-    saved: Saved
-    records: Sequence[Record]
-    leased: Collection[str]
-    """Members whose keys are under leases, as a release before this one wrote them."""
-
-
 class DurableJobs:
-    """Reads and writes jobs. `leadership` gives what must hold for this coordinator to lead."""
+    """Writes jobs. `leadership` gives what must hold for this coordinator to lead."""
 
     def __init__(self, store: KeyValueStore, leadership: Callable[[], Sequence[Compare]]) -> None:
         self._store = store
@@ -53,7 +38,8 @@ class DurableJobs:
         """Make the operations durable in one transaction.
 
         All of them are idempotent, so a write whose outcome is unknown is simply written again.
-        Raises NotLeader once another coordinator leads, Unavailable while etcd is away.
+        Raises NotLeader once another coordinator leads, Unavailable while etcd is away, and what
+        etcd refuses it with (a record that is too large).
         """
         while True:
             try:
@@ -65,6 +51,11 @@ class DurableJobs:
             self._require(result)
             return
 
+    async def apply_all(self, operations: Sequence[Operation]) -> None:
+        """Make the operations durable, in order, in as many transactions as that takes."""
+        for start in range(0, len(operations), MAX_TRANSACTION):
+            await self.apply(operations[start : start + MAX_TRANSACTION])
+
     @staticmethod
     def _require(result: TransactionResult) -> None:
         if not result.succeeded:
@@ -74,59 +65,6 @@ class DurableJobs:
                 expected="its own",
                 fix="Ask another coordinator.",
             )
-
-    async def names(self) -> list[str]:
-        """The names of all jobs there have been."""
-        snapshot = await self._store.range(keys.JOBS)
-        found = (item.key.removeprefix(keys.JOBS).partition("/") for item in snapshot.items)
-        return [job for job, _, rest in found if rest == "state"]
-
-    async def load(self, job: str, now_s: float) -> StoredJob | None:
-        """A job's bounds, state and decided records; None if there never was one of that name."""
-        state = await self._store.get(keys.job_state(job))
-        if state is None:
-            return None
-        try:
-            value = json.loads(state.value)
-            snapshot = await self._store.range(keys.generations(job))
-            records = [
-                codec.record_from_pb(codec.record_from_json(item.value)) for item in snapshot.items
-            ]
-        except (ValueError, KeyError, ParseError) as error:
-            raise Unavailable(
-                f"what etcd holds of job {job} cannot be read", seen=repr(error)
-            ) from error
-        members, leased = await self._members(job, now_s)
-        committed = [r for r in records if r.verdict is Verdict.COMMITTED]
-        saved = Saved(
-            last_generation=Generation(
-                max([value["last_generation"], *(r.roster.generation for r in records)])
-            ),
-            record=committed[-1] if committed else None,
-            before=committed[-2] if len(committed) > 1 else None,
-            members=tuple(members),
-            finished=value["finished"],
-            reason=value["reason"],
-        )
-        spec = JobSpec(**value["spec"])
-        return StoredJob(spec=spec, saved=saved, records=records, leased=leased)
-
-    async def _members(self, job: str, now_s: float) -> tuple[list[Member], list[str]]:
-        snapshot = await self._store.range(keys.members(job))
-        members = []
-        for item in snapshot.items:
-            incarnation, info = codec.member_from_json(item.value)
-            members.append(
-                Member(
-                    member_id=item.key.removeprefix(keys.members(job)),
-                    incarnation=incarnation,
-                    info=info,
-                    attended_s=now_s,
-                    waiting_since_s=now_s,
-                )
-            )
-        leased = [item.key for item in snapshot.items if item.lease != NO_LEASE]
-        return members, [key.removeprefix(keys.members(job)) for key in leased]
 
 
 class JobWrites:
@@ -144,10 +82,6 @@ class JobWrites:
         self._members[member.member_id] = member
         self._state_changed = True
 
-    def keep(self, members: Iterable[Member]) -> None:
-        """Write keys of members that are admitted already."""
-        self._members.update((member.member_id, member) for member in members)
-
     def expel(self, member_id: str) -> None:
         self._members[member_id] = None
 
@@ -157,8 +91,8 @@ class JobWrites:
     async def flush(self, record: Record | None = None) -> None:
         """Make what was gathered durable, and behind it the record.
 
-        Takes as long as it takes: while etcd is away changes wait, and training goes on. Raises
-        NotLeader once another coordinator leads.
+        Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
+        goes on. Raises NotLeader once another coordinator leads, and what etcd refuses it with.
         """
         members, self._members = self._members, {}
         state_changed, self._state_changed = self._state_changed or record is not None, False
@@ -170,12 +104,11 @@ class JobWrites:
                 if record is not None:
                     # It stands last and so is written only once all before it are.
                     operations.append(record_put(record))
-                for start in range(0, len(operations), MAX_TRANSACTION):
-                    await self._jobs.apply(operations[start : start + MAX_TRANSACTION])
+                await self._jobs.apply_all(operations)
                 return
             except NotLeader:
                 raise
-            except RetryError as error:
+            except (RetryError, AccessDenied) as error:
                 log.warning("etcd_away", job=self._job.spec.job, reason=str(error))
             await asyncio.sleep(ETCD_RETRY_S)
 
@@ -195,20 +128,10 @@ def member_put(job: str, member: Member) -> Put:
 
 def state_put(job: Job, *, finished: bool) -> Put:
     """The job's own key, as it is after the effects so far."""
-    spec = job.spec
-    value = {
-        "spec": {
-            "job": spec.job,
-            "min_members": spec.min_members,
-            "max_members": spec.max_members,
-            "desired_members": spec.desired_members,
-            "last_call_s": spec.last_call_s,
-        },
-        "last_generation": job.last_generation,
-        "finished": finished,
-        "reason": job.reason,
-    }
-    return Put(keys.job_state(spec.job), json.dumps(value).encode())
+    record = StateRecord(
+        spec=job.spec, last_generation=job.last_generation, finished=finished, reason=job.reason
+    )
+    return Put(keys.job_state(job.spec.job), record.to_json())
 
 
 def record_put(record: Record) -> Put:

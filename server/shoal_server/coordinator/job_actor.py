@@ -6,7 +6,7 @@ members' streams, watches their heartbeats and wakes the machine at its deadline
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -17,6 +17,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import codec, durable
 from shoal_server.coordinator.liveness import Liveness
 from shoal_server.coordinator.records import Records
+from shoal_server.coordinator.stored_jobs import StoredJobs
 from shoal_server.coordinator.streams import Encoder, Stream
 from shoal_server.core.clocks import Who
 from shoal_server.core.events import (
@@ -46,9 +47,12 @@ class Surroundings:
     """What all jobs of one coordinator share."""
 
     jobs: durable.DurableJobs
+    stored: StoredJobs
     board: StatusBoard
     clock: Callable[[], float]
     on_lost_leadership: Callable[[str], None]
+    on_failed: Callable[[str, Exception], None]
+    """(job, why) of one that cannot go on, which concerns no other job."""
     on_member_lost: Callable[[str, str, str], None]
     """(job, member_id, incarnation), for each member that is gone."""
     on_change: Callable[[str], None]
@@ -57,12 +61,18 @@ class Surroundings:
 
 class JobActor:
     def __init__(
-        self, job: Job, surroundings: Surroundings, records: Sequence[Record] = ()
+        self,
+        job: Job,
+        surroundings: Surroundings,
+        records: Sequence[Record] = (),
+        *,
+        read_records: Callable[[], Awaitable[Sequence[Record]]] | None = None,
     ) -> None:
+        """`read_records` gets records that are read when they are asked for."""
         self.job = job
         self.inherited_generation = job.last_generation
         """The newest that another leader formed; 0 if this one has seen the whole job."""
-        self.records = Records(job.spec.job, records)
+        self.records = Records(job.spec.job, records, read_records)
         self._around = surroundings
         self._liveness = Liveness(job.limits, job.members, surroundings.clock())
         self._streams: dict[str, Stream] = {}
@@ -177,22 +187,14 @@ class JobActor:
         """The decided record of a generation (0: the newest), waiting up to `wait_s` for it."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
 
-    async def keep_members(self, names: Collection[str]) -> None:
-        """Write the keys of these members anew, so that they end only when the members do.
-
-        A release before this one put them under leases, which run out.
-        """
-        self._writes.keep(m for m in self.job.members.values() if m.member_id in names)
-        await self._writes.flush()
-
-    async def end(self) -> None:
+    async def end(self, why: ShoalError | None = None) -> None:
         """Let go of every member, who then looks for the coordinator that leads.
 
         Who waits for a write waits no longer: while etcd is away its successor may give up a
         member that is still held here. And nothing is written any more: what outlived its term
         would be written in the next one, if that is this coordinator's too.
         """
-        self._failure = self._failure or NotLeader("this coordinator no longer leads")
+        self._failure = why or NotLeader("this coordinator no longer leads")
         writing = list(self._background)
         for task in writing:
             task.cancel()
@@ -207,9 +209,12 @@ class JobActor:
     # --- time ---
 
     async def run(self) -> None:
-        """Wake the state machine at its deadlines, and find members that fell silent."""
+        """Wake the state machine at its deadlines, and find members that fell silent.
+
+        Returns once the job is finished: nobody is there any more, and nothing happens by itself.
+        """
         clock, heartbeat_s = self._around.clock, self.job.limits.heartbeat_s
-        while True:
+        while self.job.phase is not Phase.FINISHED:
             deadline_s, scan_s = self._next_deadline_s(), self._scanned_s + heartbeat_s
             self._wakes_s = scan_s if deadline_s is None else min(scan_s, deadline_s)
             try:
@@ -305,9 +310,11 @@ class JobActor:
     def _fail(self, error: Exception) -> None:
         """Let nothing leave any more: the state is ahead of what is durable."""
         self._failure = error
-        if not isinstance(error, NotLeader):
+        if isinstance(error, NotLeader):
+            self._around.on_lost_leadership(str(error))
+        else:
             log.error("effects_failed", job=self.job.spec.job, error=repr(error))
-        self._around.on_lost_leadership(str(error))
+            self._around.on_failed(self.job.spec.job, error)
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

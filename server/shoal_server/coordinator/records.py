@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import structlog
 
@@ -17,13 +17,28 @@ MAX_RECORDS = 100
 class Records:
     """The newest 100, by generation; they are all in etcd."""
 
-    def __init__(self, job: str, records: Sequence[Record]) -> None:
+    def __init__(
+        self,
+        job: str,
+        records: Sequence[Record],
+        read: Callable[[], Awaitable[Sequence[Record]]] | None = None,
+    ) -> None:
+        """`read` gets those that were not read yet, as of a job that was over already."""
         self._job = job
+        self._read = read
         self._records: OrderedDict[int, Record] = OrderedDict(
             (record.roster.generation, record) for record in records[-MAX_RECORDS:]
         )
         self._recorded = asyncio.Event()
         """Set, and replaced by another, at the next record."""
+
+    async def fill(self) -> None:
+        """Read what was not read yet. Raises JobSetAside, Unavailable."""
+        if self._read is None:
+            return
+        for record in (await self._read())[-MAX_RECORDS:]:
+            self._records.setdefault(record.roster.generation, record)
+        self._read = None
 
     def keep(self, record: Record) -> None:
         """Show a record that is durable."""
@@ -39,8 +54,9 @@ class Records:
     async def get(self, generation: int, wait_s: float) -> Record:
         """The record of a generation (0: the newest), waiting up to `wait_s` for it.
 
-        Raises UnknownGeneration.
+        Raises UnknownGeneration, and JobSetAside where etcd holds what cannot be read.
         """
+        await self.fill()
         try:
             async with asyncio.timeout(max(wait_s, 0)):
                 while (record := self._found(generation)) is None and wait_s > 0:

@@ -22,7 +22,6 @@ from typing import Any
 import structlog
 
 from shoal_proto.errors import (
-    CorruptError,
     Fenced,
     ProposalConflict,
     RetryError,
@@ -31,6 +30,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import sample_messages
+from shoal_server.coordinator.stored_json import Fields, Unreadable, set_aside, taken_apart
 from shoal_server.core.ledger import Ledger
 from shoal_server.core.samples import LedgerCounts
 from shoal_server.etcd import keys
@@ -123,10 +123,11 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     async def open_existing(self, job: str) -> None:
         """Open the books of a job that has some, so that `summary` knows them after a fail-over.
 
-        Raises Unavailable when etcd is away, CorruptError for books that cannot be read.
+        Only while there is room; books of further jobs are opened when somebody asks for samples.
+        Raises Unavailable when etcd is away, JobSetAside for books that cannot be read.
         """
         async with self._opening:
-            if job not in self._books:
+            if job not in self._books and len(self._books) < MAX_BOOKS // 2:
                 found = await self._read(job)
                 if found is not None:
                     self._keep(job, found)
@@ -214,13 +215,10 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         if entry is None:
             return None
         try:
-            ledger = Ledger.from_json(json.loads(entry.value))
-        except (ValueError, KeyError, TypeError) as error:
-            raise CorruptError(
-                f"the sample ledger of job {job} cannot be read",
-                seen=str(error),
-                fix=f"Delete {keys.sample_ledger(job)} in etcd to begin the epochs anew.",
-            ) from error
+            with taken_apart():
+                ledger = Ledger.from_json(json.loads(entry.value))
+        except Unreadable as error:
+            raise set_aside(job, entry.key, error) from error
         living = await self._living(job)
         num_samples = sum(
             ledger.give_back(member_id, incarnation)
@@ -233,10 +231,13 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     async def _living(self, job: str) -> set[tuple[str, str]]:
         prefix = keys.members(job)
         items = (await self._store.range(prefix)).items
-        present = {
-            (item.key.removeprefix(prefix), str(json.loads(item.value)["incarnation"]))
-            for item in items
-        }
+        present = set()
+        for item in items:
+            try:
+                incarnation = Fields.parsed(item.value).text("incarnation")
+            except Unreadable as error:
+                raise set_aside(job, item.key, error) from error
+            present.add((item.key.removeprefix(prefix), incarnation))
         return {who for who in present if (job, *who) not in self._losses}
 
     def _note_change(self, book: _Book) -> None:

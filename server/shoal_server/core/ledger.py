@@ -36,6 +36,7 @@ MAX_OPEN_EPOCHS = 2
 MAX_HELD_RANGES = 8
 MAX_LEASE_SAMPLES = 1 << 20
 MAX_CLOSED_COUNTS = 64
+MAX_NUMBER = 1 << 63
 FORMAT = 1
 
 
@@ -239,7 +240,9 @@ class Ledger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
-        """The books that `to_json` wrote. Raises ValueError if they do not add up."""
+        """The books that `to_json` wrote. Raises ValueError if they do not add up, and KeyError,
+        TypeError or AttributeError for what has another shape."""
+        _check_numbers(data)
         if data.get("format") != FORMAT:
             raise ValueError(f"sample ledger of format {data.get('format')!r}; expected {FORMAT}")
         ledger = cls(dataset_size=data["dataset_size"], num_epochs=data["num_epochs"])
@@ -251,6 +254,9 @@ class Ledger:
         ledger._open = [ledger._epoch_from_json(entry) for entry in data["open"]]
         expected = [ledger._num_closed + i for i in range(len(ledger._open))]
         held = {number for m in ledger._members.values() for number in m.held}
+        counts = (ledger._num_closed, ledger._closed_returned, ledger._ignored)
+        if not all(isinstance(n, int) for pair in [counts, *ledger._closed.items()] for n in pair):
+            raise ValueError("sample ledger with counts that are no integers")
         if [e.number for e in ledger._open] != expected or not held <= set(expected):
             raise ValueError(f"sample ledger with epochs out of order; expected {expected}")
         return ledger
@@ -267,6 +273,18 @@ class Ledger:
                 )
             completed.remove(start, stop)
         return _Epoch(entry["epoch"], free, completed, entry["returned"])
+
+
+def _check_numbers(data: object) -> None:
+    """Every number in the books counts something. Raises ValueError."""
+    if isinstance(data, Mapping):
+        for value in data.values():
+            _check_numbers(value)
+    elif isinstance(data, list):
+        for value in data:
+            _check_numbers(value)
+    elif isinstance(data, bool | float) or (isinstance(data, int) and not 0 <= data < MAX_NUMBER):
+        raise ValueError(f"sample ledger with {data!r} in it; expected integers from 0 to 2^63")
 
 
 def _without(held: Mapping[int, Spans], kept: Mapping[int, Spans]) -> dict[int, Spans]:

@@ -138,6 +138,13 @@ class KeyValueStore(Protocol):
 
     async def range(self, prefix: str) -> Snapshot: ...
 
+    async def keys(self, prefix: str) -> tuple[str, ...]:
+        """All keys under a prefix without their values, in key order, however many they are.
+
+        They are read in pages, each as of the time of its own.
+        """
+        ...
+
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision: ...
 
     async def delete(self, key: str, *, prefix: bool = False) -> int:

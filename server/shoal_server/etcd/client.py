@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
 from types import TracebackType
 
 import grpc
@@ -25,6 +26,8 @@ from shoal_server.etcd.api import (
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.connection import Attempt, Connections
 from shoal_server.etcd.watch import read_snapshot, watch
+
+KEYS_A_PAGE = 5000
 
 
 class EtcdClient:
@@ -56,6 +59,17 @@ class EtcdClient:
 
     async def range(self, prefix: str) -> Snapshot:
         return await read_snapshot(self._connections, prefix)
+
+    async def keys(self, prefix: str) -> tuple[str, ...]:
+        found: list[str] = []
+        after = b""
+        while True:
+            request = wire.keys_request(prefix, after=after, limit=KEYS_A_PAGE)
+            page = await self._connections.call(partial(_range, request))
+            found += [wire.key_text(item.key) for item in page.kvs]
+            if not page.more:
+                return tuple(found)
+            after = page.kvs[-1].key
 
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision:
         start, _ = wire.key_range(key, prefix=False)
@@ -132,6 +146,10 @@ class EtcdClient:
     async def close(self) -> None:
         """Close every connection; calls and watches that run raise RefusedError."""
         await self._connections.close()
+
+
+async def _range(request: pb.RangeRequest, to: Attempt) -> pb.RangeResponse:
+    return await to.connection.kv.Range(request, timeout=to.timeout_s, metadata=to.metadata)
 
 
 __all__ = ["EtcdClient"]

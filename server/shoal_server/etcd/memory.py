@@ -65,6 +65,9 @@ class MemoryStore:
         self._enter()
         return Snapshot(Revision(self._revision), self._under(prefix))
 
+    async def keys(self, prefix: str) -> tuple[str, ...]:
+        return tuple(item.key for item in (await self.range(prefix)).items)
+
     async def put(self, key: str, value: bytes, lease: LeaseId = NO_LEASE) -> Revision:
         return (await self.transact((), (Put(key, value, lease),))).revision
 

@@ -39,6 +39,19 @@ def range_request(key: str, *, prefix: bool, revision: int = 0) -> pb.RangeReque
     return pb.RangeRequest(key=start, range_end=end, revision=revision)
 
 
+def keys_request(prefix: str, *, after: bytes, limit: int) -> pb.RangeRequest:
+    """A page of the keys under a prefix: those behind `after` (empty: the first)."""
+    start, end = key_range(prefix, prefix=True)
+    if after:
+        start = after + b"\x00"
+    return pb.RangeRequest(key=start, range_end=end, limit=limit, keys_only=True)
+
+
+def key_text(key: bytes) -> str:
+    """Shoal's keys are text; of one that is not, which is somebody else's, what can be shown."""
+    return key.decode(errors="backslashreplace")
+
+
 def delete_request(key: str, *, prefix: bool) -> pb.DeleteRangeRequest:
     start, end = key_range(key, prefix=prefix)
     return pb.DeleteRangeRequest(key=start, range_end=end)
@@ -86,7 +99,7 @@ def _operation(operation: Operation) -> pb.RequestOp:
 
 def key_value(message: pb.KeyValue) -> KeyValue:
     return KeyValue(
-        key=message.key.decode(),
+        key=key_text(message.key),
         value=message.value,
         create_revision=Revision(message.create_revision),
         mod_revision=Revision(message.mod_revision),
@@ -111,7 +124,7 @@ def transaction_result(reply: pb.TxnResponse) -> TransactionResult:
 def watch_event(message: pb.Event) -> WatchEvent:
     return WatchEvent(
         kind=EventKind.DELETE if message.type == pb.Event.DELETE else EventKind.PUT,
-        key=message.kv.key.decode(),
+        key=key_text(message.kv.key),
         value=message.kv.value,
         mod_revision=Revision(message.kv.mod_revision),
         previous_value=message.prev_kv.value,
