@@ -114,10 +114,12 @@ def num_torn(directory: Path) -> int:
 def main() -> None:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
-        config = LocalClusterConfig(
-            directory=Path(directory) / "cluster", num_parameter_servers=NUM_SERVERS
-        )
         url = Path(directory) / "snapshots"
+        config = LocalClusterConfig(
+            directory=Path(directory) / "cluster",
+            num_parameter_servers=NUM_SERVERS,
+            snapshot_roots=[str(url)],
+        )
         stop = context.Event()
         pipes = [context.Pipe(duplex=False) for _ in range(NUM_MEMBERS)]
         with LocalCluster(config) as cluster:

@@ -15,6 +15,7 @@ from shoal_server.coordinator.server_calls import ServerCalls
 from shoal_server.coordinator.snapshot_restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshot_taking import JobState, SnapshotTaker, Taken
 from shoal_server.coordinator.snapshots import SnapshotPolicy, SnapshotService
+from shoal_server.etcd import snapshot_roots
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import Storage
@@ -44,6 +45,7 @@ class Snapshots:
         self.library = Library(Storage(str(directory)), job)
         self._servers = servers
         self._calls = ServerCalls()
+        servers.run(snapshot_roots.write(servers.store, (), [str(directory)]))
         state = JobState(cursor=lambda job: self.cursor, training=lambda job: {"step": 3})
         self._taker = SnapshotTaker(servers.store, self._calls, state)
         self._restorer = SnapshotRestorer(servers.store, self._calls, tuple, self._forget_cursor)

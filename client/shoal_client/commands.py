@@ -45,6 +45,14 @@ def add_up(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "--dir", type=Path, help="directory for logs and etcd's data (default: a temporary one)"
     )
     add_limits(parser)
+    parser.add_argument(
+        "--snapshot-root",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="snapshots may be written and read at this URL and below it, too; may be given several"
+        " times (default: only in `snapshots` in --dir)",
+    )
     parser.set_defaults(handler=up)
 
 
@@ -68,6 +76,7 @@ def up(options: argparse.Namespace) -> int:
                 http=_free_or_any(HTTP_PORT),
                 limits=given_limits(options),
                 restart=RestartPolicy(),
+                snapshot_roots=options.snapshot_root,
             )
             cluster = stack.enter_context(LocalCluster(config, say=_say))
             cluster.when_given_up(ended.put)
@@ -106,6 +115,7 @@ status page        {cluster.http_url}
 parameter servers  {servers}
 etcd               {cluster.etcd}
 logs               {directory}
+snapshots          {cluster.snapshots}
 
 In another terminal:
   export SHOAL_COORDINATOR={cluster.coordinator}

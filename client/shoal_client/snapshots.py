@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -119,6 +120,8 @@ def _list(options: argparse.Namespace) -> int:
         console.print(f"no snapshots of job {options.job} at {reply.url}", markup=False)
     else:
         console.print(_table(reply))
+    for what in reply.damaged:
+        print(f"damaged: {what}", file=sys.stderr)
     if reply.every_s:
         console.print(f"one every {reply.every_s:g} s, {reply.num_kept} are kept")
     return 0

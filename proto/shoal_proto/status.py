@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from shoal_proto.errors import (
+    AccessDenied,
     CorruptError,
     DeadlineExceeded,
     InternalError,
@@ -42,6 +43,8 @@ _CODES: tuple[tuple[type[ShoalError], grpc.StatusCode], ...] = (
     (UnknownGeneration, grpc.StatusCode.NOT_FOUND),
     (UnknownShard, grpc.StatusCode.NOT_FOUND),
     (UnknownSnapshot, grpc.StatusCode.NOT_FOUND),
+    (AccessDenied, grpc.StatusCode.PERMISSION_DENIED),
+    (InternalError, grpc.StatusCode.INTERNAL),
     (CorruptError, grpc.StatusCode.DATA_LOSS),
     (ShoalError, grpc.StatusCode.INVALID_ARGUMENT),
 )

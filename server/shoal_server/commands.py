@@ -70,6 +70,14 @@ def _add_snapshots(parser: argparse.ArgumentParser) -> None:
         " shards that no server has any more come back from there",
     )
     option(
+        "--snapshot-root",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="callers may have snapshots written and read at this URL and below it, too; may be"
+        " given several times (default: only at and below --snapshot-url)",
+    )
+    option(
         "--snapshot-every-s",
         type=float,
         default=0.0,
@@ -247,7 +255,8 @@ def coordinator(options: argparse.Namespace) -> int:
             leader_lease_s=options.leader_lease_s,
             copies=options.copies,
             snapshots=SnapshotPolicy(
-                url=options.snapshot_url,
+                url=_absolute(options.snapshot_url),
+                roots=[_absolute(url) for url in options.snapshot_root],
                 every_s=options.snapshot_every_s,
                 num_kept=options.snapshot_keep,
             ),
@@ -256,6 +265,11 @@ def coordinator(options: argparse.Namespace) -> int:
     except ValueError as error:
         return _bad_arguments("coordinator", error)
     return _run("coordinator", serve(config))
+
+
+def _absolute(url: str) -> str:
+    """A relative path means one in the directory that this command was started in."""
+    return str(Path(url).resolve()) if url and "://" not in url else url
 
 
 def config(options: argparse.Namespace) -> int:

@@ -64,7 +64,11 @@ class Joined:
 
 
 def started(stack: ExitStack, directory: Path, num_servers: int) -> LocalCluster:
-    config = LocalClusterConfig(directory=directory, num_parameter_servers=num_servers)
+    config = LocalClusterConfig(
+        directory=directory,
+        num_parameter_servers=num_servers,
+        snapshot_roots=[str(directory.parent / "snapshots")],
+    )
     return stack.enter_context(LocalCluster(config))
 
 
@@ -105,5 +109,8 @@ def test_a_job_goes_on_in_another_cluster(shoal_command: Shoal, tmp_path: Path) 
         assert code == 0, said
         (snapshot,) = json.loads(said)["snapshots"]
         assert (snapshot["number"], snapshot["num_shards"]) == ("1", 4)
+        elsewhere = shoal_command.start("snapshots", "snapped", "--at", "elsewhere", *asked)
+        code, said = finish(elsewhere)
+        assert code == 1 and "--snapshot-root" in said and f"{tmp_path}/snapshots" in said
         code, said = finish(shoal_command.start("snapshot", "snapped", *asked))
-        assert code == 1 and "--snapshot-url" in said
+        assert code == 0 and f"at {tmp_path}/second/snapshots" in said

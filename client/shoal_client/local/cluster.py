@@ -45,6 +45,9 @@ class LocalClusterConfig:
     """host:port of the coordinator's gRPC service; port 0 takes a free one."""
     http: str = "127.0.0.1:0"
     """host:port of its HTTP service."""
+    snapshot_roots: Sequence[str] = ()
+    """URLs at and below which callers may have snapshots written, besides `snapshots` in the
+    directory, where they go that name no place."""
     start_timeout_s: float = 60.0
     """Time for each part to come up."""
     grace_s: float = 5.0
@@ -155,6 +158,11 @@ class LocalCluster:
         return {process.name: process for process in self._supervisor.running}
 
     @property
+    def snapshots(self) -> Path:
+        """Where snapshots go that name no other place."""
+        return (self._config.directory / "snapshots").resolve()
+
+    @property
     def parameter_servers(self) -> Sequence[str]:
         """host:port of each parameter server."""
         return list(self._servers.values())
@@ -261,7 +269,12 @@ class LocalCluster:
 
     def _spawn_coordinator(self, listen: str, http: str) -> Process:
         limits = (f"{option}={seconds:g}" for option, seconds in self._config.limits.items())
-        return self._spawn("coordinator", "--listen", listen, "--http", http, *limits)
+        return self._spawn(
+            "coordinator",
+            *("--listen", listen, "--http", http, "--snapshot-url", str(self.snapshots)),
+            *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
+            *limits,
+        )
 
     def _spawn_server(self) -> tuple[str, Process]:
         name = f"ps-{self._num_servers}"

@@ -27,7 +27,7 @@ class TakeSnapshotRequest(_message.Message):
     job: _builtins.str
     url: _builtins.str
     """A directory that all servers share, file:///directory, s3://bucket/prefix, ...; empty: that of
-    the coordinator's policy.
+    the coordinator's policy. At or below a root that the coordinator's operator allows.
     """
     def __init__(
         self,
@@ -122,6 +122,7 @@ class ListSnapshotsReply(_message.Message):
     SNAPSHOTS_FIELD_NUMBER: _builtins.int
     EVERY_S_FIELD_NUMBER: _builtins.int
     NUM_KEPT_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     every_s: _builtins.float
     """The coordinator takes one so often and keeps so many; 0: none by itself."""
@@ -130,6 +131,10 @@ class ListSnapshotsReply(_message.Message):
     def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotSummary]:
         """Oldest first."""
 
+    @_builtins.property
+    def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """One sentence for each that is there but cannot be read."""
+
     def __init__(
         self,
         *,
@@ -137,10 +142,11 @@ class ListSnapshotsReply(_message.Message):
         snapshots: _abc.Iterable[Global___SnapshotSummary] | None = ...,
         every_s: _builtins.float = ...,
         num_kept: _builtins.int = ...,
+        damaged: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["every_s", b"every_s", "num_kept", b"num_kept", "snapshots", b"snapshots", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["damaged", b"damaged", "every_s", b"every_s", "num_kept", b"num_kept", "snapshots", b"snapshots", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -31,6 +31,7 @@ from shoal_server.coordinator.snapshots import SnapshotPolicy, SnapshotService
 from shoal_server.coordinator.stored_jobs import StoredJobs
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits
+from shoal_server.etcd import snapshot_roots
 from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.shards import ShardReader
@@ -58,7 +59,9 @@ class Coordinator:
         self.shards = ShardsService(store, self.registry.authorize, copies)
         self._store = store
         self._server_calls = ServerCalls()
-        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy())
+        policy = snapshots or SnapshotPolicy()
+        self._snapshot_roots = policy.allowed
+        self.snapshots = self._snapshot_service(policy)
         self._shard_keeper = ShardKeeper(
             store, self.snapshots.restore_lost, read_pushed=self.shard_reader.pushed_bytes
         )
@@ -138,6 +141,7 @@ class Coordinator:
         """Take over every job. `conditions` must hold in etcd for each write."""
         self._conditions = conditions
         self.deposed.clear()
+        await snapshot_roots.write(self._store, conditions, self._snapshot_roots)
         await self.registry.read(self.samples.open_existing)
         for actor in self.registry.begin():
             self.clocks.inherit(actor.job.spec.job, actor.trainers())

@@ -16,15 +16,18 @@ import structlog
 
 from shoal_proto.errors import (
     DeadlineExceeded,
+    InternalError,
     JobInUse,
     NoServers,
     ProposalConflict,
     ShoalError,
+    SnapshotDamaged,
 )
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.server_calls import ServerCalls
 from shoal_server.core.holdings import Holder, Holding, Holdings
+from shoal_server.core.ledger import Ledger
 from shoal_server.etcd import holdings, keys, shard_map
 from shoal_server.etcd.api import (
     Compare,
@@ -72,9 +75,9 @@ class SnapshotRestorer:
         """
         job = library.job
         manifest = await asyncio.to_thread(library.find, number)
+        layout = _checked(manifest)
         if not under_members:
             await self._check_unused(job)
-        layout = shard_map.parse(job, manifest.layout)
         present = await shard_map.servers(self._store)
         if not present:
             raise NoServers(
@@ -193,6 +196,36 @@ class SnapshotRestorer:
                 f"the holders of job {job} changed while it was restored",
                 fix="Restore again.",
             )
+
+
+def _checked(manifest: Manifest) -> ShardMap:
+    """The layout. Raises SnapshotDamaged for one that its parts do not fit, and for a cursor that
+    no sample ledger is; either would stop every coordinator that took the job up."""
+    try:
+        layout = shard_map.parse(manifest.job, manifest.layout)
+        if manifest.cursor is not None:
+            Ledger.from_json(manifest.cursor)
+    except (InternalError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _damaged(manifest, repr(error)[:200], "a layout and a cursor that parse") from error
+    expected = sorted(shard.shard_id for shard in layout.shards)
+    seen = sorted(part.shard_id for part in manifest.parts)
+    if layout.job != manifest.job or seen != expected:
+        raise _damaged(
+            manifest,
+            f"parts of shards {seen[:10]}",
+            f"one of each shard of job {manifest.job}: {expected[:10]}",
+        )
+    return layout
+
+
+def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
+    return SnapshotDamaged(
+        f"snapshot {manifest.number} of job {manifest.job} does not fit together",
+        seen=seen,
+        expected=expected,
+        fix="Restore another snapshot.",
+        details={"number": str(manifest.number)},
+    )
 
 
 def _spread(

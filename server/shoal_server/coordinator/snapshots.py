@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,8 +19,9 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.rpc import Context
 from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.locations import Location, Roots
 from shoal_server.snapshots.manifest import Manifest
-from shoal_server.snapshots.storage import Storage
+from shoal_server.snapshots.storage import open_below
 
 log = structlog.get_logger(__name__)
 
@@ -35,6 +36,8 @@ class SnapshotPolicy:
     """Seconds between two snapshots of a job; 0: none is taken without being asked for."""
     num_kept: int = 3
     """Complete snapshots of a job that stay there; older ones are removed."""
+    roots: Sequence[str] = ()
+    """URLs at and below which callers may name other places; without any, `url` is the only one."""
 
     def __post_init__(self) -> None:
         if self.every_s < 0 or self.num_kept < 1:
@@ -50,6 +53,12 @@ class SnapshotPolicy:
                 expected="a directory or URL",
                 fix="Give --snapshot-url.",
             )
+        Roots(self.allowed)  # raises InvalidSpec
+
+    @property
+    def allowed(self) -> Sequence[str]:
+        """Every URL at and below which snapshots may lie."""
+        return tuple(dict.fromkeys(each for each in (self.url, *self.roots) if each))
 
 
 class SnapshotService(SnapshotsServicer):
@@ -71,7 +80,7 @@ class SnapshotService(SnapshotsServicer):
         self._require_leading()
         library = await self._library(request.url, request.job)
         taken = await self._taker.take(library)
-        if library.storage.url == self._policy.url.rstrip("/"):
+        if self._policy.url and library.storage.location == Location.parse(self._policy.url):
             await self._clean_up(library)
         return _summary(taken.manifest, library, taken.pause_s)
 
@@ -80,12 +89,13 @@ class SnapshotService(SnapshotsServicer):
     ) -> pb.ListSnapshotsReply:
         self._require_leading()
         library = await self._library(request.url, request.job)
-        manifests = await asyncio.to_thread(library.list)
+        manifests, damaged = await asyncio.to_thread(library.read_all)
         return pb.ListSnapshotsReply(
             url=library.storage.url,
             snapshots=[_summary(each, library) for each in manifests],
             every_s=self._policy.every_s,
             num_kept=self._policy.num_kept,
+            damaged=[str(error) for _, error in sorted(damaged.items())],
         )
 
     async def Restore(
@@ -170,7 +180,8 @@ class SnapshotService(SnapshotsServicer):
                 expected="a directory or URL",
                 fix="Name one, or start the coordinator with --snapshot-url.",
             )
-        return await asyncio.to_thread(lambda: Library(Storage(where), job))
+        roots = Roots(self._policy.allowed)
+        return await asyncio.to_thread(lambda: Library(open_below(roots, where), job))
 
 
 def _say_why_it_ended(taking: "asyncio.Task[None]") -> None:

@@ -10,6 +10,8 @@ SERVERS = ROOT + "servers/"
 MEMBERS = ROOT + "members/"
 JOBS = ROOT + "jobs/"
 HOLDINGS = ROOT + "holdings/"
+SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
+"""Below which URLs snapshots may lie, as the leading coordinator was told: {"urls": [...]}."""
 
 
 def server(server_id: str) -> str:

@@ -10,6 +10,7 @@ import structlog
 from shoal_proto.errors import JournalDamaged, SnapshotDamaged
 from shoal_server.parameters import image_file
 from shoal_server.parameters.image import Image
+from shoal_server.snapshots.locations import Location
 from shoal_server.snapshots.storage import Storage
 
 log = structlog.get_logger(__name__)
@@ -43,7 +44,7 @@ class JournalImages:
     """Every call blocks."""
 
     def __init__(self, directory: Path) -> None:
-        self._files = Storage(str(directory))
+        self._files = Storage(Location.of_directory(directory))
 
     def list(self) -> list[Kept]:
         kept = []

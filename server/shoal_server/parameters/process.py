@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -24,6 +25,7 @@ from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_serv
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_server.core.holdings import Holder
 from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.etcd import snapshot_roots
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
@@ -218,6 +220,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             maker=maker,
             memory=memory,
             pool=writers,
+            read_roots=partial(snapshot_roots.read, store),
         )
         add_ShardSnapshotsServicer_to_server(snapshots, server)
         await server.start()

@@ -1,16 +1,17 @@
 """The ShardSnapshots service: this server's shards into a snapshot's files, and out of them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from typing import TypeVar
 
 import structlog
 
-from shoal_proto.errors import InvalidSpec, SnapshotFailed, WrongEpoch
+from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, WrongEpoch
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
+from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.parameters import image_file, kinds
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.custody import Custody
@@ -23,8 +24,9 @@ from shoal_server.parameters.tables.making import TableMaker
 from shoal_server.rpc import Context
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.locations import Roots
 from shoal_server.snapshots.manifest import Part, part_file
-from shoal_server.snapshots.storage import Storage
+from shoal_server.snapshots.storage import open_below
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +51,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
         maker: TableMaker,
         memory: Memory,
         pool: Executor,
+        read_roots: Callable[[], Awaitable[Sequence[str]]],
     ) -> None:
         self._catalog = catalog
         self._custody = custody
@@ -56,6 +59,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
         self._maker = maker
         self._memory = memory
         self._pool = pool
+        self._read_roots = read_roots
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
         if not 0 < request.limit_s <= MAX_LIMIT_S:
@@ -87,7 +91,8 @@ class ShardSnapshots(ShardSnapshotsServicer):
 
     async def Write(self, request: pb.WriteRequest, context: Context) -> pb.WriteReply:
         try:
-            library = await self._in_pool(partial(_library, request.url, request.job))
+            _check_cut(request)
+            library = await self._library(request.url, request.job)
             files = []
             for image in self._cuts.taken(request.job, request.cut_id):
                 part = await self._in_pool(partial(_write, library, request, image))
@@ -106,7 +111,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
         # The record names this server before it is asked to load.
         await self._custody.begin_anew(job)
         epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}
-        library = await self._in_pool(partial(_library, request.url, job))
+        library = await self._library(request.url, job)
         with self._claim(job, parts) as claim:
             for part in parts:
                 before_bytes = self._bytes_of(job, part)
@@ -150,12 +155,22 @@ class ShardSnapshots(ShardSnapshotsServicer):
         await self._custody.adopt(held)
         self._custody.created(held)
 
+    async def _library(self, url: str, job: str) -> Library:
+        roots = Roots(await self._read_roots())
+        return await self._in_pool(lambda: Library(open_below(roots, url), job))
+
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
 
-def _library(url: str, job: str) -> Library:
-    return Library(Storage(url), job)
+def _check_cut(request: pb.WriteRequest) -> None:
+    """Raise InvalidSpec for a cut whose name is no name: it becomes part of a path."""
+    if not is_name(request.cut_id) or not 0 < request.number < 2**63:
+        raise InvalidSpec(
+            "bad cut or number of a snapshot",
+            seen=f"{request.cut_id!r}, number {request.number}",
+            expected=f"{NAME_RULE}, and a number above 0",
+        )
 
 
 def _write(library: Library, request: pb.WriteRequest, lazy: LazyImage) -> Part:
@@ -179,7 +194,16 @@ def _write(library: Library, request: pb.WriteRequest, lazy: LazyImage) -> Part:
 def _read(library: Library, part: Part) -> ShardState:
     data = library.read_part(part)
     image = image_file.from_bytes(data, sha256=part.sha256, file=part.file, shard_id=part.shard_id)
-    return kinds.restore(image)
+    try:
+        return kinds.restore(image)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise SnapshotDamaged(
+            f"the file {part.file} of shard {part.shard_id} holds no shard",
+            seen=repr(error)[:200],
+            expected="tensors and metadata that fit together",
+            fix="Restore another snapshot.",
+            details={"file": part.file, "shard": str(part.shard_id)},
+        ) from error
 
 
 __all__ = ["ShardSnapshots"]

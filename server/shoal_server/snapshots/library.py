@@ -7,13 +7,13 @@ A snapshot without a manifest does not exist: what was written of it is removed 
 has been completed. Every call blocks; call it from a thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import structlog
 
 from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, UnknownSnapshot
 from shoal_server.core.names import NAME_RULE, is_name
-from shoal_server.snapshots.manifest import Manifest, Part, folder_of
+from shoal_server.snapshots.manifest import Manifest, Part, check_part_file, folder_of
 from shoal_server.snapshots.storage import Storage
 
 log = structlog.get_logger(__name__)
@@ -29,43 +29,59 @@ class Library:
         self.storage = storage
         self.job = job
 
-    def list(self) -> list[Manifest]:
+    def list(self) -> Sequence[Manifest]:
         """Every complete snapshot, oldest first. A manifest that is damaged is left out, and the
         log says so. Raises Unavailable."""
-        manifests = []
+        return self.read_all()[0]
+
+    def read_all(self) -> tuple[Sequence[Manifest], Mapping[int, SnapshotDamaged]]:
+        """Every complete snapshot, oldest first; and by number those whose manifest is damaged.
+
+        Raises Unavailable.
+        """
+        manifests: list[Manifest] = []
+        damaged: dict[int, SnapshotDamaged] = {}
         for path in self._manifest_paths():
             try:
                 manifest = self._read(path)
             except SnapshotDamaged as error:
                 log.error("snapshot_left_out", job=self.job, reason=str(error))
+                damaged[_number_in(path)] = error
                 continue
             if manifest is not None:
                 manifests.append(manifest)
-        return sorted(manifests, key=lambda each: (each.number, each.taken_unix_s))
+        return sorted(manifests, key=lambda each: (each.number, each.taken_unix_s)), damaged
 
     def newest(self) -> Manifest | None:
         """The newest complete snapshot. Raises Unavailable."""
         return self.list()[-1] if self._manifest_paths() else None
 
     def find(self, number: int = 0) -> Manifest:
-        """The snapshot of that number; 0: the newest. Raises UnknownSnapshot, Unavailable."""
-        manifests = self.list()
+        """The snapshot of that number; 0: the newest that is not damaged.
+
+        Raises SnapshotDamaged if only a damaged one is there, UnknownSnapshot, Unavailable.
+        """
+        manifests, damaged = self.read_all()
         chosen = [each for each in manifests if number in (0, each.number)]
-        if not chosen:
-            numbers = ", ".join(str(each.number) for each in manifests)
-            raise UnknownSnapshot(
-                f"there is no such snapshot of job {self.job} at {self.storage.url}",
-                seen=f"number {number}" if number else "none at all",
-                expected=f"one of {numbers}" if numbers else "a snapshot that was completed",
-                fix=f"See `shoal snapshots {self.job}`.",
-            )
-        return chosen[-1]
+        if chosen:
+            return chosen[-1]
+        numbers = ", ".join(str(each.number) for each in manifests)
+        worst = damaged.get(number or max(damaged, default=0))
+        if worst is not None:
+            raise worst
+        raise UnknownSnapshot(
+            f"there is no such snapshot of job {self.job} at {self.storage.url}",
+            seen=f"number {number}" if number else "none at all",
+            expected=f"one of {numbers}" if numbers else "a snapshot that was completed",
+            fix=f"See `shoal snapshots {self.job}`.",
+        )
 
     def read_part(self, part: Part) -> bytes:
         """One shard's file, as it was written; `image_file.check` compares it with its checksum.
 
-        Raises SnapshotDamaged if it is gone, Unavailable.
+        Raises SnapshotDamaged if it is gone, or is no file of a snapshot; Unavailable.
         """
+        check_part_file(part)
         data = self.storage.read(f"{self.job}/{part.file}")
         if data is None:
             raise SnapshotDamaged(
@@ -82,6 +98,8 @@ class Library:
 
         Raises SnapshotFailed if one is not, Unavailable.
         """
+        for part in manifest.parts:
+            _check_reported(part)
         folders = {part.file.rpartition("/")[0] for part in manifest.parts}
         sizes: dict[str, int] = {}
         for folder in sorted(folders):
@@ -127,15 +145,44 @@ class Library:
 
     def _read(self, path: str) -> Manifest | None:
         data = self.storage.read(path)
-        # None: another coordinator has just removed it.
-        return None if data is None else Manifest.from_bytes(data, path)
+        if data is None:
+            # Another coordinator has just removed it.
+            return None
+        manifest = Manifest.from_bytes(data, path)
+        if manifest.job != self.job or manifest.number != _number_in(path):
+            raise SnapshotDamaged(
+                f"the manifest {path} is of another snapshot",
+                seen=f"number {manifest.number} of job {manifest.job}",
+                expected=f"number {_number_in(path)} of job {self.job}",
+                fix="Restore another snapshot.",
+                details={"file": path},
+            )
+        return manifest
 
     def _manifest_paths(self) -> Sequence[str]:
         found = self.storage.sizes(f"{self.job}/{MANIFESTS}")
-        return [path for path in found if path.endswith(".json")]
+        return [path for path in found if path.endswith(".json") and _number_in(path)]
 
     def _manifest_path(self, manifest: Manifest) -> str:
         return f"{self.job}/{MANIFESTS}/{manifest.number:09d}-{manifest.cut_id}.json"
+
+
+def _number_in(path: str) -> int:
+    """The number in the name of a manifest's file; 0: it is not the name of one."""
+    digits = path.rpartition("/")[2].partition("-")[0]
+    return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
+
+
+def _check_reported(part: Part) -> None:
+    """Raise SnapshotFailed if a server says that it wrote what no snapshot has."""
+    try:
+        check_part_file(part)
+    except SnapshotDamaged as error:
+        raise SnapshotFailed(
+            f"the file of shard {part.shard_id} is not as it was reported",
+            seen=error.seen,
+            expected=error.expected,
+        ) from error
 
 
 __all__ = ["Library"]

@@ -3,13 +3,17 @@
 import base64
 import hashlib
 import json
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal_proto.errors import SnapshotDamaged
+from shoal_server.core.names import is_name
 
 FORMAT = 1
+_PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetensors")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +91,16 @@ class Manifest:
                 raise _damaged(file, f"SHA-256 {seen}", str(outer["sha256"]))
             parts = tuple(Part(**part) for part in body["parts"])
             layout = base64.b64decode(body["layout"], validate=True)
-            return cls(**(body | {"parts": parts, "layout": layout}))
-        except (ValueError, KeyError, TypeError) as error:
+            manifest = cls(**(body | {"parts": parts, "layout": layout}))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(file, repr(error)[:200], "a manifest") from error
+        # Whoever may write here can compute a checksum: it tells nothing of what is in it.
+        for part in manifest.parts:
+            check_part_file(part)
+        wrong = _wrong_fields(manifest)
+        if wrong:
+            raise _damaged(file, ", ".join(wrong)[:200], "every field of its type and in its range")
+        return manifest
 
 
 def folder_of(number: int, cut_id: str) -> str:
@@ -99,6 +110,53 @@ def folder_of(number: int, cut_id: str) -> str:
 
 def part_file(number: int, cut_id: str, shard_id: int) -> str:
     return f"{folder_of(number, cut_id)}/shard-{shard_id:05d}.safetensors"
+
+
+def check_part_file(part: Part) -> None:
+    """Raise SnapshotDamaged unless the part's file is one that a snapshot of its job can have."""
+    found = _PART_FILE.fullmatch(part.file) if isinstance(part.file, str) else None
+    if found is None or not is_name(found[1]):
+        raise SnapshotDamaged(
+            f"the manifest names a file for shard {part.shard_id} that no snapshot has",
+            seen=repr(part.file)[:200],
+            expected="parts/NUMBER-CUT/shard-NUMBER.safetensors",
+            fix="Restore another snapshot.",
+            details={"file": str(part.file)[:200], "shard": str(part.shard_id)},
+        )
+
+
+def _wrong_fields(manifest: Manifest) -> list[str]:
+    m, wrong = manifest, []
+    is_right = {
+        "job": isinstance(m.job, str) and is_name(m.job),
+        "number": _is_count(m.number) and m.number >= 1,
+        "cut_id": isinstance(m.cut_id, str) and is_name(m.cut_id),
+        "lineage": isinstance(m.lineage, str),
+        "taken_unix_s": _is_finite(m.taken_unix_s),
+        "parts": len(m.parts) > 0,
+        "steps": isinstance(m.steps, dict) and all(map(_is_count, m.steps.values())),
+        "partial_steps": _are_strings(m.partial_steps),
+        "cursor": m.cursor is None or isinstance(m.cursor, dict),
+        "training": isinstance(m.training, dict),
+    }
+    wrong += [f"{name} {getattr(m, name)!r:.60}" for name, right in is_right.items() if not right]
+    for part in m.parts:
+        counts = (part.shard_id, part.epoch, part.version, part.num_bytes)
+        if not (all(map(_is_count, counts)) and _are_strings([part.kind, part.sha256])):
+            wrong.append(repr(part))
+    return wrong
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _are_strings(values: object) -> bool:
+    return isinstance(values, list | tuple) and all(isinstance(each, str) for each in values)
 
 
 def _canonical(body: Mapping[str, Any]) -> str:
@@ -119,4 +177,4 @@ def _damaged(file: str, seen: str, expected: str) -> SnapshotDamaged:
     )
 
 
-__all__ = ["Manifest", "Part", "folder_of", "part_file"]
+__all__ = ["Manifest", "Part", "check_part_file", "folder_of", "part_file"]

@@ -1,4 +1,4 @@
-"""Files under one URL: a local directory, or whatever else `fsspec` reaches, S3 above all.
+"""Files in one place: a local directory, or a prefix in a bucket that `fsspec` reaches.
 
 A file is there whole or not at all. Object stores promise that by themselves; on a local disk a
 file gets its name once its bytes are on the disk. Every call blocks; call it from a thread.
@@ -10,92 +10,102 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
+from shoal_proto.errors import AccessDenied, InvalidSpec, ShoalError, Unavailable
+from shoal_server.snapshots.locations import Location, Roots, is_below
 
-FLAT = ("s3", "s3a", "gs", "gcs", "az", "abfs")
-"""Where there are no folders to be made."""
+WITH_FOLDERS = ("file", "memory")
+"""Where folders are made and removed; buckets have none."""
 
 
 class Storage:
-    """Paths are relative to the URL, with forward slashes. Any thread."""
+    """Paths are relative to the place, with forward slashes; one that leads out of it is refused
+    as AccessDenied. Any thread."""
 
-    def __init__(self, url: str) -> None:
-        """Raises InvalidSpec for a URL that nothing installed can serve."""
-        self.url = url.rstrip("/")
+    def __init__(self, place: str | Location, *, url: str = "") -> None:
+        """Raises InvalidSpec for a URL that is no place for snapshots, or that nothing installed
+        can serve; Unavailable for storage that cannot be set up."""
+        self.location = Location.parse(place) if isinstance(place, str) else place
+        self.url = (place if isinstance(place, str) else url or place.path).rstrip("/")
+        """As it was given."""
         try:
-            self._files, root = fsspec.core.url_to_fs(url)
+            self._files, root = _opened(self.location)
         except (ValueError, ImportError) as error:
             raise InvalidSpec(
-                "no storage can be reached under that URL",
-                seen=f"{url!r}: {error}",
-                expected="a directory, file:///directory, s3://bucket/prefix, ...",
+                "nothing that is installed reaches that storage",
+                seen=f"{self.url!r}: {error}",
+                expected=f"what fsspec needs for {self.location.protocol}",
                 fix="For S3: pip install 'shoal[s3]'.",
             ) from error
+        except Exception as error:
+            raise self._failed("set up", "", error) from error
         self._root = root.rstrip("/")
-        if not url or not self._root.lstrip("/"):
-            raise InvalidSpec("snapshots need a directory of their own", seen=repr(url))
-        self._has_folders = not any(each in FLAT for each in _protocols(self._files.protocol))
+        self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
         """Write a file, in the place of one that is there. Raises Unavailable."""
+        full = self._full(path)
         try:
-            if isinstance(self._files, LocalFileSystem):
-                _write_local(Path(self._full(path)), data)
+            if self.location.is_local:
+                _write_local(Path(full), data)
                 return
             if self._has_folders:
-                self._files.makedirs(self._full(path).rpartition("/")[0], exist_ok=True)
-            self._files.pipe_file(self._full(path), data)
+                self._files.makedirs(full.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(full, data)
         except Exception as error:
             raise self._failed("written", path, error) from error
 
     def read(self, path: str) -> bytes | None:
         """The bytes of a file; None if it is not there. Raises Unavailable."""
+        full = self._full(path)
         try:
-            data = self._files.cat_file(self._full(path))
+            data = bytes(self._files.cat_file(full))
         except FileNotFoundError:
             return None
         except Exception as error:
             raise self._failed("read", path, error) from error
-        return bytes(data)
+        return data
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Every file below a folder with its size in bytes. Raises Unavailable."""
+        full, start = self._full(folder), len(self._root) + 1
         try:
             # Others write here too.
             self._files.invalidate_cache()
-            found = self._files.find(self._full(folder), detail=True)
+            found = self._files.find(full, detail=True)
+            return {path[start:]: int(entry["size"]) for path, entry in sorted(found.items())}
         except FileNotFoundError:
             return {}
         except Exception as error:
             raise self._failed("listed", folder, error) from error
-        start = len(self._root) + 1
-        return {path[start:]: int(entry["size"]) for path, entry in sorted(found.items())}
 
     def folders(self, folder: str) -> list[str]:
         """The names of the folders in a folder. Raises Unavailable."""
+        full = self._full(folder)
         try:
             self._files.invalidate_cache()
-            found = self._files.ls(self._full(folder), detail=True)
+            found = self._files.ls(full, detail=True)
+            folders = [entry["name"] for entry in found if entry["type"] == "directory"]
+            return sorted(name.rstrip("/").rpartition("/")[2] for name in folders)
         except FileNotFoundError:
             return []
         except Exception as error:
             raise self._failed("listed", folder, error) from error
-        folders = [entry["name"] for entry in found if entry["type"] == "directory"]
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in folders)
 
     def remove(self, paths: Iterable[str]) -> None:
         """Remove files, and the folders that become empty by it. Raises Unavailable."""
         parents = set()
         for path in paths:
+            full = self._full(path)
             try:
-                self._files.rm_file(self._full(path))
+                self._files.rm_file(full)
             except FileNotFoundError:
                 continue
             except Exception as error:
                 raise self._failed("removed", path, error) from error
-            parents.add(self._full(path).rpartition("/")[0])
+            parents.add(full.rpartition("/")[0])
         for parent in parents if self._has_folders else ():
             self._remove_if_empty(parent)
 
@@ -105,15 +115,26 @@ class Storage:
                 self._files.rmdir(folder)
         except FileNotFoundError:
             return
-        except OSError as error:
+        except Exception as error:
             raise self._failed("removed", folder, error) from error
 
     def _full(self, path: str) -> str:
-        return f"{self._root}/{path}"
+        """Raises AccessDenied for a path that leads out of this place, by `..` or by a link."""
+        full = f"{self._root}/{path}"
+        is_inside = ".." not in path.split("/")
+        if is_inside and self.location.is_local:
+            is_inside = is_below(os.path.realpath(full), self.location.path)
+        if not is_inside:
+            raise AccessDenied(
+                "a file of a snapshot would lie outside the place for snapshots",
+                seen=path,
+                expected=f"a path below {self.url}, with no link that leads out of it",
+            )
+        return full
 
     def _failed(self, done: str, path: str, error: Exception) -> ShoalError:
         return Unavailable(
-            f"{self.url}/{path} cannot be {done}",
+            f"{self.url}/{path} cannot be {done}" if path else f"{self.url} cannot be {done}",
             seen=f"{type(error).__name__}: {error}",
             expected="storage that answers, has room and permits it",
         )
@@ -143,8 +164,17 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _protocols(protocol: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (protocol,) if isinstance(protocol, str) else tuple(protocol)
+def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
+    """The file system, and the place as that one spells it."""
+    if location.is_local:
+        return LocalFileSystem(), location.path
+    files, root = fsspec.core.url_to_fs(location.url)
+    return files, str(root)
 
 
-__all__ = ["Storage", "sync_folder"]
+def open_below(roots: Roots, url: str) -> Storage:
+    """The place that a caller names. Raises AccessDenied outside the roots, InvalidSpec."""
+    return Storage(roots.locate(url), url=url)
+
+
+__all__ = ["Storage", "open_below", "sync_folder"]

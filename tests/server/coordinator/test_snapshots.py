@@ -1,6 +1,7 @@
 """Snapshots under load hold each push whole, and bring everything back on any servers."""
 
 import asyncio
+import json
 import threading
 import time
 import zlib
@@ -17,6 +18,7 @@ from snapshot_cluster import ADAM, Pusher, Snapshots, elements
 from shoal_client.parameters import ParameterClient
 from shoal_client.tables import Gradients, TableClient
 from shoal_proto.errors import (
+    AccessDenied,
     InvalidSpec,
     JobInUse,
     NoServers,
@@ -27,13 +29,19 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.row_hash import shard_of
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import Piece, PushHeader, PushItem, PushRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
+from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.snapshots import SnapshotPolicy
-from shoal_server.etcd import keys
+from shoal_server.core.ledger import Ledger
+from shoal_server.core.limits import Limits
+from shoal_server.etcd import keys, snapshot_roots
 from shoal_server.parameters import image_file
 from shoal_server.parameters.image import Image
 from shoal_server.snapshots.library import Library
@@ -154,13 +162,13 @@ def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     opened.callback(before.close)
     for _ in range(5):
         before.push()
-    snapshots.cursor = {"format": 1, "held": [1, 2]}
+    snapshots.cursor = Ledger(dataset_size=10, num_epochs=1).to_json()
     taken = snapshots.take().manifest
     others, other_snapshots = start(opened, tmp_path, num_servers=3)
     restored, led_by = other_snapshots.restore()
     assert restored == taken and list(led_by) == ["ps-0", "ps-1", "ps-2"]
     ledger = others.run(others.store.get(keys.sample_ledger("job")))
-    assert ledger is not None and ledger.value == b'{"format":1,"held":[1,2]}'
+    assert ledger is not None and json.loads(ledger.value) == snapshots.cursor
     after = Pusher(others, "m", weight=0.25, optimizer=ADAM)
     opened.callback(after.close)
     assert after.values == before.values
@@ -353,6 +361,92 @@ def test_snapshots_are_taken_and_removed_as_the_policy_says(
 def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(InvalidSpec):
         SnapshotPolicy(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "cursor", [{"format": 1}, {"format": 9}, {"format": 1, "dataset_size": "x", "num_epochs": 1}]
+)
+def test_a_snapshot_with_a_cursor_that_is_none_is_damaged_and_changes_nothing(
+    opened: ExitStack, tmp_path: Path, cursor: dict[str, object]
+) -> None:
+    """Written to etcd, it would end every coordinator that takes the job up."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    snapshots.cursor = cursor
+    snapshots.take()
+    before = servers.run(servers.store.get(keys.holdings("job")))
+    with pytest.raises(SnapshotDamaged, match="does not fit together"):
+        snapshots.restore(under_members=True)
+    assert servers.run(servers.store.get(keys.holdings("job"))) == before
+    assert servers.run(servers.store.get(keys.sample_ledger("job"))) is None
+
+
+def test_callers_name_places_below_the_roots_only(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    root = tmp_path / "snapshots"
+    service = snapshots.service(SnapshotPolicy(roots=[str(root)]))
+
+    async def take(url: str) -> pb.SnapshotSummary:
+        return await service.Take(pb.TakeSnapshotRequest(job="job", url=url), None)  # type: ignore[arg-type]
+
+    async def listing(url: str) -> pb.ListSnapshotsReply:
+        return await service.List(pb.ListSnapshotsRequest(job="job", url=url), None)  # type: ignore[arg-type]
+
+    assert servers.run(take(f"{root}/below")).number == 1
+    assert len(servers.run(listing(f"file://{root}/below")).snapshots) == 1
+    for url in (str(tmp_path / "elsewhere"), "/tmp", "s3://bucket/x"):
+        for asking in (take, listing):
+            with pytest.raises(AccessDenied, match="snapshots"):
+                servers.run(asking(url))
+    for url in ("reference::data:application/json;base64,e30=", f"{root}/../x", "http://x/y", ""):
+        with pytest.raises(InvalidSpec):
+            servers.run(listing(url))
+    (root / "below" / "job" / "manifests").joinpath("000000007-x.json").write_text("{}")
+    (damaged,) = servers.run(listing(f"{root}/below")).damaged
+    assert "000000007-x.json" in damaged
+
+
+def test_a_server_opens_no_place_on_a_callers_word(opened: ExitStack, tmp_path: Path) -> None:
+    """Whoever reaches its port, coordinator or not."""
+    servers, _ = start(opened, tmp_path)
+    with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
+        stub = ShardSnapshotsStub(channel)
+
+        def refused(request: pb.WriteRequest | pb.LoadRequest) -> ShoalError:
+            call = stub.Write if isinstance(request, pb.WriteRequest) else stub.Load
+            with pytest.raises(grpc.RpcError) as raised:
+                call(request, timeout=10.0)  # type: ignore[operator]
+            return from_rpc_error(raised.value, "ps-0")
+
+        asked = {"job": "job", "cut_id": "c", "number": 1}
+        for url in (str(tmp_path / "elsewhere"), "reference::data:text/plain,x", ""):
+            error = refused(pb.WriteRequest(url=url, **asked))  # type: ignore[arg-type]
+            assert isinstance(error, AccessDenied | InvalidSpec)
+            assert isinstance(
+                refused(pb.LoadRequest(job="job", url=url)), AccessDenied | InvalidSpec
+            )
+        bad_cut = asked | {"cut_id": "../../out"}
+        url = str(tmp_path / "snapshots")
+        assert isinstance(refused(pb.WriteRequest(url=url, **bad_cut)), InvalidSpec)  # type: ignore[arg-type]
+        servers.run(servers.store.delete(keys.SNAPSHOT_ROOTS))
+        assert isinstance(refused(pb.LoadRequest(job="job", url=url)), AccessDenied)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_leader_tells_the_servers_its_roots(opened: ExitStack, tmp_path: Path) -> None:
+    servers, _ = start(opened, tmp_path)
+    policy = SnapshotPolicy(url="s3://bucket/a", roots=["/srv/snapshots", "s3://bucket/a"])
+    coordinator = Coordinator(servers.store, Limits(heartbeat_s=0.5, join_s=60.0), snapshots=policy)
+
+    async def lead() -> None:
+        async with coordinator.running():
+            await coordinator.lead(())
+            await coordinator.step_down()
+
+    servers.run(lead())
+    found = servers.run(snapshot_roots.read(servers.store))
+    assert found == ("s3://bucket/a", "/srv/snapshots")
 
 
 class SlowLibrary(Library):

@@ -1,0 +1,38 @@
+"""Where the leading coordinator's operator allows snapshots to lie, for the parameter servers.
+
+They open URLs that a caller gives. What a coordinator sends along would prove nothing to them, for
+anybody may call them; what lies in etcd only a coordinator wrote.
+"""
+
+import json
+from collections.abc import Sequence
+
+from shoal_proto.errors import InternalError, NotLeader
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, KeyValueStore, Put
+
+
+async def write(store: KeyValueStore, leadership: Sequence[Compare], urls: Sequence[str]) -> None:
+    """Raises NotLeader if `leadership` does not hold in etcd, and what the store raises."""
+    value = json.dumps({"urls": list(urls)}).encode()
+    result = await store.transact(leadership, [Put(keys.SNAPSHOT_ROOTS, value)])
+    if not result.succeeded:
+        raise NotLeader("another coordinator leads by now", details={"leader": ""})
+
+
+async def read(store: KeyValueStore) -> Sequence[str]:
+    """Empty before a coordinator has led. Raises InternalError for what is no record."""
+    found = await store.get(keys.SNAPSHOT_ROOTS)
+    if found is None:
+        return ()
+    try:
+        return tuple(map(str, json.loads(found.value)["urls"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise InternalError(
+            "the roots of snapshots in etcd do not parse",
+            seen=f"{found.value[:80]!r}, {error!r}",
+            expected='{"urls": [...]}',
+        ) from error
+
+
+__all__ = ["read", "write"]

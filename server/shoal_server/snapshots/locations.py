@@ -1,0 +1,134 @@
+"""Where snapshots may lie. Callers name URLs; an operator says below which roots these may be.
+
+`fsspec` reaches far more than storage: `reference::data:...` renders templates, `http://` asks
+other machines, a chain (`a::b`) fetches and unpacks. So a URL is taken apart here, by rules of our
+own, and only kinds of storage that are named below are ever handed to it.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal_proto.errors import AccessDenied, InvalidSpec
+
+LOCAL = "file"
+_PROTOCOLS = {
+    LOCAL: LOCAL,
+    "s3": "s3",
+    "s3a": "s3",
+    "gs": "gs",
+    "gcs": "gs",
+    "az": "az",
+    "abfs": "az",
+    # Of this process alone; for tests.
+    "memory": "memory",
+}
+EXPECTED = "/directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A directory, or a prefix in a bucket."""
+
+    protocol: str
+    """By one name for each kind of storage: file, s3, gs, az."""
+    path: str
+    """On this machine: absolute, with no symbolic link left in it. Else bucket/prefix."""
+
+    @classmethod
+    def parse(cls, url: str) -> "Location":
+        """Raises InvalidSpec for anything but one plain place in storage of a known kind."""
+        protocol, colon, path = url.rpartition("://")
+        if not colon:
+            protocol = LOCAL
+        if "::" in url or "://" in protocol:
+            raise _bad(url, "one place and no chain of file systems")
+        if protocol not in _PROTOCOLS:
+            raise _bad(url, EXPECTED)
+        if _CONTROL.search(url):
+            raise _bad(url, "no control characters")
+        if protocol == LOCAL:
+            return cls(LOCAL, _local_path(url, path))
+        return cls(_PROTOCOLS[protocol], _bucket_path(url, path))
+
+    @classmethod
+    def of_directory(cls, directory: Path) -> "Location":
+        """A directory of this process' own choosing."""
+        return cls(LOCAL, os.path.realpath(directory))
+
+    @property
+    def is_local(self) -> bool:
+        return self.protocol == LOCAL
+
+    @property
+    def url(self) -> str:
+        """For `fsspec`; never for a path on this machine."""
+        return f"{self.protocol}://{self.path}"
+
+    def holds(self, other: "Location") -> bool:
+        """Whether `other` is this place or lies below it."""
+        return self.protocol == other.protocol and is_below(other.path, self.path)
+
+
+@dataclass(frozen=True)
+class Roots:
+    """What an operator allows: every place at or below one of these URLs."""
+
+    urls: Sequence[str]
+
+    def __post_init__(self) -> None:
+        for url in self.urls:
+            Location.parse(url)
+
+    def locate(self, url: str) -> Location:
+        """Raises InvalidSpec for what is no place for snapshots, AccessDenied outside the roots."""
+        location = Location.parse(url)
+        # Parsed anew each time: links on the way to a root may have been changed.
+        if any(Location.parse(root).holds(location) for root in self.urls):
+            return location
+        raise AccessDenied(
+            "no snapshots may lie there",
+            seen=url,
+            expected=f"a place below {', '.join(self.urls)}" if self.urls else "no place at all",
+            fix="Start the coordinators with --snapshot-root URL to allow another one.",
+        )
+
+
+def is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(f"{root}/")
+
+
+def _local_path(url: str, path: str) -> str:
+    if not path.startswith("/"):
+        raise _bad(url, "an absolute path")
+    _check_segments(url, path.strip("/").split("/"))
+    return os.path.realpath(path)
+
+
+def _bucket_path(url: str, path: str) -> str:
+    path = path.rstrip("/")
+    _check_segments(url, path.split("/"))
+    if any(mark in path for mark in "?#\\"):
+        raise _bad(url, "a bucket and a prefix, with no query")
+    return path
+
+
+def _check_segments(url: str, segments: Iterable[str]) -> None:
+    for segment in segments:
+        if segment == "":
+            raise _bad(url, "a directory of their own, and no empty name on the way to it")
+        if segment in (".", ".."):
+            raise _bad(url, f"a path without {segment!r}")
+
+
+def _bad(url: str, expected: str) -> InvalidSpec:
+    fix = "" if url else "Name one, or start the coordinator with --snapshot-url."
+    return InvalidSpec(
+        "that is no place for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
+    )
+
+
+__all__ = ["Location", "Roots", "is_below"]

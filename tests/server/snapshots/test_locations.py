@@ -1,0 +1,196 @@
+"""A caller names a place for snapshots: only those below an operator's roots are opened."""
+
+from pathlib import Path
+
+import pytest
+from snapshot_world import image, manifest_of, write_part, write_snapshot
+
+from shoal_proto.errors import AccessDenied, InvalidSpec, SnapshotDamaged, SnapshotFailed
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.locations import Location, Roots
+from shoal_server.snapshots.manifest import Part
+from shoal_server.snapshots.storage import Storage
+
+TEMPLATE = "reference::data:application/json;base64,eyJ2ZXJzaW9uIjoxLCJyZWZzIjp7fX0="
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        TEMPLATE,
+        "reference://x",
+        "simplecache::file:///tmp/x",
+        "zip://a::s3://bucket/a.zip",
+        "http://127.0.0.1:80/x",
+        "github://owner:repo@main/x",
+        "data:text/plain,x",
+        "ssh://host/x",
+        "LOCAL:///tmp/x",
+        "s3://bucket/../other",
+        "s3://bucket//x",
+        "s3://bucket/a?versionId=1",
+        "s3://",
+        "/tmp/../etc",
+        "file:///tmp/./x",
+        "file://host/tmp/x",
+        "tmp/x",
+        "~/x",
+        "/tmp/x\0y",
+        "/",
+        "file:///",
+        "",
+    ],
+)
+def test_no_other_kind_of_place_is_ever_opened(url: str) -> None:
+    with pytest.raises(InvalidSpec):
+        Storage(url)
+
+
+@pytest.mark.parametrize(
+    ("root", "url", "is_below"),
+    [
+        ("s3://bucket/a", "s3://bucket/a", True),
+        ("s3://bucket/a/", "s3a://bucket/a/b", True),
+        ("s3://bucket/a", "s3://bucket/ab", False),
+        ("s3://bucket/a", "s3://other/a", False),
+        ("s3://bucket/a", "gs://bucket/a", False),
+        ("gs://bucket", "gcs://bucket/x", True),
+        ("az://box/a", "abfs://box/a/b", True),
+        ("az://box/a", "abfs://box@evil.example.com/a/b", False),
+    ],
+)
+def test_a_place_in_a_bucket_is_below_its_root_or_refused(
+    root: str, url: str, is_below: bool
+) -> None:
+    roots = Roots([root])
+    if is_below:
+        assert roots.locate(url).path.startswith(Location.parse(root).path)
+        return
+    with pytest.raises(AccessDenied) as raised:
+        roots.locate(url)
+    assert raised.value.seen == url and root in raised.value.expected
+
+
+def test_a_link_does_not_lead_out_of_a_root(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    root.mkdir()
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    roots = Roots([str(root)])
+    assert roots.locate(f"file://{root}/job").path == f"{root}/job"
+    for url in (f"{root}/link", f"{root}/link/job", str(outside), f"{root}side"):
+        with pytest.raises(AccessDenied):
+            roots.locate(url)
+    # A root may itself be a link: the operator made it.
+    (tmp_path / "shared").symlink_to(root)
+    assert Roots([str(tmp_path / "shared")]).locate(f"{tmp_path}/shared/job").path == f"{root}/job"
+
+
+def test_a_link_made_later_is_not_followed_either(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    storage = Storage(str(root))
+    storage.write("job/parts/a", b"1")
+    (root / "job" / "out").symlink_to(outside)
+    (root / "job" / "parts" / "b").symlink_to(outside / "secret")
+    for path in ("job/out/secret", "job/parts/b", "job/../../outside/secret"):
+        with pytest.raises(AccessDenied):
+            storage.read(path)
+        with pytest.raises(AccessDenied):
+            storage.write(path, b"2")
+        with pytest.raises(AccessDenied):
+            storage.remove([path])
+    for folder in ("job/out", "job/../../outside"):
+        with pytest.raises(AccessDenied):
+            storage.sizes(folder)
+        with pytest.raises(AccessDenied):
+            storage.folders(folder)
+    assert (outside / "secret").read_bytes() == b"secret"
+
+
+def test_without_roots_nothing_is_opened(tmp_path: Path) -> None:
+    with pytest.raises(AccessDenied, match="--snapshot-root"):
+        Roots([]).locate(str(tmp_path))
+
+
+def _part(file: str) -> Part:
+    return Part(
+        shard_id=0, epoch=1, version=1, kind="dense", file=file, num_bytes=1, sha256="0" * 64
+    )
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../../../../etc/shadow",
+        "parts/../../secret/shard-00000.safetensors",
+        "parts/000000001-cut1/../../../x/shard-00000.safetensors",
+        "/etc/shadow",
+        "manifests/000000001-cut1.json",
+        "",
+    ],
+)
+def test_a_manifest_names_no_file_outside_its_snapshots(tmp_path: Path, file: str) -> None:
+    """Nor is such a file's size or checksum told."""
+    library = Library(Storage(str(tmp_path / "root")), "job")
+    with pytest.raises(SnapshotDamaged, match="names a file"):
+        library.read_part(_part(file))
+    with pytest.raises(SnapshotFailed):
+        library.commit(manifest_of("job", 1, [_part(file)]))
+    # As somebody who may write there would make it: with a checksum that is right.
+    manifest = manifest_of("job", 1, [_part(file)])
+    library.storage.write("job/manifests/000000001-cut1.json", manifest.to_bytes())
+    with pytest.raises(SnapshotDamaged):
+        library.find(1)
+
+
+def test_a_damaged_manifest_is_called_damaged(tmp_path: Path) -> None:
+    library = Library(Storage(str(tmp_path)), "job")
+    write_snapshot(library, 1, [1])
+    path = tmp_path / "job" / "manifests" / "000000001-cut1.json"
+    path.write_bytes(path.read_bytes()[:-10])
+    for number in (0, 1):
+        with pytest.raises(SnapshotDamaged, match="000000001-cut1"):
+            library.find(number)
+    second = write_snapshot(library, 2, [2])
+    assert library.find() == library.find(2) == second
+    with pytest.raises(SnapshotDamaged):
+        library.find(1)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[]", b"null", b'"x"', b"[" * 100_000, b"\xff\xfe", b'{"format":1,"snapshot":[]}']
+)
+def test_whatever_lies_in_a_manifest_is_damage_and_no_crash(tmp_path: Path, data: bytes) -> None:
+    library = Library(Storage(str(tmp_path)), "job")
+    library.storage.write("job/manifests/000000003-x.json", data)
+    assert library.list() == []
+    with pytest.raises(SnapshotDamaged):
+        library.find(3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"number": "3"},
+        {"number": True},
+        {"taken_unix_s": None},
+        {"job": "another"},
+        {"parts": []},
+        {"steps": [1]},
+        {"cursor": 7},
+        {"cut_id": "../x"},
+    ],
+)
+def test_a_manifest_of_wrong_types_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
+    """Its checksum is right: anybody can compute it."""
+    library = Library(Storage(str(tmp_path)), "job")
+    part = write_part(library, image(0), 3, "cut3")
+    manifest = manifest_of("job", 3, [part])
+    for key, value in change.items():
+        object.__setattr__(manifest, key, value)
+    library.storage.write("job/manifests/000000003-cut3.json", manifest.to_bytes())
+    assert library.list() == []
+    with pytest.raises(SnapshotDamaged):
+        library.find(3)
