@@ -19,9 +19,9 @@ from shoal.data import Loader, Order
 
 SSP_BOUND = 4
 STRATEGIES: Mapping[str, Callable[[LRScheduler], shoal.AsyncSGD]] = {
-    "async": lambda schedule: shoal.AsyncSGD(schedule=schedule),
+    "async": lambda schedule: shoal.AsyncSGD(staleness="none", schedule=schedule),
     "ssp": lambda schedule: shoal.AsyncSGD(
-        consistency="ssp", staleness_bound=SSP_BOUND, schedule=schedule
+        consistency="ssp", staleness_bound=SSP_BOUND, staleness="none", schedule=schedule
     ),
     "dc_asgd": lambda schedule: shoal.AsyncSGD(staleness="compensate", schedule=schedule),
 }

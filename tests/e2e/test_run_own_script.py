@@ -46,7 +46,7 @@ print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
     return path
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "async-sgd"])
+@pytest.mark.parametrize("strategy", ["ddp", "async-sgd", "ssp"])
 def test_the_readmes_script_survives_a_kill(
     shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
 ) -> None:
@@ -62,6 +62,7 @@ def test_the_readmes_script_survives_a_kill(
     accuracies = [float(each) for each in re.findall(r"right ([0-9.]+)", output)]
     assert len(accuracies) >= 2
     assert min(accuracies) > 0.95
+    assert "loss_not_falling" not in output
     after = {each.split()[1] for each in (tmp_path / "steps").read_text().splitlines()[60:]}
     survivors = {each.split()[1] for each in lines} - {pid}
     assert survivors <= after

@@ -57,7 +57,7 @@ def test_in_bulk_all_members_compute_each_round_on_the_same_values(
 ) -> None:
     """Those that hold every push of the rounds before, and none of this one."""
     num_members, num_rounds = 3, 12
-    members = [begin(servers, rank, BSP()) for rank in range(num_members)]
+    members = [begin(servers, rank, BSP(staleness="none")) for rank in range(num_members)]
     seen: list[list[Tensor]] = [[] for _ in members]
     # Whoever has not begun is waited for by nobody; a session finishes when all samples are done.
     all_begun, all_done = threading.Barrier(num_members), threading.Barrier(num_members)
@@ -89,8 +89,8 @@ def test_in_bulk_all_members_compute_each_round_on_the_same_values(
 def test_nobody_gets_further_ahead_than_the_bound(servers: ParameterServers, end: str) -> None:
     """And no longer than the slow one is there and has work: then the fast one has what it did."""
     bound = 2
-    fast, model = begin(servers, 0, SSP(staleness_bound=bound))
-    slow, other = begin(servers, 1, SSP(staleness_bound=bound))
+    fast, model = begin(servers, 0, SSP(staleness_bound=bound, staleness="none"))
+    slow, other = begin(servers, 1, SSP(staleness_bound=bound, staleness="none"))
     slow.begin_step()
     steps: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
 

@@ -51,6 +51,7 @@ class StepReports:
             staleness_steps=metrics.get("staleness"),
             sent_bytes_per_step=metrics.get("bytes_per_step"),
             compression_ratio=metrics.get("compression_ratio"),
+            last_error=strategy.warning,
         )
 
     def close(self) -> None:

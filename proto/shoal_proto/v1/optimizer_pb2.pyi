@@ -334,7 +334,7 @@ class StalenessPolicy(_message.Message):
     DECAY_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"" and "none": nothing; "scale": the learning rate is divided by the staleness, if that is above
-    1; "compensate": the gradient is corrected by how far the values have gone since. Then the values
+    1; "damp": momentum and learning rate are lowered by it; "compensate": the gradient is corrected by how far the values have gone since. Then the values
     that the gradient was computed on follow each shard's gradient, at offsets from the shard's
     number of bytes on.
     """

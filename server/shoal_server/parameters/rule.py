@@ -23,7 +23,7 @@ class UpdateRule:
         hyper = spec.groups[group]
         self._optimizer = new_optimizer(spec, group, blocks)
         self._schedule = RunningSchedule(spec.schedule, hyper.lr)
-        self._staleness = Staleness(spec.staleness, hyper, blocks)
+        self._staleness = Staleness(spec.staleness, spec.kind, hyper, blocks)
         self._cutter = cutter
         self._parts: Mapping[str, Stateful] = {
             "optimizer/": self._optimizer,
@@ -56,7 +56,8 @@ class UpdateRule:
         if blocks:
             gradients, bases = parts[: len(blocks)], parts[len(blocks) :]
             gradients = self._staleness.correct(blocks, gradients, bases, record.staleness)
-            self._optimizer.step(blocks, gradients, record.lr)
+            momentum = self._staleness.momentum(record.staleness)
+            self._optimizer.step(blocks, gradients, record.lr, momentum)
         # A new shard has version 1.
         self._schedule.advance(record.version - 1)
 

@@ -1,7 +1,8 @@
 """What is done about gradients that were computed on values which others have changed since.
 
 Staleness is the number of updates that a gradient does not know of. A policy may let it be, divide
-the learning rate by it, refuse what is too stale, or correct the gradient:
+the learning rate by it, slow the optimizer down (`damping`), refuse what is too stale, or correct
+the gradient:
 
 Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation",
 arXiv:1609.08326, adds the first term of the gradient's Taylor series, with the square of the
@@ -21,20 +22,29 @@ from torch import Tensor
 
 from shoal_proto.errors import InvalidSpec, StalePush
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, StalenessPolicy
+from shoal_server.parameters.damping import KINDS as DAMPED
+from shoal_server.parameters.damping import damping
 from shoal_server.parameters.tensors import beside, copy_state, wide
 
 EPSILON = 1e-7
-KINDS = ("", "none", "scale", "compensate")
+KINDS = ("", "none", "scale", "damp", "compensate")
 
 
 class Staleness:
     """The policy of one shard, and what it keeps from push to push."""
 
     def __init__(
-        self, policy: StalenessPolicy, hyper: HyperParameters, blocks: Sequence[Tensor]
+        self,
+        policy: StalenessPolicy,
+        kind: str,
+        hyper: HyperParameters,
+        blocks: Sequence[Tensor],
     ) -> None:
-        """`check_policy` has passed. `blocks` are the shard's values, only ever read here."""
+        """`check_policy` has passed. `kind` is the optimizer's, `blocks` are the shard's values,
+        only ever read here."""
         self._policy = policy
+        self._kind = kind
+        self._hyper = hyper
         self._blocks = blocks
         # An objective that is to grow has the gradient of its negative.
         self._strength = -policy.strength if hyper.maximize else policy.strength
@@ -60,7 +70,15 @@ class Staleness:
 
     def scale(self, lr: float, staleness: int) -> float:
         """The learning rate for a push of that staleness."""
+        if self._policy.kind == "damp":
+            return lr * damping(self._kind, self._hyper, staleness).rate
         return lr / max(1, staleness) if self._policy.kind == "scale" else lr
+
+    def momentum(self, staleness: int) -> float:
+        """SGD's momentum for a push of that staleness."""
+        if self._policy.kind == "damp":
+            return damping(self._kind, self._hyper, staleness).momentum
+        return self._hyper.momentum
 
     def correct(
         self,
@@ -102,13 +120,20 @@ class Staleness:
         copy_state(self.state(), state)
 
 
-def check_policy(policy: StalenessPolicy) -> None:
-    """Raise InvalidSpec for a policy that there is not, or that is out of range."""
+def check_policy(policy: StalenessPolicy, optimizer: str) -> None:
+    """Raise InvalidSpec for a policy that there is not, that is out of range, or that the kind of
+    optimizer does not have."""
     if policy.kind not in KINDS:
         raise InvalidSpec(
             "no such staleness policy",
             seen=repr(policy.kind),
             expected=", ".join(map(repr, KINDS[1:])),
+        )
+    if policy.kind == "damp" and optimizer not in DAMPED:
+        raise InvalidSpec(
+            "this optimizer is not slowed down for stale gradients",
+            seen=f"staleness 'damp' with {optimizer!r}",
+            expected=f"'damp' with one of {', '.join(map(repr, DAMPED))}",
         )
     if not (0 <= policy.strength < math.inf and 0 <= policy.decay < 1):
         raise InvalidSpec(

@@ -95,6 +95,7 @@ class AsyncDiLoCo(AsyncSGD):
         self._unacknowledged.append(acknowledged)
         if self._steps_of_round == self._every_steps:
             self._end_round()
+        self._watch_loss()
 
     def _end_round(self) -> None:
         """Push what the round has changed, and go on from what the servers make of it."""

@@ -17,6 +17,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NoReturn
 
+import structlog
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,6 +36,7 @@ from shoal.strategies.base import (
     optimizer_digest,
     schema_digest,
 )
+from shoal.strategies.loss_watch import WINDOW_STEPS, LossWatch
 from shoal.strategies.pace import Pace
 from shoal_client.joint_step import JointStep
 from shoal_client.parameters import ParameterClient, PushResult
@@ -45,10 +48,16 @@ from shoal_proto.errors import (
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 
+log = structlog.get_logger(__name__)
+
 MAX_REDONE = 16
 """So often one step is taken anew on fresh values before its member gives up."""
 
 LEVELS = ("applied", "replicated", "durable")
+
+BEGINNING_UPDATES = 100
+"""Who first gets values with more updates behind them came to a job that trains already: whether
+the loss falls is not for it to tell."""
 
 
 class AsyncSGD(Strategy):
@@ -62,7 +71,7 @@ class AsyncSGD(Strategy):
         *,
         consistency: str = "async",
         staleness_bound: int | None = None,
-        staleness: str = "none",
+        staleness: str = "damp",
         reject_above: int | None = None,
         compensation: float | None = None,
         adaptive: bool = True,
@@ -71,7 +80,7 @@ class AsyncSGD(Strategy):
     ) -> None:
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `shoal.strategies.pace`.
 
-        `staleness`: "none", "scale", "compensate" or "reject", see
+        `staleness`: "damp", "none", "scale", "compensate" or "reject", see
         `shoal.strategies.async_staleness`; `reject_above` is a number of updates, with any of
         these, and `compensation` is lambda_0, or lambda where it is not `adaptive`.
 
@@ -100,6 +109,9 @@ class AsyncSGD(Strategy):
         self._last_push: PushResult | None = None
         self._pushes = 0
         self._lock = threading.Lock()
+        self._watch: LossWatch | None = None
+        self._losses: list[Tensor] = []
+        self._warning = ""
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         self._spec = self._servers_spec(optimizer)
@@ -123,6 +135,7 @@ class AsyncSGD(Strategy):
                 expected="a model without them, or the strategy async-sgd",
             )
         self._fields |= self._tables.fields()
+        log.info("staleness_policy_chosen", strategy=self.name, policy=in_words(self._policy))
         return model, optimizer
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
@@ -169,6 +182,8 @@ class AsyncSGD(Strategy):
             is_broken=lambda: generation.number <= self._cut_generation,
         )
         self._has_state = True
+        if self._num_updates < BEGINNING_UPDATES:
+            self._watch = LossWatch()
 
     def cut(self, generation: int) -> None:
         self._cut_generation = max(self._cut_generation, generation)
@@ -183,6 +198,9 @@ class AsyncSGD(Strategy):
             self._refresh()
 
     def backward(self, loss: Tensor, weight: float) -> None:
+        if self._watch is not None:
+            # Read later: on a GPU that would wait for the device.
+            self._losses.append(loss.detach().float().reshape(()))
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     @property
@@ -209,7 +227,34 @@ class AsyncSGD(Strategy):
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._step += 1
         self._count(result)
+        self._watch_loss()
         acknowledged()
+
+    def _watch_loss(self) -> None:
+        """Say, once each time that it begins, that the loss does not fall."""
+        if self._watch is None or not self._losses or self._step % WINDOW_STEPS:
+            return
+        mean = torch.stack(self._losses).mean().item()
+        self._losses.clear()
+        stagnation = self._watch.see(mean, self._num_updates)
+        if stagnation is not None and not self._warning:
+            log.warning(
+                "loss_not_falling",
+                reason=str(stagnation),
+                policy=in_words(self._policy),
+                fix="Lower the learning rate or the momentum, or train with fewer members:"
+                " docs/parameter-server.md, Staleness.",
+            )
+        self._warning = str(stagnation) if stagnation is not None else ""
+
+    @property
+    def _num_updates(self) -> int:
+        """Of the shard that has had most, as far as this member knows."""
+        return max(self._connected().versions.values(), default=0)
+
+    @property
+    def warning(self) -> str:
+        return self._warning
 
     def _count(self, result: PushResult) -> None:
         with self._lock:

@@ -1,7 +1,11 @@
 """What a job of members at their own pace does about gradients of values that are not the newest.
 
+- "damp", the default: slows the optimizer down by their staleness, the number of updates since. For
+  SGD the effective rate, lr / (1 - momentum), is divided by 2 * staleness + 1, momentum first; for
+  Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one member nothing is stale, and
+  nothing changes. So settings that were found with one process train with several.
 - "none": steps on them as they are.
-- "scale": divides the learning rate by their staleness, the number of updates since.
+- "scale": divides the learning rate by their staleness (Zhang et al. 2016, arXiv:1511.05950).
 - "compensate": corrects them by how far the values have gone since (Zheng et al. 2017, DC-ASGD,
   arXiv:1609.08326). The values that they were computed on are sent along: twice the bytes a push.
   Adaptive, it trains where delay alone ruins the result; so it is by default.
@@ -11,7 +15,7 @@
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.optimizer_pb2 import StalenessPolicy
 
-KINDS = ("none", "scale", "compensate", "reject")
+KINDS = ("damp", "none", "scale", "compensate", "reject")
 COMPENSATION = 0.04
 ADAPTIVE_COMPENSATION = 2.0
 DECAY = 0.95

@@ -231,6 +231,11 @@ class Strategy(ABC):
         """Figures for the health report, e.g. "staleness". Free to call; any thread."""
         return {}
 
+    @property
+    def warning(self) -> str:
+        """What a person should know of the training, for the health report. Free to call."""
+        return ""
+
     def rest(self) -> None:  # noqa: B027 - nobody waits for a member by default
         """This member has no samples for now, so the others are not to wait for its next step.
 

@@ -28,7 +28,13 @@ class Adam:
         self._step = torch.zeros(len(blocks), dtype=torch.float32)
         self._steps = self._step.unbind()
 
-    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
+    def step(
+        self,
+        blocks: Sequence[int],
+        gradients: Sequence[Tensor],
+        lr: float,
+        momentum: float | None = None,
+    ) -> None:
         steps = [self._steps[b] for b in blocks]
         torch._foreach_add_(steps, 1)
         self._kernel(

@@ -21,6 +21,15 @@ class ShardOptimizer(Stateful, Protocol):
     Its state has torch's names; flat like the values, but for one `step` a block.
     """
 
-    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
-        """Update the named blocks in place. `gradients` has one tensor a named block."""
+    def step(
+        self,
+        blocks: Sequence[int],
+        gradients: Sequence[Tensor],
+        lr: float,
+        momentum: float | None = None,
+    ) -> None:
+        """Update the named blocks in place. `gradients` has one tensor a named block.
+
+        `momentum` stands in for SGD's own; the others do not look at it.
+        """
         ...

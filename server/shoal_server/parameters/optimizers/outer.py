@@ -26,7 +26,13 @@ class Outer:
         if hyper.momentum != 0.0:
             self._momentum, self._buffers = beside(blocks, dtype=wide(blocks[0].dtype))
 
-    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
+    def step(
+        self,
+        blocks: Sequence[int],
+        gradients: Sequence[Tensor],
+        lr: float,
+        momentum: float | None = None,
+    ) -> None:
         momentum = self._hyper.momentum
         for b, gradient in zip(blocks, gradients, strict=True):
             ahead = gradient.to(wide(gradient.dtype))

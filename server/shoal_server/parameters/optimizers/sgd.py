@@ -20,16 +20,23 @@ class Sgd:
         if hyper.momentum != 0.0:
             self._momentum, self._buffers = beside(blocks)
 
-    def step(self, blocks: Sequence[int], gradients: Sequence[Tensor], lr: float) -> None:
+    def step(
+        self,
+        blocks: Sequence[int],
+        gradients: Sequence[Tensor],
+        lr: float,
+        momentum: float | None = None,
+    ) -> None:
         if self._momentum is None:
-            self._run(blocks, gradients, lr, is_first_step=False)
+            self._run(blocks, gradients, (lr, 0.0), is_first_step=False)
             return
+        rates = (lr, self._hyper.momentum if momentum is None else momentum)
         # The kernel takes "first step" for all its tensors at once; blocks start one by one.
         for is_first_step in (True, False):
             chosen = [i for i, b in enumerate(blocks) if (self._steps[b] == 0) is is_first_step]
             if chosen:
                 of_chosen = [blocks[i] for i in chosen]
-                self._run(of_chosen, [gradients[i] for i in chosen], lr, is_first_step)
+                self._run(of_chosen, [gradients[i] for i in chosen], rates, is_first_step)
         for b in blocks:
             self._steps[b] += 1
 
@@ -37,20 +44,22 @@ class Sgd:
         self,
         blocks: Sequence[int],
         gradients: Sequence[Tensor],
-        lr: float,
+        rates: tuple[float, float],
         is_first_step: bool,
     ) -> None:
+        """`rates` are the learning rate and the momentum."""
+        lr, momentum = rates
         values = [self._blocks[b] for b in blocks]
         buffers = [self._buffers[b] for b in blocks] if self._buffers else []
         if values[0].dtype.itemsize < 4:
-            self._run_unfused(values, gradients, buffers, lr, is_first_step)
+            self._run_unfused(values, gradients, buffers, rates, is_first_step)
             return
         torch._fused_sgd_(
             values,
             list(gradients),
             buffers,
             weight_decay=self._hyper.weight_decay,
-            momentum=self._hyper.momentum,
+            momentum=momentum,
             lr=lr,
             dampening=self._hyper.dampening,
             nesterov=self._hyper.nesterov,
@@ -63,11 +72,12 @@ class Sgd:
         values: list[Tensor],
         gradients: Sequence[Tensor],
         buffers: list[Tensor],
-        lr: float,
+        rates: tuple[float, float],
         is_first_step: bool,
     ) -> None:
         """For 16-bit types: torch's fused kernel leaves most of such a tensor as it was (seen with
         2.13 on CPU; only the last elements, beyond whole vectors, are updated)."""
+        lr, momentum = rates
         slots: list[Tensor | None] = [None] * len(values)
         if buffers and not is_first_step:
             slots = list(buffers)
@@ -78,7 +88,7 @@ class Sgd:
             foreach=False,
             fused=False,
             weight_decay=self._hyper.weight_decay,
-            momentum=self._hyper.momentum,
+            momentum=momentum,
             lr=lr,
             dampening=self._hyper.dampening,
             nesterov=self._hyper.nesterov,

@@ -1,0 +1,45 @@
+"""How an optimizer is slowed down for a gradient that others' updates have overtaken.
+
+Updates that are applied `staleness` versions late act like momentum (Mitliagkas et al. 2016,
+"Asynchrony begets Momentum", arXiv:1605.09774), and they narrow what is stable: gradient descent
+delayed by s updates diverges from a rate of 2 sin(pi / (2 (2 s + 1))) / curvature on, where without
+delay it is 2 / curvature (Levin and May 1976, "A note on difference-delay equations"): about 1.6
+times 1 / (2 s + 1) of it. So for SGD the effective rate, lr / (1 - momentum), is divided by
+2 s + 1: momentum is lowered first, since delay stands in for it; where none is left, the rate is.
+
+The steps of Adam and Adagrad do not grow with the gradient. For them the rate is divided by
+sqrt(1 + s): the square-root rule by which adaptive rates follow the size of a batch (Malladi et al.
+2022, arXiv:2205.10287), s + 1 members' gradients standing for one.
+
+A gradient that is not stale gets exactly the step that was asked for.
+"""
+
+import math
+from typing import NamedTuple
+
+from shoal_proto.v1.optimizer_pb2 import HyperParameters
+
+KINDS = ("sgd", "adagrad", "adam", "adamw")
+LEAST_MOMENTUM = 1e-6
+"""Not 0: with it the momentum buffer goes on to follow the gradients."""
+
+
+class Damping(NamedTuple):
+    rate: float
+    """What the learning rate is multiplied by."""
+    momentum: float
+    """In place of the optimizer's own."""
+
+
+def damping(kind: str, hyper: HyperParameters, staleness: int) -> Damping:
+    """What a gradient of that staleness, in updates, is stepped on with."""
+    if not staleness:
+        return Damping(1.0, hyper.momentum)
+    if kind != "sgd":
+        return Damping(1.0 / math.sqrt(1 + staleness), hyper.momentum)
+    slower = 2 * staleness + 1
+    if not 0 < hyper.momentum < 1:
+        return Damping(1.0 / slower, hyper.momentum)
+    least = min(LEAST_MOMENTUM, hyper.momentum)
+    left = max(1 - (1 - hyper.momentum) * slower, least)
+    return Damping(min((1 - left) / ((1 - hyper.momentum) * slower), 1.0), left)

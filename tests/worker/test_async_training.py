@@ -1,0 +1,87 @@
+"""Members at their own pace train, by default, what one process trains; or it is said that not."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from async_members import start
+from parameter_servers import ParameterServers
+from sklearn.datasets import load_digits
+from structlog.testing import capture_logs
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from shoal.strategies.async_sgd import AsyncSGD
+
+BATCH = 96
+NUM_STEPS = 749
+"""As many as 40 epochs of the README's script have."""
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+def in_turns(servers: ParameterServers, num_members: int, **options: str) -> tuple[float, str]:
+    """Train the README's model with members that push in turns: each gradient is as many updates
+    behind as there are others. Returns the share of digits told right, and what the page warns of.
+    """
+    digits = load_digits()
+    images = torch.tensor(digits.data, dtype=torch.float32) / 16
+    labels = torch.tensor(digits.target)
+    members = []
+    for rank in range(num_members):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        strategy = AsyncSGD(**options)  # type: ignore[arg-type]
+        members.append((start(servers, model, optimizer, rank=rank, strategy=strategy), model))
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(1))
+    batches = itertools.cycle(order.split(BATCH))
+    for number in range(NUM_STEPS):
+        strategy, model = members[number % num_members]
+        if number >= num_members:
+            strategy.end_step(lambda: None)
+        chosen = next(batches)
+        strategy.begin_step()
+        strategy.backward(cross_entropy(model(images[chosen]), labels[chosen]), 1.0)
+    first, model = members[0]
+    first.finish()
+    right = (model(images).argmax(dim=1) == labels).float().mean().item()
+    warning = first.warning
+    for strategy, _ in members:
+        strategy.close()
+    return right, warning
+
+
+@pytest.mark.parametrize("num_members", [3, 8])
+def test_the_readmes_settings_train_by_default(servers: ParameterServers, num_members: int) -> None:
+    """At a rate of 0.1 and a momentum of 0.9, found with one process, and without a warning."""
+    right, warning = in_turns(servers, num_members)
+    assert right >= 0.95
+    assert warning == ""
+
+
+def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
+    """The same without anything done about staleness: one line in the log, which says what to do,
+    and the page has it."""
+    with capture_logs() as logs:
+        right, warning = in_turns(servers, 3, staleness="none")
+    assert right < 0.5
+    assert warning.startswith("the loss has not fallen: ")
+    told = [line for line in logs if line["event"] == "loss_not_falling"]
+    assert told
+    assert told[0]["log_level"] == "warning"
+    assert "Lower the learning rate or the momentum" in told[0]["fix"]
+
+
+def test_what_is_done_about_staleness_is_told(servers: ParameterServers) -> None:
+    """Once a member, as it distributes its model."""
+    model = nn.Linear(2, 2)
+    with capture_logs() as logs:
+        AsyncSGD().distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    told = [line for line in logs if line["event"] == "staleness_policy_chosen"]
+    assert [line["policy"] for line in told] == ['kind: "damp"']

@@ -1,0 +1,61 @@
+"""Whether the loss of a job falls: told where members at their own pace undo each other's steps."""
+
+from dataclasses import dataclass
+
+WINDOW_STEPS = 10
+"""Losses are looked at as the mean of so many of this member's steps."""
+NUM_RECENT = 3
+"""So many windows are compared with the first one."""
+EXPECTED_SHARE = 0.97
+"""Of the first window's loss: what the recent ones should be below."""
+PATIENCE_UPDATES = 200
+"""Before the job has had so many, by all members, nothing is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stagnation:
+    """The loss has not fallen."""
+
+    first: float
+    """Mean of the member's first steps."""
+    recent: float
+    """Mean of its last ones."""
+    num_updates: int
+    """Of all members, since this one began."""
+
+    def __str__(self) -> str:
+        return (
+            f"the loss has not fallen: {self.first:.4g} at first,"
+            f" {self.recent:.4g} after {self.num_updates} updates"
+        )
+
+
+class LossWatch:
+    """Sees a member's mean losses, one a window, and says while they do not fall."""
+
+    def __init__(self) -> None:
+        self._first: float | None = None
+        self._began = 0
+        self._recent: list[float] = []
+
+    def see(self, mean_loss: float, num_updates: int) -> Stagnation | None:
+        """Take the mean loss of the last window, at `num_updates` of the job.
+
+        Returns what is wrong, or None while the loss falls or it is too early to tell.
+        """
+        if self._first is None:
+            self._first, self._began = mean_loss, num_updates
+            return None
+        self._recent = [*self._recent, mean_loss][-NUM_RECENT:]
+        since = num_updates - self._began
+        if len(self._recent) < NUM_RECENT or since < PATIENCE_UPDATES:
+            return None
+        recent = sum(self._recent) / NUM_RECENT
+        # A loss below 0 has no share to fall to; a mean that is no number compares false.
+        low = EXPECTED_SHARE if self._first > 0 else 1 / EXPECTED_SHARE
+        if recent < low * self._first:
+            return None
+        return Stagnation(first=self._first, recent=recent, num_updates=since)
+
+
+__all__ = ["WINDOW_STEPS", "LossWatch", "Stagnation"]
