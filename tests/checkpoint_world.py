@@ -17,13 +17,13 @@ from ranks import Report
 from torch import nn
 
 from shoal.checkpoint.background import Checkpoints
-from shoal.checkpoint.names import tied
 from shoal.checkpoint.peers import GroupPeers
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
 from shoal.layouts.base import Layout
 from shoal.layouts.binding import Blueprint, Bound
 from shoal.state.pieces import MODEL, Box, Holding, Piece
+from shoal.state.ties import tied
 from shoal_proto.errors import CheckpointFailed
 
 

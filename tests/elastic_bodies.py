@@ -1,10 +1,11 @@
 """Training under a strategy while members are killed, join and drain: what one of them does."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import tensor_models
 import torch
 from rank_bodies import Run, session_of
 from ranks import Report
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 import shoal
 from shoal.data import Loader, Order
 from shoal.strategies import find_strategy
-from shoal.strategies.base import Strategy
+from shoal.strategies.base import LossFunction, Strategy
 
 NUM_SAMPLES = 101
 CHECKPOINT_STEPS = 7
@@ -28,30 +29,62 @@ class Elastic(Run):
     options: Mapping[str, Any] = field(default_factory=dict)
     """Of the strategy."""
     optimizer: str = "sgd"
+    model: str = "layers"
+    """One of `MODELS`."""
     checkpoints: str = ""
     """Directory that a checkpoint goes to every few steps."""
     stop_file: str = ""
     """Holds the step at which all members stop, once the test has decided on it."""
 
 
-def build(optimizer: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model with sizes that divide by nothing, cut anywhere; the same for every member."""
-    torch.manual_seed(3)
-    model = nn.Sequential(
+def layers() -> nn.Module:
+    """Sizes that divide by nothing, cut anywhere."""
+    return nn.Sequential(
         *(nn.Linear(20, 17), nn.Tanh(), nn.Linear(17, 13), nn.Tanh()),
         *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)),
     )
-    if optimizer == "adamw":
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
-def data() -> tuple[Tensor, Tensor]:
+def numbers() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(11)
     return (
         torch.randn(NUM_SAMPLES, 20, generator=generator),
         torch.randint(0, 5, (NUM_SAMPLES,), generator=generator),
     )
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(12)
+    shape = (NUM_SAMPLES, tensor_models.POSITIONS + 1)
+    drawn = torch.randint(tensor_models.VOCABULARY, shape, generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what, for what."""
+
+    make: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    loss: LossFunction
+
+
+MODELS: Mapping[str, Task] = {
+    "layers": Task(layers, numbers, nn.functional.cross_entropy),
+    # The output shares the embedding's weight.
+    "gpt": Task(tensor_models.tied_gpt, sentences, tensor_models.next_token),
+}
+
+
+def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same for every member."""
+    torch.manual_seed(3)
+    model = MODELS[model_name].make()
+    if optimizer == "adamw":
+        # A gradient of nothing but rounding (that of attention keys' bias) makes no steps so.
+        eps = 1e-5 if model_name == "gpt" else 1e-8
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
+    return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 
 def order(batch_size: int) -> Order:
@@ -142,13 +175,14 @@ def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
 
 def train(report: Report, run: Elastic) -> None:
     """Steps until the stop; then the whole model."""
-    model, optimizer = build(run.optimizer)
+    model, optimizer = build(run.optimizer, run.model)
+    task = MODELS[run.model]
     fault = run.fault
     with session_of(run) as session:
         model, optimizer = session.distribute(
             model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
         )
-        batches = session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS)
+        batches = session.batches(task.data(), global_batch_size=run.batch_size, epochs=EPOCHS)
         for batch in batches:
             if is_over(run.stop_file, batch.step):
                 break
@@ -159,20 +193,21 @@ def train(report: Report, run: Elastic) -> None:
                 fault = ""
             report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
             with session.step() as step:
-                session.forward_backward(batch, nn.functional.cross_entropy)
+                session.forward_backward(batch, task.loss)
             if step.committed:
                 report("committed", **tried)
         weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
         report("finished", step=session.step_number, weights=weights)
 
 
-def one_process(optimizer_name: str, batch_size: int, num_steps: int) -> dict[str, Tensor]:
+def one_process(run: Elastic, num_steps: int) -> dict[str, Tensor]:
     """The model after the same steps without any distribution."""
-    model, optimizer = build(optimizer_name)
-    loader = Loader(data(), order(batch_size))
+    model, optimizer = build(run.optimizer, run.model)
+    task = MODELS[run.model]
+    loader = Loader(task.data(), order(run.batch_size))
     for step in range(num_steps):
         batch = loader.synchronous(step, 0, 1)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}

@@ -163,7 +163,7 @@ class Schedule:
 
 def check_same_weights(finished: Mapping[str, Any], run: Elastic, tolerance: float) -> float:
     """The result is that of one process; returns the largest difference."""
-    expected = elastic_bodies.one_process(run.optimizer, run.batch_size, finished["step"])
+    expected = elastic_bodies.one_process(run, finished["step"])
     own = {name: torch.tensor(weights) for name, weights in finished["weights"].items()}
     assert set(own) == set(expected)
     largest = max(float((own[name] - expected[name]).abs().max()) for name in expected)

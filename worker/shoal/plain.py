@@ -84,7 +84,7 @@ class Static:
         return clip(self.layout, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return whole_model(self.layout.world.group, self._bound.collect(0))
+        return whole_model(self.layout.world.group, self._bound.model(0))
 
 
 def distribute(

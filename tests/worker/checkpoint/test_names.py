@@ -7,7 +7,7 @@ from checkpoint_world import trained
 from plain_torch import OPTIMIZERS, make, save, train
 
 from shoal.checkpoint.index import read_index
-from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, path_of, tied
+from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, path_of
 from shoal.checkpoint.writing import write
 from shoal_proto.errors import InvalidSpec
 
@@ -48,11 +48,6 @@ def test_groups_survive_the_way_there_and_back():
     assert groups_of(entries) == groups
     assert entries["optim", "param_groups", 0, "betas"] == (0.9, 0.99), "torch has tuples there"
     assert isinstance(entries["optim", "param_groups", 1, "lr"], torch.Tensor)
-
-
-def test_a_tied_parameter_is_known_by_its_first_name():
-    model, _ = make("sgd")
-    assert tied(model) == {"again.weight": "second.weight"}
 
 
 @pytest.mark.parametrize(

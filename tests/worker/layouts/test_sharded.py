@@ -36,8 +36,9 @@ from worlds import (
 from shoal.backends.collectives import counts, reset_counts
 from shoal.backends.in_memory_run import run_in_memory
 from shoal.layouts.base import LayOut, World
+from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.group_passes import GroupPasses
-from shoal.layouts.sharded import Sharded, broadcast_packed
+from shoal.layouts.sharded import Sharded
 
 TOLERANCE = 1e-5
 """fp32; only the order of additions differs."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shoal.state.pieces import MODEL, OPTIM
 from shoal.strategies.base import Json
@@ -50,21 +50,6 @@ def path_of(name: str) -> Path:
         return ("model", name.removeprefix(MODEL))
     parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
     return ("optim", "state", parameter, key.partition("#")[0])
-
-
-def tied(model: nn.Module) -> Mapping[str, str]:
-    """Further names in the model's state_dict, each with the name that a state has it under.
-
-    Give it along as values["tied"], and plain torch finds such a tensor under all of its names.
-    """
-    first: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    known = {
-        name: first.setdefault(id(tensor), name)
-        for name, tensor in state.items()
-        if isinstance(tensor, Tensor)
-    }
-    return {name: other for name, other in known.items() if name != other}
 
 
 def is_number(name: str) -> bool:
@@ -216,5 +201,4 @@ __all__ = [
     "own_state",
     "path_of",
     "scalar",
-    "tied",
 ]

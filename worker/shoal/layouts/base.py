@@ -23,9 +23,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from shoal.layouts.verdict import Verdict
 from shoal.state.pieces import Box, Piece
+from shoal.state.ties import persistent_buffers
 from shoal.strategies.base import LossFunction
 from shoal.strategies.gradients import watch_parameters
-from shoal.strategies.state import persistent_buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,16 +218,22 @@ def _box_of(tensor: DTensor) -> Box:
 def materialise(module: nn.Module, device: torch.device) -> None:
     """Give parameters on the meta device memory; buffers, which are real, move to the device.
 
-    What was one parameter under several names still is.
+    What was one parameter or buffer under several names still is.
     """
-    real = {name: buffer for name, buffer in module.named_buffers() if not buffer.is_meta}
+    real = [
+        (part, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
     tied = _tied(module)
     module.to_empty(device=device)
     for (part, name), (first, first_name) in tied:
         part._parameters[name] = first._parameters[first_name]
-    for name, buffer in module.named_buffers():
-        if name in real:
-            buffer.detach().copy_(real[name])
+    # Those themselves, which are tied as ever, in the place of empty ones.
+    for part, name, buffer in real:
+        part._buffers[name] = buffer
+    move_buffers(module, device)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
@@ -261,6 +267,5 @@ __all__ = [
     "World",
     "materialise",
     "move_buffers",
-    "persistent_buffers",
     "piece_of",
 ]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.checkpoint.names import tied
-from shoal.layouts.base import Layout, persistent_buffers
+from shoal.layouts.base import Layout
 from shoal.state.pieces import MODEL, OPTIM, Box, Holding, Piece
+from shoal.state.ties import persistent_buffers, refuse_hidden_ties, tied
 from shoal.strategies.base import Json
 from shoal.strategies.state import as_json, beside, take_settings
 from shoal_proto.errors import (
@@ -31,8 +31,9 @@ _NUMBERS: Mapping[str, type] = {"#int": int, "#float": float, "#bool": bool}
 class Blueprint:
     """A model without its weights, and where each parameter stands in the optimizer.
 
-    Raises InvalidSpec if there is nothing to train, or if the optimizer holds a parameter that is
-    not the model's: nobody would keep that one in step with the others.
+    Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
+    the model's (nobody would keep that one in step with the others), or if parameters share memory
+    without being one.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -43,6 +44,7 @@ class Blueprint:
             raise InvalidSpec(
                 "the model has nothing to train", expected="a parameter that requires a gradient"
             )
+        refuse_hidden_ties(model)
         self.groups: list[list[str]] = []
         """Names of the parameters in each of the optimizer's groups."""
         for index, group in enumerate(optimizer.param_groups):
@@ -55,20 +57,13 @@ class Blueprint:
                         fix="Distribute one module that holds them all.",
                     )
             self.groups.append([names[parameter] for parameter in group["params"]])
-        # Before the weights are forgotten, which unties them.
-        self.tied: dict[str, Json] = dict(tied(model))
-        """For each further name of a parameter, its first."""
+        self.tied = tied(model)
+        """For each further name of a parameter or buffer, its first."""
 
     def copy(self) -> nn.Module:
         """The model once more: its parameters on the meta device, its buffers real and its own."""
-        memo: dict[int, Any] = {
-            id(parameter): nn.Parameter(
-                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-            )
-            for parameter in self.model.parameters()
-        }
         try:
-            copied: nn.Module = copy.deepcopy(self.model, memo)
+            copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
         except (TypeError, RuntimeError) as error:
             raise InvalidSpec(
                 f"the model {type(self.model).__name__} cannot be copied",
@@ -90,14 +85,24 @@ class Blueprint:
         return not any(parameter.is_meta for parameter in self.model.parameters())
 
     def forget_weights(self) -> None:
-        """Free the memory of the user's own parameters: from now on a layout holds them."""
+        """Free the memory of the user's own parameters: from now on a layout holds them.
+
+        What was one parameter under several names still is, in this model and in each `copy`.
+        """
+        empty = self._empty_parameters()
         for part in self.model.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None and not parameter.is_meta:
-                    part._parameters[name] = nn.Parameter(
-                        torch.empty_like(parameter, device="meta"),
-                        requires_grad=parameter.requires_grad,
-                    )
+                    part._parameters[name] = empty[id(parameter)]
+
+    def _empty_parameters(self) -> dict[int, Any]:
+        """One without memory for each of the model's, by its id."""
+        return {
+            id(parameter): nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+            for parameter in self.model.parameters()
+        }
 
 
 class Bound:
@@ -154,8 +159,22 @@ class Bound:
             )
         return path, Piece.whole(_local(value))
 
+    def model(self, step: int) -> Holding:
+        """This rank's part of the model, for all ranks to have the same whole of.
+
+        A buffer, such as a running mean, may differ between ranks: the rank that writes it into
+        checkpoints is the only one to give it.
+        """
+        given = {
+            MODEL + name: self.layout.piece(name, tensor)
+            for name, tensor in self._held.items()
+            if isinstance(tensor, nn.Parameter) or self.layout.counts(name)
+        }
+        kept = {path: piece for path, piece in given.items() if piece.box.num_elements}
+        return Holding(step=step, pieces=kept, values={"tied": dict(self._tied)})
+
     def _values(self) -> dict[str, Json]:
-        return {"groups": self._settings(), "tied": self._tied}
+        return {"groups": self._settings(), "tied": dict(self._tied)}
 
     def _settings(self) -> list[Json]:
         groups: list[Json] = []

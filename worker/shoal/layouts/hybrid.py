@@ -10,14 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.gates import finish, part_of
-from shoal.layouts.base import Layout, LossFunction, World, materialise, persistent_buffers
+from shoal.layouts.base import Layout, LossFunction, World, materialise
+from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.mesh import MeshShape
 from shoal.layouts.outline import Outline
 from shoal.layouts.pipeline import Course, PipelineLayout
-from shoal.layouts.sharded import broadcast_packed
 from shoal.layouts.tensor import parallelise
 from shoal.layouts.tensor_plan import MASK, TensorPlan
 from shoal.layouts.verdict import Verdict
+from shoal.state.ties import persistent_buffers
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Gradients are averaged in messages of about this size."""
@@ -70,6 +71,10 @@ class HybridLayout(Layout):
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._inner.parameters
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        return self._inner.held
 
     def counts(self, name: str) -> bool:
         if self._at["data"] or not self._inner.counts(name):

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.data import share
-from shoal.layouts.base import persistent_buffers
 from shoal.layouts.hybrid import HybridPlan, buckets, plan_of_stage
 from shoal.layouts.meta import on_meta, to_meta
 from shoal.layouts.schedules import Feed, num_microbatches
@@ -25,6 +24,7 @@ from shoal.planning.figures import (
     Subject,
 )
 from shoal.planning.rehearsal import Rehearsed, SilentGroup
+from shoal.state.ties import persistent_buffers
 
 LOSS_BYTES = torch.float64.itemsize
 """The last stage tells the others the loss."""

@@ -72,6 +72,10 @@ class PipelineLayout(Layout):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         return self._parameters
 
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        return {**self._parameters, **self.stage.buffers}
+
     def counts(self, name: str) -> bool:
         return self.stage.holders[name][0] == self.stage.index
 

@@ -14,8 +14,10 @@ from shoal.backends.gates import finish
 from shoal.compression.base import Compressor
 from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
-from shoal.layouts.base import Layout, World, materialise, persistent_buffers
+from shoal.layouts.base import Layout, World, materialise
+from shoal.layouts.buffers import RunningBuffers
 from shoal.state.pieces import OPTIM
+from shoal.state.ties import persistent_buffers
 from shoal_proto.errors import InvalidSpec
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.
@@ -50,6 +52,7 @@ class Replicated(Layout):
         self._model = model
         self._parameters = dict(model.named_parameters())
         self._place()
+        self._buffers = RunningBuffers(model)
         names = {parameter: name for name, parameter in self._parameters.items()}
         self.traffic = Traffic()
         self.exchange = exchange_for(
@@ -105,6 +108,10 @@ class Replicated(Layout):
 
     def check(self) -> None:
         """`reduce` has looked at the averages, of which every rank has the same."""
+
+    def stepped(self) -> None:
+        """Give everybody the first rank's buffers."""
+        self._buffers.share(self.world.group)
 
     def synchronised(self) -> bool:
         return self.exchange.complete
@@ -165,6 +172,7 @@ class Zero1(Replicated):
         self._forget_gradients_of_others()
 
     def stepped(self) -> None:
+        super().stepped()
         works = [
             dist.broadcast(message, group=self.world.group, group_src=owner, async_op=True)
             for owner, memory in enumerate(self._memory)

@@ -16,6 +16,7 @@ from shoal.planning.figures import (
     RankFigures,
     Subject,
 )
+from shoal.state.ties import persistent_buffers
 
 NOTE = "buckets are those from the second step on: torch learns their order in the first"
 
@@ -40,7 +41,7 @@ class ReplicatedFigures:
             {name: tuple(p.shape) for name, p in self._subject.parameters.items()}
         )
         held = sum(parameter.nbytes for parameter in self._subject.parameters.values())
-        rank = self._rank(held, state, self._reduced())
+        rank = self._rank(held, state, (*self._reduced(), *self._shared()))
         return self._plan("ddp", (rank,) * self._n, notes)
 
     def zero1(self, notes: tuple[str, ...] = ()) -> Plan:
@@ -65,7 +66,7 @@ class ReplicatedFigures:
             self._rank(
                 sum(memory) + frozen,
                 self._subject.state_bytes({name: tuple(p.shape) for name, p in own.items()}),
-                (*self._reduced(), updates),
+                (*self._reduced(), *self._shared(), updates),
             )
             for own in owned
         ]
@@ -101,6 +102,12 @@ class ReplicatedFigures:
             num_bytes=sum(parameter.nbytes for parameter in self._trained.values()) + flags,
         )
         return (sent, reduced) if buffers else (reduced,)
+
+    def _shared(self) -> tuple[Collective, ...]:
+        """Persistent buffers, which all have of the first rank once more behind the step."""
+        num_bytes = sum(each.nbytes for each in persistent_buffers(self._subject.model).values())
+        sent = Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=num_bytes)
+        return (sent,) if num_bytes else ()
 
     def _plan(self, strategy: str, ranks: Sequence[RankFigures], notes: tuple[str, ...]) -> Plan:
         return Plan(

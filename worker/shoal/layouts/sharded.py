@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shoal.backends.gates import finish
 from shoal.backends.gloo import is_gloo
-from shoal.layouts.base import Layout, World, move_buffers, persistent_buffers
+from shoal.layouts.base import Layout, World, move_buffers
+from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.gathering import Gathering
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault
 from shoal.layouts.group_passes import GroupPasses
@@ -20,6 +21,7 @@ from shoal.layouts.grouping import group_modules
 from shoal.layouts.shared_slots import SharedSlots
 from shoal.layouts.spreading import Spreading
 from shoal.state.pieces import MODEL
+from shoal.state.ties import persistent_buffers
 from shoal_proto.errors import GenerationBroken
 
 
@@ -257,15 +259,4 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
     )
 
 
-@torch.no_grad()
-def broadcast_packed(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast."""
-    packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    finish(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
-    parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        # A part may begin where its dtype may not.
-        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-__all__ = ["Sharded", "ShardedOptions", "broadcast_packed", "fsdp_parameters"]
+__all__ = ["Sharded", "ShardedOptions", "fsdp_parameters"]

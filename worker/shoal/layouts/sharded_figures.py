@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from shoal.layouts.base import persistent_buffers
 from shoal.layouts.grouping import ModuleGroup, group_modules
 from shoal.layouts.sharded import ShardedOptions
 from shoal.planning.figures import (
@@ -19,6 +18,7 @@ from shoal.planning.figures import (
     RankFigures,
     Subject,
 )
+from shoal.state.ties import persistent_buffers
 
 
 def rows_of(num_rows: int, rank: int, world_size: int) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from shoal.layouts.outline import Outline, is_used, paths_of, uses_of
+from shoal.state.ties import persistent_buffers, tied
 from shoal_proto.errors import InvalidSpec
 
 
@@ -16,8 +17,8 @@ class Stage:
     def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
         """Takes the model as its own and drops from it what this stage does not need.
 
-        What no stage uses stays with the first. Raises InvalidSpec for a module with buffers of
-        its own that two stages call: each would go its own way.
+        What no stage uses stays with the first. Raises InvalidSpec for a buffer that modules of two
+        stages keep, be it one module that both call: each would go its own way.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -45,6 +46,11 @@ class Stage:
             self.names[name]: parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
         }
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The same of persistent buffers."""
+        return {self.names[name]: buffer for name, buffer in persistent_buffers(self.model).items()}
 
     def run(self, inputs: Mapping[str, Any], activations: Sequence[Tensor]) -> Any:
         """This stage of a forward pass: a tuple for the next stage, or the model's outputs."""
@@ -112,9 +118,9 @@ def _unused(model: nn.Module, uses: Sequence[Collection[str]]) -> set[str]:
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:
-    """For each name of a tensor the one that the user's model lists it under."""
-    first = {parameter: name for name, parameter in model.named_parameters()}
-    return {name: first.get(tensor, name) for name, tensor in _tensors(model)}  # type: ignore[call-overload]
+    """For each name of a tensor the one that a state has it under."""
+    further = tied(model)
+    return {name: further.get(name, name) for name, _ in _tensors(model)}
 
 
 def _own_names(model: nn.Module, own: Collection[str]) -> dict[str, str]:
@@ -122,16 +128,31 @@ def _own_names(model: nn.Module, own: Collection[str]) -> dict[str, str]:
 
 
 def _refuse_shared_buffers(model: nn.Module, uses: Sequence[Collection[str]]) -> None:
-    for name, part in model.named_modules():
+    canonical = _canonical(model)
+    keepers: dict[str, tuple[str, set[int]]] = {}
+    for path, part in model.named_modules(remove_duplicate=False):
         for buffer in part._buffers:
-            calls = [name in used for used in uses]
-            if sum(calls) > 1 and buffer not in part._non_persistent_buffers_set:
-                raise InvalidSpec(
-                    f"{name} is called by more than one stage and keeps a buffer",
-                    seen=f"{name}.{buffer}",
-                    expected="a layer with buffers, such as BatchNorm, in one stage only",
-                    fix="Give each place a layer of its own.",
-                )
+            name = f"{path}.{buffer}" if path else buffer
+            if name not in canonical or buffer in part._non_persistent_buffers_set:
+                continue
+            first, stages = keepers.setdefault(canonical[name], (name, set()))
+            # Of what a layer contains, that layer is what is called.
+            stages.update(_stages_of(path, uses))
+            if len(stages) > 1:
+                raise _kept_by_several(first, name)
+
+
+def _kept_by_several(first: str, name: str) -> InvalidSpec:
+    what = f"{name.rpartition('.')[0]} is called by more than one stage and keeps a buffer"
+    if first != name:
+        what = f"{first} and {name} are one buffer, kept by layers of more than one stage"
+    return InvalidSpec(
+        what,
+        seen=name,
+        expected="a layer with buffers, such as BatchNorm, in one stage only",
+        fix="Give each place a layer and buffer of its own, or split_at= that keeps them together;"
+        " a constant may be shared if it is registered with persistent=False.",
+    )
 
 
 def _prune(model: nn.Module, own: Collection[str]) -> None:

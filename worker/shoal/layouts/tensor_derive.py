@@ -131,11 +131,8 @@ class _Derivation:
                 yield name, reason
 
     def _tied(self) -> None:
-        """Parameters with several owners: cut by rows in all of them, or whole."""
-        for owners in self._owners.values():
-            if len(owners) < 2:
-                continue
-            names = [name for name, _ in owners]
+        """Modules that share parameters: cut by rows, all of them, or whole."""
+        for names in self._bound_together():
             styles = {name: self._tied_style(name) for name in names}
             bad = [n for n, s in styles.items() if self._chosen.get(n, s) not in (s, WHOLE)]
             if bad:
@@ -147,12 +144,33 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
+            # All alike: what is cut in one place and whole in another would be two parameters.
+            splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)
-                if splits and self._is_big(name):
-                    self._split(name, styles[name], f"tied to {others}: both by rows")
+                if splits:
+                    self._split(name, styles[name], f"tied to {others}: all by rows")
                 elif name not in self._entries:
                     self._whole(name, f"tied to {others}, which cannot be cut in the same way")
+
+    def _bound_together(self) -> Iterator[list[str]]:
+        """The modules that must be cut alike, in the order of the model: those with a parameter in
+        common, and others with another one of theirs in common."""
+        groups = {name: {name} for name in self._modules}
+        for owners in self._owners.values():
+            joint = set().union(*(groups[self._cutter(name)] for name, _ in owners))
+            groups |= dict.fromkeys(joint, joint)
+        seen: set[str] = set()
+        for name, group in groups.items():
+            if len(group) > 1 and name not in seen:
+                seen |= group
+                yield [each for each in self._modules if each in group]
+
+    def _cutter(self, name: str) -> str:
+        """The module with which the parameters of this one are cut."""
+        parent, _, own = name.rpartition(".")
+        above = self._modules.get(parent) if own == "out_proj" else None
+        return parent if isinstance(above, nn.MultiheadAttention) else name
 
     def _tied_style(self, name: str) -> str:
         return {nn.Embedding: VOCAB, nn.Linear: COLUMN}.get(type(self._modules[name]), "")

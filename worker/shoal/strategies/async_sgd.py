@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.embedding_exchange import TableExchange
+from shoal.state.whole import on_host
 from shoal.strategies.async_gradients import gradients_of
 from shoal.strategies.async_spec import in_words, to_spec
 from shoal.strategies.async_staleness import to_policy
@@ -321,8 +322,10 @@ class AsyncSGD(Strategy):
         return self._has_state
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The values this member computes with; the optimizer's state lives on the servers."""
-        return {name: t.detach().clone() for name, t in self._model.state_dict().items()}
+        """The values this member computes with, on the host: behind the last sample those of the
+        job, before that as of its last push. Buffers are its own; the optimizer's state lives on
+        the servers."""
+        return on_host(self._model)
 
     def metrics(self) -> Mapping[str, float]:
         with self._lock:

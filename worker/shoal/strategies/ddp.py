@@ -16,9 +16,11 @@ from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.binding import Blueprint
+from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.replicated import Replicated
 from shoal.layouts.replicated_figures import ReplicatedFigures
 from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.state.whole import on_host
 from shoal.strategies.base import (
     Generation,
     State,
@@ -148,6 +150,7 @@ class DDP(GroupedStrategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused_parameters,
         )
+        self._running = RunningBuffers(self._model)
         self._exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
         self._watching = watch_parameters(self._model.parameters(), self._ours)
         self._ddp.register_comm_hook(None, self._exchange.average)
@@ -174,12 +177,15 @@ class DDP(GroupedStrategy):
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        if self._exchange is None:
+        group = self._process_group
+        if self._exchange is None or group is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
         if not self._exchange.complete:
             raise self._not_averaged()
         self._exchange.check(self._step)
+        # Before the optimizer steps: what fails here leaves the state of the last step.
+        self._running.share(group)
         self._optimizer.step()
         self._commit_step()
         self._write_checkpoint(lambda: self._state.holding(self._step), lambda _: self._rank == 0)
@@ -217,7 +223,8 @@ class DDP(GroupedStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        return {name: t.detach().clone() for name, t in self._model.state_dict().items()}
+        """The whole model on the host; the same on every member behind the same step."""
+        return on_host(self._model)
 
     def restore(self, state: State) -> None:
         self._state.restore(state)

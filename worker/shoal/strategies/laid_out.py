@@ -263,11 +263,11 @@ class LaidOut(GroupedStrategy):
         return layout.data_index, layout.data_count
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the host, on every member; all of them call it at the same step."""
+        """The whole model on the host, the same on every member; all call it at the same step."""
         bound, group = self._bound, self._process_group
         if bound is None or group is None:
             raise GenerationBroken("there is no generation to take the state of")
-        return whole_model(group, bound.collect(self._step))
+        return whole_model(group, bound.model(self._step))
 
     def close(self) -> None:
         super().close()

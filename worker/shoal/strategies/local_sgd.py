@@ -224,7 +224,8 @@ class LocalSGD(GroupedStrategy):
         ):
             names |= {tensor: f"{kind}/{name}" for name, tensor in tensors}
         held = self._model.state_dict(keep_vars=True)
-        return {name: agreed[names[tensor]].cpu().clone() for name, tensor in held.items()}
+        copies = {name: agreed[name].to("cpu", copy=True) for name in names.values()}
+        return {name: copies[names[tensor]] for name, tensor in held.items()}
 
     def metrics(self) -> Mapping[str, float]:
         """Bytes that this member sent for its rounds, and how many times less than plainly."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint.names import tied
 from shoal.state.pieces import MODEL, OPTIM, Holding, Piece
+from shoal.state.ties import persistent_buffers, tied
 from shoal.strategies.base import Json, State
 from shoal_proto.errors import (
     DtypeMismatch,
@@ -186,16 +186,6 @@ def take_settings(optimizer: Optimizer, holding: Holding) -> None:
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
 
 
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are in the module's state_dict, by name."""
-    found = {}
-    for path, part in module.named_modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and name not in part._non_persistent_buffers_set:
-                found[f"{path}.{name}" if path else name] = buffer
-    return found
-
-
 def as_json(value: Any, what: str, optimizer: Optimizer) -> Json:
     """The value of an optimizer's state or setting, if JSON has it; else UnsupportedOptimizer."""
     if value is None or isinstance(value, bool | int | float | str):
@@ -230,4 +220,4 @@ def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
         )
 
 
-__all__ = ["ReplicatedState", "as_json", "beside", "persistent_buffers", "take_settings"]
+__all__ = ["ReplicatedState", "as_json", "beside", "take_settings"]

@@ -1,0 +1,131 @@
+"""Tensors of a model that have several names: tied weights, shared modules, shared buffers.
+
+torch lists such a tensor once in `named_parameters` and `named_buffers`, under its first name, and
+in `state_dict` under each name. So does Shoal: layouts, optimizers and states know the first name
+only, and whoever shows a model to somebody else adds the further ones from here.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from shoal_proto.errors import InvalidSpec
+
+_Value = TypeVar("_Value")
+
+
+def tied(model: nn.Module) -> dict[str, str]:
+    """Each further name of a parameter or persistent buffer, with the first one.
+
+    Parameters come first: a parameter that is registered as a buffer too has its own name.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for tensors in (_parameters(model), _persistent_buffers(model)):
+        for name, tensor in tensors:
+            if (known := first.setdefault(id(tensor), name)) != name:
+                found[name] = known
+    return found
+
+
+def under_all_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
+    """`values`, which are under first names, under their further names too: the same objects.
+
+    `further` is what `tied` gives. A tensor whose first name is not in `values` is left out.
+    """
+    added = {name: values[first] for name, first in further.items() if first in values}
+    return {**values, **added}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Span:
+    """The memory of a tensor, from its first byte to behind its last."""
+
+    name: str
+    is_parameter: bool
+    device: str
+    start: int
+    end: int
+    is_dense: bool
+    """Whether the tensor's elements fill it; else another's may lie between them."""
+
+
+def refuse_hidden_ties(model: nn.Module) -> None:
+    """Raise InvalidSpec where two parameters, or a parameter and a buffer, are not one tensor and
+    share memory all the same.
+
+    A step of one changes the other, which is lost once each of them is laid out by itself.
+    """
+    near: list[_Span] = []
+    for span in sorted(_spans(model), key=lambda span: (span.device, span.start)):
+        near = [each for each in near if each.device == span.device and each.end > span.start]
+        for other in near:
+            overlaps = other.is_dense or other.start == span.start
+            if overlaps and (span.is_parameter or other.is_parameter):
+                raise InvalidSpec(
+                    f"{other.name} and {span.name} share memory, and are not one parameter",
+                    seen="two tensors over the same memory",
+                    expected="one parameter under both names, or memory of its own for each",
+                    fix="Tie them by assigning the parameter itself (head.weight = embed.weight),"
+                    " not a new one that is made of its data.",
+                )
+        near.append(span)
+
+
+def _spans(model: nn.Module) -> Iterator[_Span]:
+    parameters, buffers = model.named_parameters(), model.named_buffers()
+    for tensors, is_parameter in ((parameters, True), (buffers, False)):
+        for name, tensor in tensors:
+            if not _has_memory(tensor):
+                continue
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            num_spanned = 1 + sum((size - 1) * stride for size, stride in steps)
+            start = tensor.data_ptr()
+            yield _Span(
+                name=name,
+                is_parameter=is_parameter,
+                device=str(tensor.device),
+                start=start,
+                end=start + num_spanned * tensor.element_size(),
+                is_dense=num_spanned == tensor.numel(),
+            )
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    if is_lazy(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+        return False
+    return bool(tensor.numel() and tensor.data_ptr())
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, part in model.named_modules(remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield (f"{path}.{name}" if path else name), buffer
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that are in the model's state_dict, each once, under its first name."""
+    known = {id(parameter) for parameter in model.parameters()}
+    found: dict[str, Tensor] = {}
+    for path, part in model.named_modules():
+        for name, buffer in part._buffers.items():
+            if (
+                buffer is not None
+                and name not in part._non_persistent_buffers_set
+                and id(buffer) not in known
+            ):
+                known.add(id(buffer))
+                found[f"{path}.{name}" if path else name] = buffer
+    return found
+
+
+__all__ = ["persistent_buffers", "refuse_hidden_ties", "tied", "under_all_names"]
