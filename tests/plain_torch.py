@@ -29,7 +29,7 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Sizes that do not divide, buffers, a frozen parameter, and one that has two names."""
+    """Sizes that do not divide, buffers, a frozen parameter; of one and of a buffer two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,10 +40,12 @@ class Net(nn.Module):
         self.again.weight = self.second.weight
         self.last = nn.Linear(7, 3)
         self.last.bias.requires_grad_(False)
+        self.register_buffer("shift", torch.full((7,), 0.25))
+        self.second.register_buffer("shift", self.shift)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self.norm(self.first(inputs)))
-        outputs: Tensor = self.last(self.again(torch.tanh(self.second(hidden))))
+        outputs: Tensor = self.last(self.again(torch.tanh(self.second(hidden + self.shift))))
         return outputs
 
 

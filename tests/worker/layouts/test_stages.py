@@ -188,3 +188,24 @@ def test_a_layer_that_two_stages_call_is_shared_unless_it_keeps_statistics():
     assert torch.equal(run_in_a_row(stages, inputs), model(inputs))
     with pytest.raises(InvalidSpec, match=r"layer is called by more than one stage.*running_mean"):
         stages_of(CalledTwice(nn.BatchNorm1d(5)), 3)
+    inner = CalledTwice(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))
+    with pytest.raises(InvalidSpec, match=r"layer\.1 is called by more than one stage"):
+        stages_of(inner, 3)
+
+
+def test_a_buffer_of_two_layers_is_kept_once_by_one_stage_and_refused_over_two():
+    norms = [nn.BatchNorm1d(5), nn.BatchNorm1d(5)]
+    norms[1].running_mean = norms[0].running_mean
+    model = nn.Sequential(nn.Linear(5, 5), *norms, nn.Linear(5, 50))
+    first, second = stages_of(model, 2)
+    assert [set(stage.buffers) for stage in (first, second)] == [
+        {f"1.{name}" for name, _ in norms[0].named_buffers()}
+        | {"2.running_var", "2.num_batches_tracked"},
+        set(),
+    ]
+    with pytest.raises(InvalidSpec, match=r"1\.running_mean and 2\.running_mean are one buffer"):
+        stages_of(model, 4)
+    # A constant, by what its registration says.
+    for norm in norms:
+        norm._non_persistent_buffers_set.add("running_mean")
+    assert len(stages_of(model, 4)) == 4

@@ -155,6 +155,46 @@ def test_tied_weights_are_cut_in_one_way_or_not_at_all():
     assert styles(models.tied_gpt(), lm_head="whole")["wte"] == "whole"
 
 
+class Pair(nn.Module):
+    """A pair with a dropout between, which a sequence around it may use too."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(8, 16), dropout, nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.drop(torch.relu(self.fc1(x))))
+        return out
+
+
+def test_modules_that_are_bound_together_by_several_ties_are_cut_alike():
+    """What is cut in one place and whole in another would be two parameters."""
+    chain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8))
+    chain[1].weight, chain[2].bias = chain[0].weight, chain[1].bias
+    assert styles(chain) == dict.fromkeys("012", "column") | {"3": "whole"}
+    chain[3].bias = chain[2].bias
+    assert set(styles(chain).values()) == {"whole"}
+    # Only with its bias is the output as large as what is worth a cut.
+    unlike = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))
+    unlike[1].weight = unlike[0].weight
+    plan = derive(unlike, 2, min_split_bytes=4 * 64 * 9)
+    assert {entry.style for entry in plan.entries} == {"vocab", "column"}
+    attention = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.Linear(8, 8)])
+    attention[1].weight = attention[0].out_proj.weight
+    assert styles(attention) == {"0": "whole", "0.out_proj": "whole", "1": "whole"}
+
+
+def test_a_module_with_two_names_is_in_no_pair():
+    """Its other place may lie outside of the pair, where values are whole."""
+    pair = Pair(nn.Dropout(0.1))
+    pair.same = pair.fc2
+    assert "paired" not in " ".join(styles(pair).values())
+    shared = nn.Dropout(0.1)
+    around = nn.Sequential(shared, Pair(shared), nn.Sequential(Pair(nn.Dropout(0.1))))
+    found = styles(around)
+    assert (found["1.fc1"], found["2.0.fc1"]) == ("column", "column paired")
+
+
 def test_what_is_small_or_watched_stays_whole():
     watched = nn.Linear(8, 8)
     watched.register_forward_hook(lambda *_: None)

@@ -1,23 +1,113 @@
-"""A model whose output shares the embedding's weight, under every strategy.
+"""A model with tensors of several names, such as an output that shares the embedding's weight.
 
-It stays one parameter: its gradient is the sum of both uses, the optimizer steps it once, and the
-model's state has it under each of its names.
+Under every strategy each stays one tensor: its gradient is the sum over its uses, the optimizer
+steps it once, and the model's state has it under each of its names.
 """
 
 import secrets
-from collections.abc import Mapping
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_bodies import Elastic, order
+import tensor_models
+import tied_models
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from elastic_bodies import Elastic, one_process, order
 from elastic_schedule import Schedule, check_each_sample_once, check_same_weights
 from ranks import Ranks
+from strategy_runs import Run, by_one_process, difference, generation_of, over_the_run, take_step
+from torch import Tensor, nn
 
+import shoal
+from shoal.backends.in_memory_run import run_in_memory
+from shoal.checkpoint.directory import complete
+from shoal.state.ties import tied
+from shoal.strategies import find_strategy
+from shoal.strategies.base import Strategy
+from shoal.strategies.grouped import GroupedStrategy
 from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import membership_pb2 as pb
 
 TOLERANCE = 1e-5
 """fp32; only the order of additions differs."""
+RUN = Run(
+    build=tied_models.knotted,
+    loader=tied_models.loader,
+    loss=tensor_models.next_token,
+    num_steps=12,
+)
+NUM_STEPS_BEFORE = 5
+MADE: Mapping[str, Callable[[], Strategy]] = {
+    "ddp": shoal.DDP,
+    "zero1": partial(shoal.Zero1, copies=0),
+    "zero2": partial(shoal.Zero2, copies=0),
+    "fsdp": partial(shoal.FSDP, min_group_bytes=0, copies=0),
+    "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
+    "pipeline": partial(shoal.Pipeline, microbatches=2, copies=0),
+    "hybrid": partial(shoal.Hybrid, tensor=2, min_split_bytes=0, copies=0),
+}
+_making = threading.Lock()
+
+
+def through_two_generations(
+    run: Run, made: Callable[[], Strategy]
+) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
+    """The body of a rank: the model's state behind all steps, and what the model's and the
+    optimizer's own tensors are then: the further names with their first, and those it steps."""
+    strategy = made()
+    assert isinstance(strategy, GroupedStrategy)
+    over_the_run(strategy)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    with _making:
+        model, optimizer = run.build(rank)
+    replica, optimizer = strategy.distribute(model, optimizer)
+    names = [f"m{each}" for each in range(world_size)]
+    loader = run.loader()
+    for number, steps in ((1, range(NUM_STEPS_BEFORE)), (2, range(NUM_STEPS_BEFORE, 12))):
+        kept = dict.fromkeys(names, pb.STATE_ACTION_KEEP) if number > 1 else {}
+        generation = generation_of(names, names[rank], number, kept)
+        strategy.enter(generation)
+        share = strategy.data_share(generation)
+        for step in steps:
+            take_step(strategy, loader.synchronous(step, *share), run.loss)
+        if number == 1:
+            strategy.hand_over()
+            strategy.abandon()
+    state = dict(strategy.state_dict())
+    first = {parameter: name for name, parameter in replica.named_parameters()}
+    stepped = [first[p] for group in optimizer.param_groups for p in group["params"]]
+    ties = tied(replica)
+    strategy.finish()
+    strategy.close()
+    return state, ties, stepped
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_ties_hold_over_generations(name: str) -> None:
+    expected = by_one_process(RUN)
+    world_size = 2 if name == "hybrid" else 3
+    ranks = run_in_memory(through_two_generations, world_size, RUN, MADE[name])
+    for state, ties, stepped in ranks:
+        assert difference(state, expected) < TOLERANCE
+        assert all(state[name] is state[first] for name, first in tied_models.TIES.items())
+        assert len(stepped) == len(set(stepped)), "stepped twice"
+        if name != "pipeline":  # where a stage has some of the names only
+            assert ties == tied_models.TIES
+    assert all(same(state, ranks[0][0]) for state, _, _ in ranks), "ranks differ"
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return list(one) == list(other) and all(torch.equal(one[name], other[name]) for name in one)
+
+
 CASES: list[Any] = [
     ("fsdp", {"min_group_bytes": 0}, "adamw"),
     ("tensor", {"min_split_bytes": 0}, "sgd"),
@@ -67,3 +157,61 @@ def test_a_tied_gpt_survives_kills_joins_and_a_drain(
         for rank in schedule.all:
             rank.drain()
         check_each_sample_once(schedule.all, finished["step"], order(run.batch_size))
+
+
+def test_a_checkpoint_is_read_by_plain_torch_and_by_another_strategy(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    directory = tmp_path / "checkpoints"
+    run = Elastic(
+        coordinator=cluster.coordinator,
+        job=f"tied-{secrets.token_hex(4)}",
+        member_id="",
+        batch_size=24,
+        optimizer="adamw",
+        model="gpt",
+        checkpoints=str(directory),
+    )
+    with Ranks() as ranks:
+        lost = Schedule(ranks, replace(run, strategy="fsdp", desired_members=2), tmp_path, seed=1)
+        lost.start(2)
+        while not complete(directory):
+            lost.alive[0].expect("committed")
+        for rank in lost.alive:
+            rank.send_signal(signal.SIGKILL)
+        newest = max(complete(directory))
+        check_plain(complete(directory)[newest], one_process(run, newest))
+        going_on = Schedule(
+            ranks,
+            replace(
+                run,
+                job=f"{run.job}-2",
+                strategy="tensor",
+                options={"min_split_bytes": 0},
+                desired_members=2,
+            ),
+            tmp_path,
+            seed=1,
+        )
+        going_on.start(2)
+        assert min(data["step"] for _, data in going_on.committed()) >= newest
+        check_same_weights(going_on.finish(), run, TOLERANCE)
+
+
+def check_plain(path: Path, expected: Mapping[str, Tensor]) -> None:
+    """Plain torch finds the model in the checkpoint, each tensor under all its names."""
+    found = tensor_models.tied_gpt().state_dict()
+    dcp.load({"model": found}, checkpoint_id=path, no_dist=True)
+    assert difference(found, expected) < TOLERANCE
+
+
+def test_weights_that_share_memory_without_being_one_are_refused() -> None:
+    """Laid out one by one they would be trained apart, which is not what one process does."""
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for strategy in (*MADE, "async-sgd"):
+        if strategy == "ddp":  # trains the user's own model
+            continue
+        with pytest.raises(InvalidSpec, match=r"0\.weight and 1\.weight share memory.*assigning"):
+            find_strategy(strategy).distribute(model, optimizer)

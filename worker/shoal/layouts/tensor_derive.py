@@ -184,11 +184,14 @@ class _Derivation:
         for region in regions(self._modules[parent]):
             columns = [prefix + name for name in region.columns]
             row, masks = prefix + region.row, [prefix + name for name in region.dropouts]
-            free = self._free(row, ROW) and all(self._free(name, COLUMN) for name in columns)
+            if not (self._free(row, ROW) and all(self._free(name, COLUMN) for name in columns)):
+                continue
+            if not all(self._has_one_name(name) for name in masks):
+                continue
             weights = (self._modules[name].weight for name in (*columns, row))
             num_bytes = sum(w.nbytes for w in weights if isinstance(w, Tensor))
             asked = any(name in self._chosen for name in (*columns, row))
-            if not free or (num_bytes < self._min_bytes and not asked):
+            if num_bytes < self._min_bytes and not asked:
                 continue
             for name in columns:
                 self._split(name, COLUMN, f"its outputs go on to {row}", paired=True)
@@ -204,10 +207,15 @@ class _Derivation:
     def _free(self, name: str, style: str) -> bool:
         return (
             name not in self._entries
-            and name not in self._shared
+            and self._has_one_name(name)
             and self._chosen.get(name, style) == style
             and self._fits(name, style)
         )
+
+    def _has_one_name(self, name: str) -> bool:
+        """Whether the module of this name is used in no other place."""
+        # One of several names is known by its first, and may be called outside of the pair.
+        return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:
         module = self._modules[name]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.state.ties import refuse_hidden_ties
 from shoal_client.blocks import Buffers
 from shoal_proto.errors import DtypeMismatch, InvalidSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -54,6 +55,7 @@ class SharedValues:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises InvalidSpec or DtypeMismatch for parameters that cannot be shared."""
+        refuse_hidden_ties(model)
         found = _trained(model, optimizer)
         self.parameters = {name: parameter for name, (parameter, _) in found.items()}
         self.schema = [

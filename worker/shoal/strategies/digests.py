@@ -5,9 +5,12 @@ from hashlib import sha256
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.state.ties import tied
+
 
 def schema_digest(model: nn.Module) -> str:
-    """A digest of the names, shapes and dtypes of all parameters and buffers, in order."""
+    """A digest of the names, shapes and dtypes of all parameters and buffers, in order, and of
+    which names stand for one tensor."""
     lines = [
         f"{kind} {name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         for kind, tensors in (
@@ -16,6 +19,7 @@ def schema_digest(model: nn.Module) -> str:
         )
         for name, tensor in tensors
     ]
+    lines += [f"tied {name} {first}" for name, first in tied(model).items()]
     return sha256("\n".join(lines).encode()).hexdigest()
 
 

@@ -1,0 +1,82 @@
+"""What `session.state_dict()` shows of buffers: the same on every member, whose samples differ."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from strategy_runs import Run, generation_of, over_the_run, take_step
+from torch import Tensor, nn
+
+import shoal
+from shoal.backends.in_memory_run import run_in_memory
+from shoal.data import Loader, Order
+from shoal.strategies.base import Strategy
+from shoal.strategies.grouped import GroupedStrategy
+
+MADE: Mapping[str, Callable[[], Strategy]] = {
+    "ddp": shoal.DDP,
+    "zero1": partial(shoal.Zero1, copies=0),
+    "zero2": partial(shoal.Zero2, copies=0),
+    "fsdp": partial(shoal.FSDP, copies=0),
+    "tensor": partial(shoal.TensorParallel, min_split_bytes=0, copies=0),
+    "pipeline": partial(shoal.Pipeline, microbatches=2, copies=0),
+    "hybrid": partial(shoal.Hybrid, pipeline=1, tensor=1, copies=0),
+    "local-sgd": partial(shoal.LocalSGD, every_steps=2),
+    "diloco": partial(shoal.DiLoCo, every_steps=2),
+}
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 2))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+def loader() -> Loader:
+    inputs = torch.randn(24, 5, generator=torch.Generator().manual_seed(1))
+    order = Order(num_samples=24, global_batch_size=12, num_epochs=20)
+    return Loader((inputs, inputs[:, :2]), order)
+
+
+RUN = Run(build=build, loader=loader, loss=nn.functional.mse_loss, num_steps=4)
+
+
+def shown(made: Callable[[], Strategy]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The body of a rank: what is shown behind the last step; then behind a forward pass of its
+    own in between, as of a script that forgets `model.eval()`."""
+    strategy = made()
+    assert isinstance(strategy, GroupedStrategy)
+    over_the_run(strategy)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    model, optimizer = RUN.build(rank)
+    strategy.distribute(model, optimizer)
+    names = [f"m{each}" for each in range(world_size)]
+    generation = generation_of(names, names[rank])
+    strategy.enter(generation)
+    share = strategy.data_share(generation)
+    for step in range(RUN.num_steps):
+        take_step(strategy, loader().synchronous(step, *share), RUN.loss)
+    found = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    with torch.no_grad():
+        strategy.module(torch.full((3, 5), float(rank)))
+    later = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
+    strategy.finish()
+    strategy.close()
+    return found, later
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_every_member_shows_the_same_running_statistics(name: str) -> None:
+    both = run_in_memory(shown, 3, MADE[name])
+    ranks = [found for found, _ in both]
+    assert set(ranks[0]) == set(build(0)[0].state_dict())
+    assert not torch.equal(ranks[0]["1.running_mean"], torch.zeros(7)), "none were kept"
+    assert ranks[0]["1.num_batches_tracked"] > 0
+    for found in ranks[1:]:
+        assert all(torch.equal(found[key], ranks[0][key]) for key in ranks[0])
+    if name in ("zero1", "zero2", "fsdp", "hybrid"):  # which ask the others anyway
+        first, *others = [later for _, later in both]
+        assert not torch.equal(first["1.running_mean"], ranks[0]["1.running_mean"])
+        for found in others:
+            assert all(torch.equal(found[key], first[key]) for key in first)
