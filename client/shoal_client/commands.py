@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from shoal_client.demo.command import add as add_demo
 from shoal_client.drain import add as add_drain
+from shoal_client.jobs import add as add_rm
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits
@@ -25,11 +26,12 @@ HTTP_PORT = 7780
 
 
 def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `shoal up`, `shoal demo`, `shoal status`, `shoal why`, `shoal drain` and snapshots."""
+    """Add `shoal up`, `demo`, `status`, `why`, `drain`, `rm` and those of snapshots."""
     add_up(subparsers)
     add_demo(subparsers)
     add_status(subparsers)
     add_drain(subparsers)
+    add_rm(subparsers)
     add_snapshots(subparsers)
 
 

@@ -148,7 +148,7 @@ class UnknownJob(RefusedError):
 
 
 class JobFinished(RefusedError):
-    """The job is over; its name is not used again."""
+    """The job is over. `shoal run --fresh` begins it anew under its name."""
 
 
 class JobInUse(RefusedError):

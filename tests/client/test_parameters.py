@@ -21,6 +21,10 @@ from shoal_proto.errors import (
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.holdings import Holding, Holdings
+from shoal_server.etcd import holdings as records
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Delete
 
 SHAPES = {"weight": (100, 70), "bias": (70,), "big": (900, 1000)}
 SCHEMA = [ParameterSpec(name=n, shape=s, dtype="float32") for n, s in SHAPES.items()]
@@ -282,3 +286,35 @@ def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
     waiting.join(20)
     assert not waiting.is_alive()
     assert len(failures) == 1
+
+
+@pytest.mark.parametrize("missed", [False, True])
+def test_shards_of_an_earlier_run_are_not_those_of_the_next(
+    servers: ParameterServers, missed: bool
+) -> None:
+    """A job begins anew under its name: its servers let go of what they have, also one that never
+    saw the old record go, as after a pause in which etcd forgot its history."""
+    trained(servers)
+    job = "job"
+    before = servers.run(records.read(servers.store, job))
+    assert before is not None
+    anew = Holdings(
+        job=job,
+        copies=2,
+        shards=tuple(
+            Holding(shard_id=h.shard_id, epoch=1, primary=h.primary) for h in before.holdings.shards
+        ),
+        run="the next one",
+    )
+    if missed:
+        servers.run(servers.store.put(keys.holdings(job), records.encode(anew)))
+    else:
+        servers.run(
+            servers.store.transact((), (Delete(keys.holdings(job)), Delete(keys.shard_map(job))))
+        )
+    second = connect(servers, servers.admit("w1"))
+    second.place(SCHEMA)
+    second.create(SGD, filled(5.0))
+    pulled = filled(9.0)
+    second.pull(pulled)
+    assert_all(pulled, 5.0)

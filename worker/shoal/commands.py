@@ -15,6 +15,7 @@ from typing import NoReturn
 from shoal.launcher import Launcher
 from shoal.run_config import RunConfig, threads_per_worker
 from shoal_client.host_reports import check_reachable, parse_coordinators
+from shoal_client.jobs import check_not_finished, reset_job
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits
@@ -41,6 +42,11 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
     option = parser.add_argument
     option("-n", type=int, default=1, help="workers on this host (default 1)")
     option("--job", help="name of the job (default: the script's name)")
+    option(
+        "--fresh",
+        action="store_true",
+        help="begin the job anew: take away what the cluster keeps of an earlier run of its name",
+    )
     option("--coordinator", metavar="HOST:PORT,...", help="default: $SHOAL_COORDINATOR")
     option("--min", type=int, default=1, help="train with no fewer workers (default 1)")
     option("--max", type=int, default=0, help="at most so many train (default: --desired)")
@@ -83,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if config.coordinators:
             check_reachable(config.coordinators, REACH_TIMEOUT_S)
+            _check_job(config, fresh=options.fresh)
             return Launcher(config).run()
         # Before the launcher takes the signals over: a SIGTERM must undo what has started.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
@@ -90,6 +97,14 @@ def run(options: argparse.Namespace) -> int:
         launcher = Launcher(replace(config, coordinators=(cluster.coordinator,), alone=True))
         cluster.when_given_up(launcher.give_up)
         return launcher.run()
+
+
+def _check_job(config: RunConfig, *, fresh: bool) -> None:
+    """Before anything is started: a finished job is begun anew on request, and refused else."""
+    if not fresh:
+        check_not_finished(config.coordinators, config.job)
+    elif reset_job(config.coordinators, config.job):
+        _say(f"job {config.job} begins anew: what was kept of its last run is gone")
 
 
 def read_config(options: argparse.Namespace, coordinators: str) -> RunConfig:

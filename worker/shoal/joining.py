@@ -16,6 +16,7 @@ from shoal_client.membership import Member
 from shoal_client.reach import CHOICES
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 
 log = structlog.get_logger(__name__)
@@ -23,8 +24,6 @@ log = structlog.get_logger(__name__)
 MAX_MEMBERS = 1024
 """The upper bound of a job that states none."""
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-_NAME_RULE = "1 to 128 letters, digits, '.', '_' or '-', not starting with '.' or '-'"
 _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
@@ -63,8 +62,8 @@ class JoinConfig:
                 fix="shoal.join('NAME'), or set SHOAL_JOB, or start the script with `shoal run`.",
             )
         for what, name in (("job", self.job), ("member_id", self.member_id)):
-            if name and not _NAME.fullmatch(name):
-                raise InvalidSpec(f"{what} is no name", seen=repr(name), expected=_NAME_RULE)
+            if name and not is_name(name):
+                raise InvalidSpec(f"{what} is no name", seen=repr(name), expected=NAME_RULE)
         if self.check_peers not in CHOICES:
             raise InvalidSpec(
                 "check_peers is none of its choices",

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import NAME_RULE, is_name
 
 KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
@@ -50,6 +51,13 @@ class RunConfig:
     """Whether the prefixes of the output are coloured."""
 
     def __post_init__(self) -> None:
+        if not is_name(self.job):
+            raise InvalidSpec(
+                "the job has a bad name",
+                seen=repr(self.job),
+                expected=NAME_RULE,
+                fix="Give it one with --job; without that it is the script's.",
+            )
         if self.num_workers < 1:
             raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")
         if self.min_members < 1:

@@ -105,6 +105,16 @@ class MembershipStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.FromString,
                 _registered_method=True)
+        self.GetJob = channel.unary_unary(
+                '/shoal.v1.Membership/GetJob',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.GetJobRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
+                _registered_method=True)
+        self.ResetJob = channel.unary_unary(
+                '/shoal.v1.Membership/ResetJob',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobReply.FromString,
+                _registered_method=True)
 
 
 class MembershipServicer(object):
@@ -209,6 +219,21 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetJob(self, request, context):
+        """How a job stands: what a launcher asks before it starts workers.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ResetJob(self, request, context):
+        """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
+        Refused while the job has members. Snapshots stay. A job that never was is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MembershipServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -276,6 +301,16 @@ def add_MembershipServicer_to_server(servicer, server):
                     servicer.GetGeneration,
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.SerializeToString,
+            ),
+            'GetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetJob,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.GetJobRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.JobStanding.SerializeToString,
+            ),
+            'ResetJob': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetJob,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.ResetJobReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -635,6 +670,60 @@ class Membership(object):
             '/shoal.v1.Membership/GetGeneration',
             shoal__proto_dot_v1_dot_membership__pb2.GetGenerationRequest.SerializeToString,
             shoal__proto_dot_v1_dot_membership__pb2.GenerationRecord.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/GetJob',
+            shoal__proto_dot_v1_dot_membership__pb2.GetJobRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.JobStanding.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetJob(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/ResetJob',
+            shoal__proto_dot_v1_dot_membership__pb2.ResetJobRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.ResetJobReply.FromString,
             options,
             channel_credentials,
             insecure,

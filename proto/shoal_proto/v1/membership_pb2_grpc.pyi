@@ -69,6 +69,12 @@ class MembershipStub:
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+    GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
+    """How a job stands: what a launcher asks before it starts workers."""
+    ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
+    """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
+    Refused while the job has members. Snapshots stay. A job that never was is no error.
+    """
 
 @_typing.type_check_only
 class MembershipAsyncStub(MembershipStub):
@@ -111,6 +117,12 @@ class MembershipAsyncStub(MembershipStub):
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+    GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
+    """How a job stands: what a launcher asks before it starts workers."""
+    ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
+    """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
+    Refused while the job has members. Snapshots stay. A job that never was is no error.
+    """
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
     """Membership of jobs: who is there, and which roster all of them agreed on.
@@ -228,5 +240,23 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.GenerationRecord, _abc.Awaitable[_membership_pb2.GenerationRecord]]:
         """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+
+    @_abc_1.abstractmethod
+    def GetJob(
+        self,
+        request: _membership_pb2.GetJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.JobStanding, _abc.Awaitable[_membership_pb2.JobStanding]]:
+        """How a job stands: what a launcher asks before it starts workers."""
+
+    @_abc_1.abstractmethod
+    def ResetJob(
+        self,
+        request: _membership_pb2.ResetJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.ResetJobReply, _abc.Awaitable[_membership_pb2.ResetJobReply]]:
+        """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
+        Refused while the job has members. Snapshots stay. A job that never was is no error.
+        """
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -37,7 +37,7 @@ from shoal_proto.v1 import shards_pb2 as shoal__proto_dot_v1_dot_shards__pb2
 from shoal_proto.v1 import tables_pb2 as shoal__proto_dot_v1_dot_tables__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n shoal_proto/v1/replication.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1eshoal_proto/v1/optimizer.proto\x1a\x1fshoal_proto/v1/parameters.proto\x1a\x1bshoal_proto/v1/shards.proto\x1a\x1bshoal_proto/v1/tables.proto\"\x11\n\x0fIdentifyRequest\"\x13\n\x11OpenFollowRequest\"0\n\x06Holder\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xce\x01\n\x0cShardHolding\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12!\n\x07primary\x18\x03 \x01(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07\x62\x61\x63kups\x18\x04 \x03(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07joining\x18\x05 \x01(\x0b\x32\x10.shoal.v1.Holder\x12#\n\tsuccessor\x18\x06 \x01(\x0b\x32\x10.shoal.v1.Holder\x12\x0f\n\x07on_disk\x18\x07 \x01(\t\"T\n\rShardHoldings\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63opies\x18\x02 \x01(\r\x12&\n\x06shards\x18\x03 \x03(\x0b\x32\x16.shoal.v1.ShardHolding\"\xfa\x01\n\nPushRecord\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\n\n\x02lr\x18\x06 \x01(\x01\x12\x0f\n\x07row_ids\x18\x07 \x01(\x0c\x12\x11\n\tat_unix_s\x18\x08 \x01(\x01\x12\x1a\n\x12\x66orgotten_sessions\x18\t \x03(\t\x12\x12\n\nrow_births\x18\n \x01(\x0c\x12\x12\n\ntable_step\x18\x0b \x01(\x04\x12!\n\x04step\x18\x0c \x01(\x0b\x32\x13.shoal.v1.StepScope\"2\n\tStepScope\x12\x12\n\nshard_bits\x18\x01 \x01(\x0c\x12\x11\n\tof_tables\x18\x02 \x01(\x08\"\x8a\x01\n\x0cSessionImage\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x66loor\x18\x02 \x01(\x04\x12\x11\n\tsequences\x18\x03 \x03(\x04\x12\x10\n\x08versions\x18\x04 \x03(\x04\x12\x11\n\tstaleness\x18\x05 \x03(\x04\x12\"\n\x05steps\x18\x06 \x03(\x0b\x32\x13.shoal.v1.StepScope\"W\n\tDenseSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12*\n\toptimizer\x18\x02 \x01(\x0b\x32\x17.shoal.v1.OptimizerSpec\"T\n\x0eTableShardSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12\"\n\x05table\x18\x02 \x01(\x0b\x32\x13.shoal.v1.TableSpec\"L\n\x0bTensorImage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\x9d\x01\n\nShardImage\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\x0c\x12&\n\x07tensors\x18\x05 \x03(\x0b\x32\x15.shoal.v1.TensorImage\x12(\n\x08sessions\x18\x06 \x03(\x0b\x32\x16.shoal.v1.SessionImage\"\xd1\x01\n\rFollowRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.HelloH\x00\x12\'\n\x06record\x18\x02 \x01(\x0b\x32\x15.shoal.v1.RecordStartH\x00\x12%\n\x05image\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ImageStartH\x00\x12 \n\x05\x62ytes\x18\x04 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x12$\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x14.shoal.v1.FollowBeatH\x00\x42\x06\n\x04part\"*\n\x05Hello\x12!\n\x07primary\x18\x01 \x01(\x0b\x32\x10.shoal.v1.Holder\"\x94\x01\n\x0bRecordStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x06record\x18\x04 \x01(\x0b\x32\x14.shoal.v1.PushRecord\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x1e\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x0f.shoal.v1.Bytes\"`\n\nImageStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12#\n\x05image\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ShardImage\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\'\n\x05\x42ytes\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x07\"\x0c\n\nFollowBeat\"c\n\x0b\x46ollowReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail2\xc6\x01\n\x0bReplication\x12<\n\x06\x46ollow\x12\x17.shoal.v1.FollowRequest\x1a\x15.shoal.v1.FollowReply(\x01\x30\x01\x12\x37\n\x08Identify\x12\x19.shoal.v1.IdentifyRequest\x1a\x10.shoal.v1.Holder\x12@\n\x08OpenBulk\x12\x1b.shoal.v1.OpenFollowRequest\x1a\x17.shoal.v1.OpenBulkReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n shoal_proto/v1/replication.proto\x12\x08shoal.v1\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1eshoal_proto/v1/optimizer.proto\x1a\x1fshoal_proto/v1/parameters.proto\x1a\x1bshoal_proto/v1/shards.proto\x1a\x1bshoal_proto/v1/tables.proto\"\x11\n\x0fIdentifyRequest\"\x13\n\x11OpenFollowRequest\"0\n\x06Holder\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xce\x01\n\x0cShardHolding\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12!\n\x07primary\x18\x03 \x01(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07\x62\x61\x63kups\x18\x04 \x03(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07joining\x18\x05 \x01(\x0b\x32\x10.shoal.v1.Holder\x12#\n\tsuccessor\x18\x06 \x01(\x0b\x32\x10.shoal.v1.Holder\x12\x0f\n\x07on_disk\x18\x07 \x01(\t\"a\n\rShardHoldings\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63opies\x18\x02 \x01(\r\x12&\n\x06shards\x18\x03 \x03(\x0b\x32\x16.shoal.v1.ShardHolding\x12\x0b\n\x03run\x18\x04 \x01(\t\"\xfa\x01\n\nPushRecord\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\n\n\x02lr\x18\x06 \x01(\x01\x12\x0f\n\x07row_ids\x18\x07 \x01(\x0c\x12\x11\n\tat_unix_s\x18\x08 \x01(\x01\x12\x1a\n\x12\x66orgotten_sessions\x18\t \x03(\t\x12\x12\n\nrow_births\x18\n \x01(\x0c\x12\x12\n\ntable_step\x18\x0b \x01(\x04\x12!\n\x04step\x18\x0c \x01(\x0b\x32\x13.shoal.v1.StepScope\"2\n\tStepScope\x12\x12\n\nshard_bits\x18\x01 \x01(\x0c\x12\x11\n\tof_tables\x18\x02 \x01(\x08\"\x8a\x01\n\x0cSessionImage\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x66loor\x18\x02 \x01(\x04\x12\x11\n\tsequences\x18\x03 \x03(\x04\x12\x10\n\x08versions\x18\x04 \x03(\x04\x12\x11\n\tstaleness\x18\x05 \x03(\x04\x12\"\n\x05steps\x18\x06 \x03(\x0b\x32\x13.shoal.v1.StepScope\"W\n\tDenseSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12*\n\toptimizer\x18\x02 \x01(\x0b\x32\x17.shoal.v1.OptimizerSpec\"T\n\x0eTableShardSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12\"\n\x05table\x18\x02 \x01(\x0b\x32\x13.shoal.v1.TableSpec\"L\n\x0bTensorImage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\x9d\x01\n\nShardImage\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\x0c\x12&\n\x07tensors\x18\x05 \x03(\x0b\x32\x15.shoal.v1.TensorImage\x12(\n\x08sessions\x18\x06 \x03(\x0b\x32\x16.shoal.v1.SessionImage\"\xd1\x01\n\rFollowRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.HelloH\x00\x12\'\n\x06record\x18\x02 \x01(\x0b\x32\x15.shoal.v1.RecordStartH\x00\x12%\n\x05image\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ImageStartH\x00\x12 \n\x05\x62ytes\x18\x04 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x12$\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x14.shoal.v1.FollowBeatH\x00\x42\x06\n\x04part\"*\n\x05Hello\x12!\n\x07primary\x18\x01 \x01(\x0b\x32\x10.shoal.v1.Holder\"\x94\x01\n\x0bRecordStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x06record\x18\x04 \x01(\x0b\x32\x14.shoal.v1.PushRecord\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x1e\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x0f.shoal.v1.Bytes\"`\n\nImageStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12#\n\x05image\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ShardImage\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\'\n\x05\x42ytes\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x07\"\x0c\n\nFollowBeat\"c\n\x0b\x46ollowReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail2\xc6\x01\n\x0bReplication\x12<\n\x06\x46ollow\x12\x17.shoal.v1.FollowRequest\x1a\x15.shoal.v1.FollowReply(\x01\x30\x01\x12\x37\n\x08Identify\x12\x19.shoal.v1.IdentifyRequest\x1a\x10.shoal.v1.Holder\x12@\n\x08OpenBulk\x12\x1b.shoal.v1.OpenFollowRequest\x1a\x17.shoal.v1.OpenBulkReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,35 +53,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHARDHOLDING']._serialized_start=291
   _globals['_SHARDHOLDING']._serialized_end=497
   _globals['_SHARDHOLDINGS']._serialized_start=499
-  _globals['_SHARDHOLDINGS']._serialized_end=583
-  _globals['_PUSHRECORD']._serialized_start=586
-  _globals['_PUSHRECORD']._serialized_end=836
-  _globals['_STEPSCOPE']._serialized_start=838
-  _globals['_STEPSCOPE']._serialized_end=888
-  _globals['_SESSIONIMAGE']._serialized_start=891
-  _globals['_SESSIONIMAGE']._serialized_end=1029
-  _globals['_DENSESPEC']._serialized_start=1031
-  _globals['_DENSESPEC']._serialized_end=1118
-  _globals['_TABLESHARDSPEC']._serialized_start=1120
-  _globals['_TABLESHARDSPEC']._serialized_end=1204
-  _globals['_TENSORIMAGE']._serialized_start=1206
-  _globals['_TENSORIMAGE']._serialized_end=1282
-  _globals['_SHARDIMAGE']._serialized_start=1285
-  _globals['_SHARDIMAGE']._serialized_end=1442
-  _globals['_FOLLOWREQUEST']._serialized_start=1445
-  _globals['_FOLLOWREQUEST']._serialized_end=1654
-  _globals['_HELLO']._serialized_start=1656
-  _globals['_HELLO']._serialized_end=1698
-  _globals['_RECORDSTART']._serialized_start=1701
-  _globals['_RECORDSTART']._serialized_end=1849
-  _globals['_IMAGESTART']._serialized_start=1851
-  _globals['_IMAGESTART']._serialized_end=1947
-  _globals['_BYTES']._serialized_start=1949
-  _globals['_BYTES']._serialized_end=1988
-  _globals['_FOLLOWBEAT']._serialized_start=1990
-  _globals['_FOLLOWBEAT']._serialized_end=2002
-  _globals['_FOLLOWREPLY']._serialized_start=2004
-  _globals['_FOLLOWREPLY']._serialized_end=2103
-  _globals['_REPLICATION']._serialized_start=2106
-  _globals['_REPLICATION']._serialized_end=2304
+  _globals['_SHARDHOLDINGS']._serialized_end=596
+  _globals['_PUSHRECORD']._serialized_start=599
+  _globals['_PUSHRECORD']._serialized_end=849
+  _globals['_STEPSCOPE']._serialized_start=851
+  _globals['_STEPSCOPE']._serialized_end=901
+  _globals['_SESSIONIMAGE']._serialized_start=904
+  _globals['_SESSIONIMAGE']._serialized_end=1042
+  _globals['_DENSESPEC']._serialized_start=1044
+  _globals['_DENSESPEC']._serialized_end=1131
+  _globals['_TABLESHARDSPEC']._serialized_start=1133
+  _globals['_TABLESHARDSPEC']._serialized_end=1217
+  _globals['_TENSORIMAGE']._serialized_start=1219
+  _globals['_TENSORIMAGE']._serialized_end=1295
+  _globals['_SHARDIMAGE']._serialized_start=1298
+  _globals['_SHARDIMAGE']._serialized_end=1455
+  _globals['_FOLLOWREQUEST']._serialized_start=1458
+  _globals['_FOLLOWREQUEST']._serialized_end=1667
+  _globals['_HELLO']._serialized_start=1669
+  _globals['_HELLO']._serialized_end=1711
+  _globals['_RECORDSTART']._serialized_start=1714
+  _globals['_RECORDSTART']._serialized_end=1862
+  _globals['_IMAGESTART']._serialized_start=1864
+  _globals['_IMAGESTART']._serialized_end=1960
+  _globals['_BYTES']._serialized_start=1962
+  _globals['_BYTES']._serialized_end=2001
+  _globals['_FOLLOWBEAT']._serialized_start=2003
+  _globals['_FOLLOWBEAT']._serialized_end=2015
+  _globals['_FOLLOWREPLY']._serialized_start=2017
+  _globals['_FOLLOWREPLY']._serialized_end=2116
+  _globals['_REPLICATION']._serialized_start=2119
+  _globals['_REPLICATION']._serialized_end=2317
 # @@protoc_insertion_point(module_scope)

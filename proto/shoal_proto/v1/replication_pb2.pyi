@@ -137,9 +137,12 @@ class ShardHoldings(_message.Message):
     JOB_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     SHARDS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     copies: _builtins.int
     """Wanted copies of each shard, the primary included; fewer where there are fewer servers."""
+    run: _builtins.str
+    """Drawn when the shards are placed. Shards of another run of the same job are not these."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardHolding]: ...
     def __init__(
@@ -148,10 +151,11 @@ class ShardHoldings(_message.Message):
         job: _builtins.str = ...,
         copies: _builtins.int = ...,
         shards: _abc.Iterable[Global___ShardHolding] | None = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "job", b"job", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "job", b"job", "run", b"run", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,6 +21,7 @@ from shoal_server.coordinator.job_actor import Surroundings
 from shoal_server.coordinator.membership import Membership
 from shoal_server.coordinator.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.rendezvous import Rendezvous
+from shoal_server.coordinator.resetting import Resetting
 from shoal_server.coordinator.samples import SamplesService
 from shoal_server.coordinator.server_calls import ServerCalls
 from shoal_server.coordinator.shard_keeper import ShardKeeper
@@ -73,6 +74,14 @@ class Coordinator:
             self.registry.clock,
             stuck_after_s=limits.collective_s,
         )
+        self.resetting = Resetting(
+            store,
+            DurableJobs(store, self._leadership),
+            self.registry,
+            samples=self.samples,
+            clocks=self.clocks,
+            rendezvous=self.rendezvous,
+        )
         self.view = CoordinatorView(self.registry, self.samples, self.clocks, self.shard_reader)
         self._conditions: Sequence[Compare] | None = None
 
@@ -100,6 +109,10 @@ class Coordinator:
         )
 
     def _snapshot_service(self, policy: SnapshotPolicy) -> SnapshotService:
+        # Made after this service, like the services that the registry tells.
+        def begun_unix_s(job: str) -> float:
+            return self.resetting.ended_unix_s(job)
+
         state = JobState(cursor=self.samples.books, training=self._training)
         return SnapshotService(
             policy,
@@ -108,6 +121,7 @@ class Coordinator:
                 self._store, self._server_calls, self._leadership, self.samples.close_replaced
             ),
             self.registry.require_leading,
+            begun_unix_s,
         )
 
     def _training(self, job: str) -> Mapping[str, int]:
@@ -119,7 +133,7 @@ class Coordinator:
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 
     def add_services(self, server: grpc.aio.Server) -> None:
-        membership = Membership(self.registry, lambda: self.http_url)
+        membership = Membership(self.registry, self.resetting.reset, lambda: self.http_url)
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)
         clocks_pb2_grpc.add_ClocksServicer_to_server(self.clocks, server)
@@ -142,6 +156,7 @@ class Coordinator:
         self._conditions = conditions
         self.deposed.clear()
         await snapshot_roots.write(self._store, conditions, self._snapshot_roots)
+        await self.resetting.read()
         await self.registry.read(self.samples.open_existing)
         for actor in self.registry.begin():
             self.clocks.inherit(actor.job.spec.job, actor.trainers())

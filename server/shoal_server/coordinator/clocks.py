@@ -73,6 +73,12 @@ class ClocksService(ClocksServicer):
             known.clocks.remove(Who(member_id, incarnation))
             known.wake()
 
+    def forget(self, job: str) -> None:
+        """The job is begun anew."""
+        known = self._jobs.pop(job, None)
+        if known is not None:
+            known.wake()
+
     def forget_all(self) -> None:
         """Let go of every job: another coordinator leads."""
         jobs, self._jobs = list(self._jobs.values()), OrderedDict()

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from shoal_proto.errors import Fenced, GenerationBroken, NotLeader, ShoalError
+from shoal_proto.errors import (
+    Fenced,
+    GenerationBroken,
+    NotLeader,
+    ShoalError,
+    Unavailable,
+)
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import codec, durable
@@ -186,6 +192,18 @@ class JobActor:
     async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
         """The decided record of a generation (0: the newest), waiting up to `wait_s` for it."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
+
+    async def carried_out(self, within_s: float) -> None:
+        """Wait until all that is decided is durable. Raises Unavailable, or what writing raised."""
+        try:
+            async with asyncio.timeout(within_s):
+                await self._carried(())
+        except TimeoutError:
+            raise Unavailable(
+                f"what was decided for job {self.job.spec.job} is not in etcd yet",
+                seen=f"nothing written within {within_s:g} s",
+                expected="an etcd that answers",
+            ) from None
 
     async def end(self, why: ShoalError | None = None) -> None:
         """Let go of every member, who then looks for the coordinator that leads.

@@ -1,6 +1,6 @@
 """The Membership service: decodes a call, hands it to the job's actor, answers."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
@@ -22,6 +22,7 @@ from shoal_server.coordinator.registry import Registry
 from shoal_server.core import events
 from shoal_server.core.member import Member
 from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.core.phases import Phase
 from shoal_server.core.roster import Generation, Step
 from shoal_server.rpc import Context
 
@@ -30,10 +31,14 @@ log = structlog.get_logger(__name__)
 MAX_WAIT_S = 60.0
 MAX_ERROR = 500
 
+Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
+"""Begins a job anew: whether there was one, and its last generation."""
+
 
 class Membership(MembershipServicer):
-    def __init__(self, registry: Registry, http_url: Callable[[], str]) -> None:
+    def __init__(self, registry: Registry, reset: Reset, http_url: Callable[[], str]) -> None:
         self._registry = registry
+        self._reset = reset
         self._http_url = http_url
 
     # Notices come encoded, since many members are told the same; see rpc.
@@ -48,6 +53,8 @@ class Membership(MembershipServicer):
                 seen=problem,
                 fix="Set min_members <= desired_members <= max_members.",
             )
+        self._registry.require_leading()
+        self._registry.check_run(token)
         actor = self._registry.find_or_create(spec)
         _check_not_expelled(actor, token)
         stream = actor.open(token.member_id, token.incarnation, keeps_prepare=request.keeps_prepare)
@@ -170,7 +177,7 @@ class Membership(MembershipServicer):
 
     def _beat(self, beat: pb.Beat) -> pb.BeatReply:
         try:
-            actor = self._registry.find(beat.token.job)
+            actor = self._registry.find_for(beat.token)
             actor.authorize(beat.token)
         except ShoalError as error:
             return pb.BeatReply(error=to_detail(error))
@@ -183,8 +190,23 @@ class Membership(MembershipServicer):
         actor = self._registry.find(request.job)
         return await actor.record(request.generation, min(request.wait_s, MAX_WAIT_S))
 
+    async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.JobStanding:
+        job = self._registry.find(request.job).job
+        return pb.JobStanding(
+            phase=job.phase.value,
+            finished=job.phase is Phase.FINISHED or job.completing,
+            reason=job.reason,
+            member_ids=sorted(job.members),
+        )
+
+    async def ResetJob(self, request: pb.ResetJobRequest, context: Context) -> pb.ResetJobReply:
+        if not is_name(request.job):
+            raise InvalidSpec("job is no valid name", seen=repr(request.job), expected=NAME_RULE)
+        existed, last_generation = await self._reset(request.job)
+        return pb.ResetJobReply(existed=existed, last_generation=last_generation)
+
     async def _submit(self, token: Token, event: events.Event) -> pb.Ack:
-        actor = self._registry.find(token.job)
+        actor = self._registry.find_for(token)
         await actor.submit(event)
         return _ack(actor)
 

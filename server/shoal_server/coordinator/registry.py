@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -19,6 +20,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import codec
+from shoal_server.coordinator.earlier_runs import EarlierRuns, check_unused
 from shoal_server.coordinator.job_actor import JobActor, Surroundings
 from shoal_server.coordinator.stored_jobs import StoredJob, gathered
 from shoal_server.coordinator.stored_json import StateRecord
@@ -67,6 +69,9 @@ class Registry:
         self._prepare: Prepare = _nothing
         self._reading: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
+        self.earlier_runs: dict[str, EarlierRuns] = {}
+        """Of jobs that were begun anew; read before this one leads."""
+        self._resetting: set[str] = set()
         self._leads = False
         self.leader = ""
         """host:port of the coordinator that leads, as far as this one knows."""
@@ -214,8 +219,13 @@ class Registry:
             raise JobSetAside(
                 why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
             )
+        self._require_settled(job)
+
+    def _require_settled(self, job: str) -> None:
         if job in self._unread:
             raise Unavailable(f"job {job} is being read from etcd", expected="a moment of patience")
+        if job in self._resetting:
+            raise Unavailable(f"job {job} is being begun anew", expected="a moment of patience")
 
     def actor_if_known(self, job: str) -> JobActor | None:
         return self._actors.get(job)
@@ -236,7 +246,43 @@ class Registry:
 
     async def authorize(self, token: Token) -> None:
         """Raise Fenced unless the token's incarnation is a member of its job now."""
-        self.find(token.job).authorize(token)
+        self.find_for(token).authorize(token)
+
+    def find_for(self, token: Token) -> JobActor:
+        """The actor of the token's job. Raises what `find` raises, and JobFinished for a token of
+        an earlier run of the job."""
+        actor = self.find(token.job)
+        self.check_run(token)
+        return actor
+
+    def check_run(self, token: Token) -> None:
+        """Raise JobFinished for a token of a run of its job that is over: it was begun anew."""
+        earlier = self.earlier_runs.get(token.job)
+        if earlier is not None and (refusal := earlier.refusal(token)):
+            raise codec.refusal_to_error(refusal, earlier.last_generation)
+
+    @asynccontextmanager
+    async def forgetting(self, job: str) -> AsyncIterator[JobActor | None]:
+        """Nobody finds or makes the job in the block; if it ends well, the job is forgotten.
+
+        Raises JobInUse if it has members.
+        """
+        self.require_leading()
+        self._require_settled(job)
+        actor = self._actors.get(job)
+        if actor is not None:
+            check_unused(job, actor.job.members)
+        self._resetting.add(job)
+        try:
+            yield actor
+            self._aside.pop(job, None)
+            if actor is not None and self._actors.get(job) is actor:
+                del self._actors[job]
+                if (task := self._tasks.pop(job, None)) is not None:
+                    task.cancel()
+                await actor.end()
+        finally:
+            self._resetting.discard(job)
 
     async def declare_lost(self, job: str, who: Who, reason: str) -> None:
         """Take the member out. Raises Fenced for who is none any more, UnknownJob, NotLeader."""
@@ -249,6 +295,8 @@ class Registry:
 
     def _add(self, actor: JobActor) -> JobActor:
         name = actor.job.spec.job
+        if earlier := self.earlier_runs.get(name):
+            earlier.continued_by(actor.job)
         self._actors[name] = actor
         task = asyncio.ensure_future(actor.run())
         task.add_done_callback(lambda done: self._actor_ended(name, done))

@@ -15,7 +15,8 @@ deposed thus fails to write, closes the books, and reads them anew if it is ever
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from types import TracebackType
 from typing import Any
 
@@ -140,6 +141,13 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
     def close_replaced(self, job: str) -> None:
         """Forget a job's books: others were written in their place."""
         self._books.pop(job, None)
+
+    @asynccontextmanager
+    async def closed(self, job: str) -> AsyncIterator[None]:
+        """Without books of the job in the block, and with no write of them under way."""
+        async with self._opening, self._writing:
+            self._books.pop(job, None)
+            yield
 
     async def hand_over(self) -> None:
         """Write what is not written yet and forget all books: call it when stepping down.

@@ -140,6 +140,10 @@ class ShardKeeper:
 
     async def _tend(self, entry: records.Entry, seen: Servers) -> None:
         job = entry.holdings.job
+        last = self._last.get(job)
+        if last is not None and last.run != entry.holdings.run:
+            self._last.pop(job)
+            self._forget(job)
         if await self._is_finished(job):
             await self._store.delete(keys.holdings(job))
             return

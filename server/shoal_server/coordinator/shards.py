@@ -1,6 +1,7 @@
 """The Shards service: who holds which part of a job's parameters, decided once and kept in etcd."""
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 
@@ -127,6 +128,8 @@ class ShardsService(ShardsServicer):
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
             )
+        # Asking the servers took a while, in which the job may have been begun anew.
+        await self._authorize(request.token)
         by_id = {holder.server_id: address for holder, address in addresses.items()}
         draft = _draw_up(job, request, parameters, by_id)
         value = draft.SerializeToString(deterministic=True)
@@ -197,6 +200,7 @@ def first_holdings(layout: ShardMap, present: Iterable[Holder], copies: int) -> 
             Holding(shard_id=shard.shard_id, epoch=shard.epoch, primary=by_id[shard.server_id])
             for shard in layout.shards
         ),
+        run=secrets.token_hex(8),
     )
     return upkeep(first, Servers(present=frozenset(by_id.values())), num_bytes_of(layout))
 

@@ -62,7 +62,8 @@ class SnapshotPolicy:
 
 
 class SnapshotService(SnapshotsServicer):
-    """`require_leading` raises NotLeader."""
+    """`require_leading` raises NotLeader. `begun_unix_s` tells when a job was last begun anew under
+    its name: what was taken before is not of this job."""
 
     def __init__(
         self,
@@ -70,11 +71,13 @@ class SnapshotService(SnapshotsServicer):
         taker: SnapshotTaker,
         restorer: SnapshotRestorer,
         require_leading: Callable[[], None],
+        begun_unix_s: Callable[[str], float] = lambda job: 0.0,
     ) -> None:
         self._policy = policy
         self._taker = taker
         self._restorer = restorer
         self._require_leading = require_leading
+        self._begun_unix_s = begun_unix_s
 
     async def Take(self, request: pb.TakeSnapshotRequest, context: Context) -> pb.SnapshotSummary:
         self._require_leading()
@@ -112,6 +115,9 @@ class SnapshotService(SnapshotsServicer):
         if not self._policy.url:
             return False
         library = await self._library("", job)
+        newest = await asyncio.to_thread(library.newest)
+        if newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
+            return False
         try:
             manifest, _ = await self._restorer.restore(library, under_members=True)
         except UnknownSnapshot:

@@ -63,6 +63,9 @@ class Holdings:
     copies: int
     """Wanted copies of each shard, the primary included."""
     shards: tuple[Holding, ...]
+    run: str = ""
+    """Drawn when the shards were placed: those of another run of the job are not these, whatever
+    their numbers and epochs."""
 
     def changed(self, shard_ids: Iterable[int], change: Callable[[Holding], Holding]) -> "Holdings":
         """The record with a change made to some shards. A change that does not apply any more

@@ -58,7 +58,18 @@ def finished(job: str, reason: str) -> Refusal:
         what=f"job {job} is finished",
         seen=reason,
         expected="a job that still has work to do",
-        fix="Choose another job name.",
+        fix="Run it again with `shoal run --fresh` (`shoal rm` takes it away), or give another"
+        " job name.",
+    )
+
+
+def of_an_earlier_run(job: str, seen: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FINISHED,
+        what=f"the run of job {job} that this process belongs to is over: the job was begun anew",
+        seen=seen,
+        expected="a process of the run of now",
+        fix="End this process.",
     )
 
 

@@ -58,7 +58,7 @@ async def change(store: KeyValueStore, held: Entry, wanted: Change) -> Entry | N
 
 
 def encode(holdings: Holdings) -> bytes:
-    message = pb.ShardHoldings(job=holdings.job, copies=holdings.copies)
+    message = pb.ShardHoldings(job=holdings.job, copies=holdings.copies, run=holdings.run)
     for h in holdings.shards:
         shard = message.shards.add(
             shard_id=h.shard_id, epoch=h.epoch, primary=_holder(h.primary), on_disk=h.on_disk
@@ -91,7 +91,7 @@ def parse(entry: KeyValue) -> Entry:
         )
         for s in message.shards
     )
-    held = Holdings(job=message.job, copies=message.copies, shards=shards)
+    held = Holdings(job=message.job, copies=message.copies, shards=shards, run=message.run)
     return Entry(held, entry.mod_revision)
 
 

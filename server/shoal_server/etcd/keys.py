@@ -10,6 +10,7 @@ SERVERS = ROOT + "servers/"
 MEMBERS = ROOT + "members/"
 JOBS = ROOT + "jobs/"
 HOLDINGS = ROOT + "holdings/"
+RESETS = ROOT + "resets/"
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Below which URLs snapshots may lie, as the leading coordinator was told: {"urls": [...]}."""
 
@@ -35,6 +36,19 @@ def member(job: str, member_id: str) -> str:
 def job_state(job: str) -> str:
     """Phase, bounds and newest generation number of a job."""
     return f"{JOBS}{job}/state"
+
+
+def reset(job: str) -> str:
+    """What is remembered of a job whose records were taken away: {"last_generation", ...}.
+
+    Apart from the job's other keys: there may be none of them.
+    """
+    return RESETS + job
+
+
+def job_prefix(job: str) -> str:
+    """All of a job's own keys, its members and who holds its shards not among them."""
+    return f"{JOBS}{job}/"
 
 
 def generations(job: str) -> str:

@@ -19,7 +19,7 @@ RETRY_PAUSE_S = 0.1
 
 class RecordOfHolders:
     """Follows every job's record. `on_change` is called with the job of each newer record, and
-    `on_gone` with that of one that was taken away."""
+    `on_gone` with that of one that was taken away, or that is of another run by now."""
 
     def __init__(
         self,
@@ -115,6 +115,9 @@ class RecordOfHolders:
         known = self._entries.get(job)
         if known is not None and known.revision >= entry.revision:
             return
+        if known is not None and known.holdings.run != entry.holdings.run:
+            # The job was begun anew, and word of the end of its last run may still be on its way.
+            self._forget(job)
         self._entries[job] = entry
         self._holdings[job] = {h.shard_id: h for h in entry.holdings.shards}
         self._on_change(job)

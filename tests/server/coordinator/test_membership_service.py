@@ -156,7 +156,7 @@ async def test_a_finished_job_is_not_started_again() -> None:
         await entered(a, 0)
         await asyncio.to_thread(lambda: a.leave(completed=True, reason="done"))
         late = world.client("b")
-        with pytest.raises(JobFinished, match="Choose another job name"):
+        with pytest.raises(JobFinished, match="or give another job name"):
             await asyncio.to_thread(late.attend)
 
 

@@ -43,7 +43,7 @@ def test_a_lost_node_and_one_that_comes(nodes: Nodes) -> None:
 
     late = nodes.start("late", nodes="1:2")
     assert late.wait(START_S) == 1
-    assert "Choose another job name" in (nodes.directory / "late.log").read_text()
+    assert "or give another job name" in (nodes.directory / "late.log").read_text()
 
 
 @pytest.mark.timeout(300)

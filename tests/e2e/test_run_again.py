@@ -1,0 +1,79 @@
+"""A job's name on a cluster that stays: interrupted, begun anew, finished, taken away."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from e2e.conftest import Shoal, finish, read_until
+
+# Seconds on an idle machine; the bound is for one that is busy with other tests.
+pytestmark = pytest.mark.timeout(300)
+
+EPOCHS, STEPS_PER_EPOCH, RATE = 3, 28, 2.0**-10
+
+# Each gradient is one everywhere, so the weights count the updates since the first values.
+SCRIPT = f"""
+import pathlib, time, shoal, torch
+model = torch.nn.Linear(8, 8, bias=False)
+torch.nn.init.zeros_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr={RATE})
+slowly = pathlib.Path("slowly").exists()
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy="async-sgd")
+    data = torch.ones(32 * {STEPS_PER_EPOCH}, 8)
+    for batch in session.batches(data, global_batch_size=32, epochs={EPOCHS}):
+        with session.step():
+            session.backward(model(batch.inputs).sum() / len(batch.inputs))
+        if batch.step == 5:
+            print("trains", flush=True)
+        time.sleep(slowly)
+(weight,) = model.parameters()
+print("generation", session.generation, "updates", (-weight.max() / {RATE}).item(), flush=True)
+"""
+
+
+def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
+    """--fresh is refused under members, begins an interrupted job and a finished one from its first
+    weights, and what cannot be joined any more is said in one line before anything is started."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "slowly").touch()
+    up = shoal_command.start("up")
+    welcome = read_until(up, "Ctrl-C stops the cluster")
+    coordinator = next(line.split()[-1] for line in welcome if line.startswith("coordinator"))
+
+    def shoal(*arguments: str) -> tuple[int, str]:
+        to_cluster = {"SHOAL_COORDINATOR": coordinator, "OMP_NUM_THREADS": "1"}
+        return finish(shoal_command.start(*arguments, environment=to_cluster))
+
+    interrupted = shoal_command.start(
+        "run", "train.py", environment={"SHOAL_COORDINATOR": coordinator}
+    )
+    read_until(interrupted, "trains")
+    code, output = shoal("run", "--fresh", "train.py")
+    assert code == 1, output
+    assert "job train has 1 live member; saw " in output
+    assert "Stop them, or leave --fresh away to join them." in output
+    interrupted.send_signal(signal.SIGINT)
+    code, output = finish(interrupted)
+    assert code == 128 + signal.SIGINT, output
+    (tmp_path / "slowly").unlink()
+
+    expected = f"updates {float(EPOCHS * STEPS_PER_EPOCH)}"
+    for generation in (2, 3):
+        code, output = shoal("run", "--fresh", "train.py")
+        assert code == 0, output
+        assert "job train begins anew: what was kept of its last run is gone" in output
+        assert f"generation {generation} {expected}" in output
+        code, output = shoal("run", "train.py")
+        assert code == 1, output
+        (line,) = output.strip().splitlines()
+        assert line.startswith("shoal: job train is finished (")
+        assert line.endswith("run it again with --fresh, or give another --job")
+
+    assert shoal("rm", "train") == (0, "job train is gone\n")
+    code, output = shoal("rm", "train")
+    assert code == 1, output
+    assert "there is no job 'train'" in output
+    up.send_signal(signal.SIGINT)
+    code, output = finish(up)
+    assert code == 0, output
