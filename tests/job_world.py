@@ -44,6 +44,10 @@ class SimMember:
     broken: set[int] = field(default_factory=set)
     begun: int = -1
     next_generation: int = 0
+    checkpoints: tuple[int, ...] = ()
+    """Steps of the complete checkpoints that it sees."""
+    has_state: bool = False
+    """Has entered a generation: from then on it holds what all hold."""
     drained: bool = False
     """Was let go: nothing is left for it to do."""
     records: dict[int, list[Record]] = field(default_factory=dict)
@@ -88,12 +92,16 @@ class World:
         fields: dict[str, str] | None = None,
         step: int = 0,
         info: MemberInfo | None = None,
+        checkpoints: tuple[int, ...] = (),
     ) -> SimMember:
         proposal = Proposal(
             fields=dict(fields or FIELDS), step=Step(step), has_state=step > 0, synchronous=True
         )
         member = SimMember(
-            name=name, incarnation=new_incarnation(self._next_start()), proposal=proposal
+            name=name,
+            incarnation=new_incarnation(self._next_start()),
+            proposal=proposal,
+            checkpoints=checkpoints,
         )
         if name in self.members:
             old = self.members[name]
@@ -239,7 +247,11 @@ class World:
                 names = notice.roster.member_ids
                 failed = tuple((n, "refused") for n in names if (member.name, n) in self.cut)
                 answer = events.Answered(
-                    **who, generation=generation, digest=notice.digest, unreachable=failed
+                    **who,
+                    generation=generation,
+                    digest=notice.digest,
+                    unreachable=failed,
+                    checkpoint_steps=tuple(map(Step, member.checkpoints)),
                 )
                 self.send(member, answer)
             case events.OutcomeNotice():
@@ -290,6 +302,7 @@ class World:
 
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
         member.generation, member.next_generation = generation, 0
+        member.has_state = True
         self.send(member, events.BecameReady(**self._who(member), generation=generation))
 
     def _take_break(self, member: SimMember, generation: int) -> None:
@@ -304,7 +317,7 @@ class World:
                 events.Settled(
                     **self._who(member),
                     step=step,
-                    has_state=member.begun > 0,
+                    has_state=member.has_state or member.begun > 0,
                     left=Generation(member.generation),
                 ),
             )
@@ -315,6 +328,10 @@ class World:
         """All members of the running generation have begun this step."""
         for member in self.members.values():
             member.begun = step
+
+    def beat(self, name: str, step: int) -> None:
+        """A heartbeat of the member, which has so many steps behind it."""
+        self.job.heard_of_step(name, self.members[name].incarnation, Step(step))
 
     def roster(self) -> list[str]:
         assert self.job.running is not None, f"{self.job.phase}: {self.job.reason}"

@@ -339,7 +339,8 @@ class ScriptedMember:
 
     def _admitted(self, admitted: pb.Admitted) -> None:
         self._heartbeat_s = admitted.limits.heartbeat_s
-        proposal = pb.Proposal(fields=self.script.fields, synchronous=True)
+        holds = self._ready_in > 0
+        proposal = pb.Proposal(fields=self.script.fields, synchronous=True, has_state=holds)
         self._act(PROPOSE, pb.ProposeRequest(token=self.token(), proposal=proposal))
         # A new leader knows the records from etcd, not what each member has said since.
         if self._stands is not None:
@@ -392,7 +393,7 @@ class ScriptedMember:
             return
         self._broken |= over
         self._change = 0
-        self._stands = pb.SettleRequest(token=self.token(), step=0, has_state=False)
+        self._stands = pb.SettleRequest(token=self.token(), step=0, has_state=self._ready_in > 0)
         self._act(SETTLE, self._stands)
 
 

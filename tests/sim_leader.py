@@ -7,7 +7,7 @@ coordinator/durable.py (what a write holds, what a new leader loads).
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sim_errors import RefusedCall, Unavailable
 from sim_time import Box, Clock, Process, Steps, Wait
@@ -16,6 +16,7 @@ from shoal_server.core import events
 from shoal_server.core.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
+from shoal_server.core.progress import Progress
 from shoal_server.core.restore import Saved, restored
 from shoal_server.core.roster import Generation, JobSpec, MemberInfo, Record, Roster, Verdict
 
@@ -38,6 +39,8 @@ class Write:
     last_generation: Generation | None
     reason: str
     finished: bool
+    progress: Progress
+    lost: str | None
     record: Record | None
 
 
@@ -50,6 +53,8 @@ class Store:
         self.back_s = 0.0
         self.exists = False
         self.last_generation, self.reason, self.finished = Generation(0), "", False
+        self.progress = Progress()
+        self.lost: str | None = None
         self.members: dict[str, tuple[str, MemberInfo]] = {}
         self.records: dict[Generation, list[Record]] = {}
         """All that were written, by generation; the last of each stands."""
@@ -78,7 +83,8 @@ class Store:
         if write.last_generation is not None:
             self.exists = True
             self.last_generation, self.reason = write.last_generation, write.reason
-            self.finished = write.finished
+            self.finished, self.lost = write.finished, write.lost
+            self.progress = write.progress
         if write.record is not None:
             self.records.setdefault(write.record.roster.generation, []).append(write.record)
             self.on_write(write.record)
@@ -104,6 +110,8 @@ class Store:
             ),
             finished=self.finished,
             reason=self.reason,
+            progress=replace(self.progress),
+            lost=self.lost,
         )
 
 
@@ -339,7 +347,7 @@ class Leader:
     # --- effects ---
 
     def _carried(self, effects: Sequence[events.Effect], box: Box) -> None:
-        durable = (events.Write, events.Admit, events.Expel, events.Finish)
+        durable = (events.Write, events.Admit, events.Expel, events.Save, events.Finish)
         if not self._carrying and not any(isinstance(e, durable) for e in effects):
             for effect in effects:
                 if self._crashes():
@@ -401,8 +409,12 @@ class Leader:
                 if stream is not None and stream.incarnation == effect.incarnation:
                     del self.streams[effect.member_id]
                     stream.end(Unavailable("expelled"))
+            case events.Save():
+                self._state_changed = True
+                yield from self._flush(None)
             case events.Finish():
                 self._finished = self._state_changed = True
+                yield from self._flush(None)
             case _:
                 self._act(effect)
 
@@ -425,6 +437,8 @@ class Leader:
             last_generation=self.job.last_generation if changed else None,
             reason=self.job.reason,
             finished=self._finished,
+            progress=replace(self.job.progress),
+            lost=self.job.lost.seen if self.job.lost is not None else None,
             record=record,
         )
         self.store.transact(self, write, reply)

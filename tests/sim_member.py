@@ -36,6 +36,8 @@ class Surroundings(Protocol):
     clock: Clock
     limits: Limits
     spec: JobSpec
+    checkpoints: list[int]
+    """Steps of those that are complete: every member sees the same."""
 
     def find_leader(self) -> Leader | None: ...
     def request(self, leader: Leader | None, event: events.Event, box: Box) -> None: ...
@@ -44,6 +46,7 @@ class Surroundings(Protocol):
     def arrive(self, member: "SimMember", generation: int, key: str, box: Box) -> None: ...
     def part(self, member: "SimMember", generation: int) -> None: ...
     def begins(self, member: "SimMember", step: int) -> None: ...
+    def committed(self, member: "SimMember") -> None: ...
     def crosses(self, member: "SimMember", old: int, step: int) -> None: ...
     def source_step(self, record: Record) -> int: ...
     def entered(self, member: "SimMember", record: Record) -> None: ...
@@ -244,7 +247,10 @@ class SimMember:
         if again and stood_at is not None:
             yield from self._call(stood_at)
         elif again and ready and ready == self.generation:
-            yield from self._call(events.BecameReady(**self.who, generation=Generation(ready)))
+            event = events.BecameReady(
+                **self.who, generation=Generation(ready), step=Step(self.step)
+            )
+            yield from self._call(event)
 
     def _answer(self, notice: events.PrepareNotice) -> Steps[None]:
         roster = notice.roster
@@ -262,6 +268,9 @@ class SimMember:
             digest=notice.digest,
             rejections=rejections,
             unreachable=() if rejections else tuple((name, "refused") for name in failed),
+            checkpoint_steps=tuple(map(Step, self.around.checkpoints))
+            if roster.from_checkpoint
+            else (),
         )
         yield from self._call(answer)
 
@@ -456,6 +465,7 @@ class SimMember:
             yield from self._fall(error)
         else:
             self.step += 1
+            self.around.committed(self)
 
     def _collective(self, key: str) -> Steps[None]:
         box = Box(self.process.changed)
@@ -475,7 +485,9 @@ class SimMember:
             yield from self._settle(error)
             return
         entry = next(e for e in record.roster.entries if e.member_id == self.name)
-        if entry.state is not StateAction.KEEP:
+        if entry.state is StateAction.CHECKPOINT:
+            self.step = max(self.around.checkpoints)
+        elif entry.state is not StateAction.KEEP:
             self.step = self.around.source_step(record)
         self.has_state = True
         self.around.entered(self, record)
@@ -484,7 +496,10 @@ class SimMember:
         if self._proposal is not None:
             step = Step(max(self._proposal.step, self.step))
             self._proposal = replace(self._proposal, has_state=True, step=step)
-        yield from self._call(events.BecameReady(**self.who, generation=record.roster.generation))
+        event = events.BecameReady(
+            **self.who, generation=record.roster.generation, step=Step(self.step)
+        )
+        yield from self._call(event)
 
     def _fall(self, error: CollectiveFailed | None) -> Steps[None]:
         self._stands = False

@@ -12,7 +12,7 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events
 from shoal_server.core.limits import Limits
 from shoal_server.core.phases import Phase
-from shoal_server.core.roster import JobSpec, MemberInfo, Record, Verdict
+from shoal_server.core.roster import JobSpec, MemberInfo, Record, StateAction, Step, Verdict
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 LIMITS = Limits(heartbeat_s=0.2, join_s=20.0)
@@ -49,6 +49,10 @@ class SimWorld:
         """The newest process of each name."""
         self.everybody: list[SimMember] = []
         self.groups: dict[int, Group] = {}
+        self.has_committed = False
+        self.checkpoints: list[int] = []
+        self.checkpoint_every = 0
+        """Steps; 0: no checkpoints are written."""
         self.cut: set[tuple[str, str]] = set()
         self.troubled_s = 0.0
         self.leaderless_s = 0.0
@@ -345,6 +349,15 @@ class SimWorld:
         )
         group.highest_begun = max(group.highest_begun, step)
 
+    def committed(self, member: SimMember) -> None:
+        """A step is behind it: the job's state is not its initial values any more."""
+        self.has_committed = True
+        if self.checkpoint_every and member.step % self.checkpoint_every == 0:
+            self.checkpoints.append(member.step)
+        leader = self.find_leader()
+        if leader is not None and not leader.process.halted and self.random.random() < 0.1:
+            leader.job.heard_of_step(member.name, member.incarnation, Step(member.step))
+
     def crosses(self, member: SimMember, old: int, step: int) -> None:
         group = self.groups[old]
         who = f"{member.name} leaves {old} at {step}"
@@ -364,6 +377,8 @@ class SimWorld:
         trained = [m for m in here if not roster.planned or m.crossed_at is not None]
         holders = [m for m in trained if m.has_state]
         number = roster.generation
+        initial = any(entry.state is StateAction.INITIAL for entry in roster.entries)
+        assert not (initial and self.has_committed), f"{number} starts from initial values again"
         if holders:
             highest = max(m.step for m in holders)
             assert source.has_state, f"{number}: the source {source.name} has no state"
@@ -459,7 +474,7 @@ class SimWorld:
         job = leader.job
         if not leader.leads or leader.writes or any(m.to_leave for m in living):
             return False
-        if job.phase is Phase.FINISHED:
+        if job.phase in (Phase.FINISHED, Phase.LOST):
             return not living
         if not living:
             return not job.members

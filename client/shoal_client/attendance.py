@@ -60,8 +60,10 @@ class Change:
 class Attendance:
     """Keeps one member a member, and what it was last told.
 
-    `judge`, `find_unreachable` (the peers that this member cannot reach, each with what was seen)
-    and `on_break(generation, reason)` run on the background thread.
+    `judge`, `find_unreachable` (the peers that this member cannot reach, each with what was seen),
+    `find_checkpoints` (the steps of the complete checkpoints that it sees, asked where nobody in
+    the roster holds the job's state) and `on_break(generation, reason)` run on the background
+    thread.
     """
 
     limits: pb.Limits
@@ -73,11 +75,13 @@ class Attendance:
         *,
         judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: (),
         find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {},
+        find_checkpoints: Callable[[], Sequence[int]] = lambda: (),
         on_break: Callable[[int, str], None] = lambda generation, reason: None,
     ) -> None:
         self._member = member
         self._judge = judge
         self._find_unreachable = find_unreachable
+        self._find_checkpoints = find_checkpoints
         self._on_break = on_break
         self._coordinators = Coordinators(member.coordinators)
         self.limits = pb.Limits()
@@ -122,7 +126,8 @@ class Attendance:
         return self._failure
 
     def ready(self, record: pb.GenerationRecord) -> None:
-        """Say that the first collective of the generation passed."""
+        """Say that the first collective of the generation passed, and at which step: see
+        `Membership.progress`."""
         self._call_for_ever(membership_calls.ready, self._ready_request(record))
 
     def _ready_request(self, record: pb.GenerationRecord) -> pb.ReadyRequest:
@@ -132,7 +137,10 @@ class Attendance:
                 # A leader that comes later is to know that this member holds what all hold.
                 self._proposal.has_state = True
                 self._proposal.step = max(self._proposal.step, self._step)
-        return pb.ReadyRequest(token=self._token(record.roster.generation))
+        return self._ready_in(record.roster.generation)
+
+    def _ready_in(self, generation: int) -> pb.ReadyRequest:
+        return pb.ReadyRequest(token=self._token(generation), step=self._step)
 
     def _is_in(self, record: pb.GenerationRecord) -> bool:
         own = (self._member.member_id, self._member.incarnation)
@@ -321,12 +329,14 @@ class Attendance:
         if again and stood_at is not None:
             self._call(membership_calls.settle, stood_at)
         elif again and ready and ready == self._generation:
-            self._call(membership_calls.ready, pb.ReadyRequest(token=self._token(ready)))
+            self._call(membership_calls.ready, self._ready_in(ready))
 
     def _answer(self, prepare: pb.Prepare) -> None:
         digest, rejections = self._shown.keep(prepare), self._judge(prepare)
         # What is rejected anyway needs no network.
         unreachable = {} if rejections else self._find_unreachable(prepare)
+        states = {entry.state for entry in prepare.roster.entries}
+        from_checkpoint = pb.STATE_ACTION_CHECKPOINT in states and not rejections
         answer = pb.AnswerRequest(
             token=self.token,
             generation=prepare.roster.generation,
@@ -335,6 +345,7 @@ class Attendance:
             unreachable=[
                 pb.Unreachable(member_id=peer, error=seen) for peer, seen in unreachable.items()
             ],
+            checkpoint_steps=self._find_checkpoints() if from_checkpoint else (),
         )
         self._call(membership_calls.answer, answer)
 

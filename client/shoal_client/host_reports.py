@@ -19,8 +19,9 @@ from shoal_proto.errors import (
     Unavailable,
     UnknownJob,
 )
-from shoal_proto.status import from_rpc_error
+from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1.membership_pb2 import (
+    Ack,
     GetGenerationRequest,
     ReportExitRequest,
     ReportHaltRequest,
@@ -103,8 +104,10 @@ class HostReporter:
 
     def __init__(self, coordinators: Sequence[str]) -> None:
         self._coordinators = tuple(coordinators)
-        self._reports: queue.Queue[Report | None] = queue.Queue()
+        self._reports: queue.Queue[Report | threading.Event | None] = queue.Queue()
         self._closing = threading.Event()
+        self.lost: ShoalError | None = None
+        """StateLost, once an answer has said so of the job."""
         self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
 
     def __enter__(self) -> "HostReporter":
@@ -128,12 +131,21 @@ class HostReporter:
         else:
             log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
 
+    def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """Wait until what was reported so far is sent or dropped; False if that takes longer."""
+        sent = threading.Event()
+        self._reports.put(sent)
+        return sent.wait(timeout_s)
+
     def _send_all(self) -> None:
         channels = [grpc.insecure_channel(address) for address in self._coordinators]
         stubs = [MembershipStub(channel) for channel in channels]
         try:
             while (request := self._reports.get()) is not None:
-                self._send(request, stubs)
+                if isinstance(request, threading.Event):
+                    request.set()
+                else:
+                    self._send(request, stubs)
         finally:
             for channel in channels:
                 channel.close()
@@ -145,7 +157,9 @@ class HostReporter:
         while time.monotonic() < deadline_s:
             for address, stub in zip(self._coordinators, stubs, strict=True):
                 try:
-                    _call(stub, request)
+                    ack = _call(stub, request)
+                    if ack.HasField("lost"):
+                        self.lost = from_detail(ack.lost)
                     return
                 except grpc.RpcError as error:
                     failure = from_rpc_error(error, address)
@@ -166,11 +180,10 @@ class HostReporter:
         )
 
 
-def _call(stub: MembershipStub, request: Report) -> None:
+def _call(stub: MembershipStub, request: Report) -> Ack:
     if isinstance(request, ReportExitRequest):
-        stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
-    else:
-        stub.ReportHalt(request, timeout=CALL_TIMEOUT_S)
+        return stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
+    return stub.ReportHalt(request, timeout=CALL_TIMEOUT_S)
 
 
 __all__ = ["HostReporter", "check_reachable", "parse_coordinators"]

@@ -32,7 +32,7 @@ class Membership(Attendance):
         """Become a member.
 
         Raises Unavailable if no coordinator answers within `timeout_s`, and what the coordinator
-        refuses with: JobFinished, InvalidSpec, ProposalConflict, ProtocolMismatch.
+        refuses with: JobFinished, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch.
         """
         self._start("shoal-attend", self._listen)
         with self._changed:
@@ -50,11 +50,24 @@ class Membership(Attendance):
         self._start("shoal-drain", self._ask_for_drain)
 
     def propose(
-        self, fields: Mapping[str, str], *, synchronous: bool, step: int, has_state: bool
+        self,
+        fields: Mapping[str, str],
+        *,
+        synchronous: bool,
+        step: int,
+        has_state: bool,
+        stateless: bool = False,
     ) -> None:
-        """State what this member trains; makes it a candidate. Raises ProposalConflict."""
+        """State what this member trains; makes it a candidate. Raises ProposalConflict, StateLost.
+
+        `stateless`: no state is ever to be had from members of this job; their scripts keep it.
+        """
         proposal = pb.Proposal(
-            fields=fields, synchronous=synchronous, step=step, has_state=has_state
+            fields=fields,
+            synchronous=synchronous,
+            step=step,
+            has_state=has_state,
+            stateless=stateless,
         )
         with self._changed:
             self._proposal, self._step, self._begun = proposal, step, step - 1
@@ -67,8 +80,8 @@ class Membership(Attendance):
 
         Waits through aborted attempts and stand-by, `timeout_s` at the most; by default the job's
         join limit, and while no coordinator is there that time stands still. Raises what the
-        coordinator refused this member with (ProposalConflict, JobFinished, Fenced ...), or
-        DeadlineExceeded with the reason for the wait.
+        coordinator refused this member with (ProposalConflict, JobFinished, StateLost, Fenced ...),
+        or DeadlineExceeded with the reason for the wait.
         """
         limit_s = timeout_s if timeout_s is not None else self.limits.join_s + ATTEND_TIMEOUT_S
         since_s = time.monotonic()
@@ -197,12 +210,16 @@ class Membership(Attendance):
                 timeout_s,
             )
 
-    def report_broken(self, error: str) -> None:
-        """Tell the coordinator that a collective of the current generation failed here."""
-        self._call_for_ever(
-            membership_calls.report_broken,
-            pb.ReportBrokenRequest(token=self.token, error=error[:1000]),
+    def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
+        """Tell the coordinator that a collective of the current generation failed here.
+
+        Of one that was being brought up: `own` if it was this member's own failure, and
+        `state_lost` if it holds no whole state with the others, and there is no checkpoint.
+        """
+        request = pb.ReportBrokenRequest(
+            token=self.token, error=error[:1000], own=own, state_lost=state_lost
         )
+        self._call_for_ever(membership_calls.report_broken, request)
 
     def settle(self, step: int, *, has_state: bool) -> None:
         """After a break: the trainer stands still with `step` optimizer steps behind its state.

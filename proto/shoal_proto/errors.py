@@ -224,9 +224,11 @@ class JournalDamaged(CorruptError):
 
 
 class StateLost(CorruptError):
-    """No step's state is whole on the members that are left: go on from a checkpoint.
+    """The state that the job had come to is not whole on the members that are left, or with nobody
+    at all: go on from a checkpoint, or begin anew.
 
-    `details` maps each step that was looked at to the first parts that nobody holds.
+    Where members looked at what they hold, `details` maps each step to the first parts that nobody
+    has.
     """
 
 

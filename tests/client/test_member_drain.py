@@ -8,7 +8,7 @@ import pytest
 from coordinator_world import Served, entered, propose, served
 
 from shoal_client.membership import Membership
-from shoal_proto.errors import MemberDrained, NotLeader
+from shoal_proto.errors import MemberDrained, NotLeader, StateLost
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.core.limits import Limits
@@ -70,7 +70,7 @@ async def test_a_drained_member_leaves_at_the_step_at_which_the_others_go_on_wit
 
 
 async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
-    """The last one of a job; the job stands, and the next member takes it up."""
+    """The last one of a job. Its state is gone with it, and the next member does not begin anew."""
     async with served(MemoryStore()) as world:
         (a,) = await world.training("a")
         a.drain("spot notice")
@@ -81,7 +81,8 @@ async def test_a_member_without_whom_nobody_can_train_leaves_at_once() -> None:
             a.await_generation(above=1)
         assert await asyncio.to_thread(a.leave, completed=False, reason="drained")
         b = await world.joined("b", desired=1)
-        assert names(await entered(b, 1)) == ["b"]
+        with pytest.raises(StateLost, match="its first steps, in generation 1"):
+            await entered(b, 1)
 
 
 async def test_a_member_that_trains_nowhere_yet_leaves_at_once() -> None:

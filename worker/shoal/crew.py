@@ -1,29 +1,39 @@
 """Keeps a member in a generation that stands: forms it, changes it by plan, recovers."""
 
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 
 import structlog
+import torch
 
 from shoal.draining import drained
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal.validators import Judges
 from shoal_client.membership import Member, Membership
 from shoal_client.reach import ProbeListener, check, peers_to_check
-from shoal_proto.errors import GenerationBroken, InvalidSpec, RejoinError, RetryError
+from shoal_proto.errors import (
+    GenerationBroken,
+    InvalidSpec,
+    RejoinError,
+    RetryError,
+    StateLost,
+)
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Prepare, Rejection
 
 log = structlog.get_logger(__name__)
 
 JUDGING_SHARE = 0.5
 """Of the time to accept or reject; a quarter is for the peers, the rest for the way there."""
+_WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
+"""Out of memory, a port, a device: what may be otherwise a second later."""
 
 
 class Crew:
     """One member's membership and its strategy, in step with each other.
 
-    All methods are the trainer's; only `_on_break`, `_judge` and `_find_unreachable` run on the
-    membership's thread.
+    All methods are the trainer's; only `_on_break`, `_judge`, `_find_unreachable` and
+    `_find_checkpoints` run on the membership's thread.
     """
 
     def __init__(self, member: Member, *, check_peers: str = "never") -> None:
@@ -32,6 +42,7 @@ class Crew:
             member,
             judge=self._judge,
             find_unreachable=self._find_unreachable,
+            find_checkpoints=self._find_checkpoints,
             on_break=self._on_break,
         )
         self._check_peers = check_peers
@@ -186,23 +197,52 @@ class Crew:
             self._bring_up(record)
 
     def _bring_up(self, record: GenerationRecord) -> None:
-        """Enter an agreed generation. If it breaks meanwhile, settle for the next one."""
+        """Enter an agreed generation. If that fails, settle for the next one.
+
+        Raises what another try would only meet again.
+        """
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._seen = generation.number
         try:
             strategy.enter(generation)
-        except (RuntimeError, RetryError, RejoinError) as error:
-            strategy.abandon()
-            self._await_break(generation.number, error)
-            self.membership.settle(strategy.step, has_state=strategy.has_state)
-            log.info("bring_up_failed", generation=generation.number, reason=str(error)[:300])
+        except Exception as error:  # noqa: BLE001 - logged and reported, and most raised again
+            self._fall_from_bring_up(generation.number, error)
             return
         self.generation = generation
         self._stands = True
+        self.membership.progress(strategy.step)
         if strategy.synchronous:
             self.membership.ready(record)
-        self.membership.progress(strategy.step)
+
+    def _fall_from_bring_up(self, number: int, error: Exception) -> None:
+        strategy = self.strategy
+        text = f"{type(error).__name__}: {error}"
+        own = self._is_own(number, error)
+        if own:
+            # Whatever comes of it, a person finds here what happened.
+            log.error("bring_up_failed", generation=number, reason=text[:300], exc_info=True)
+        if own and strategy.synchronous:
+            lost = isinstance(error, StateLost)
+            # First of all: the others go on without this member, and need not wait to find out.
+            self.membership.report_broken(text, own=True, state_lost=lost)
+            # The frames hold what it made so far, which may be just what the next try lacks.
+            traceback.clear_frames(error.__traceback__)
+        strategy.abandon()
+        if own and not (strategy.synchronous and isinstance(error, _WORTH_ANOTHER_TRY)):
+            raise error
+        self._await_break(number, error, reported=own)
+        self.membership.settle(strategy.step, has_state=strategy.has_state)
+        if not own:
+            log.info("bring_up_broken", generation=number, reason=str(error)[:300])
+
+    def _is_own(self, number: int, error: Exception) -> bool:
+        """Whether a bring-up failed by this member itself, not because another one did."""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RetryError | RejoinError) or self.membership.is_broken(number):
+            return False
+        return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
         """The newest generation of an asynchronous strategy, which trains on through changes."""
@@ -215,11 +255,12 @@ class Crew:
             self.generation, self._seen = generation, generation.number
         return generation
 
-    def _await_break(self, number: int, error: BaseException) -> None:
+    def _await_break(self, number: int, error: BaseException, *, reported: bool = False) -> None:
         membership = self.membership
         if membership.is_broken(number):
             return
-        membership.report_broken(f"{type(error).__name__}: {error}")
+        if not reported:
+            membership.report_broken(f"{type(error).__name__}: {error}")
         if not membership.wait_broken(number, membership.limits.collective_s):
             raise error
 
@@ -240,6 +281,9 @@ class Crew:
         for peer, seen in unreachable.items():
             log.warning("peer_unreachable", peer=peer, reason=seen)
         return unreachable
+
+    def _find_checkpoints(self) -> Sequence[int]:
+        return self._strategy.checkpoint_steps() if self._strategy is not None else ()
 
     def _listen(self) -> None:
         member = self.member

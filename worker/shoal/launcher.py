@@ -104,8 +104,11 @@ class Launcher:
                 elif isinstance(event, _GivenUp):
                     self._end_given_up(event.reason)
                 self._start_due(supervisor, board)
+            self._reporter.flush()
         code = self._exit_code()
         self._say(f"{self._outcome()}; exit code {code}")
+        if self._lost:
+            self._say(str(self._reporter.lost))
         return code
 
     def give_up(self, reason: str) -> None:
@@ -222,12 +225,23 @@ class Launcher:
             return False
         if last.code > 0 and not last.fenced and self._config.restart_on == "signal":
             return False
+        if last.code > 0 and self._is_lost():
+            return False
         return len(slot.exits) <= self._config.max_restarts
 
     @property
     def _ends(self) -> bool:
         """Whether nobody is to be started any more."""
         return bool(self._interrupted or self._starved or self._given_up or self._completed)
+
+    def _is_lost(self) -> bool:
+        """Whether the job's state is lost, as the answer to the newest report of an exit says."""
+        self._reporter.flush()
+        return self._lost
+
+    @property
+    def _lost(self) -> bool:
+        return self._reporter.lost is not None and not self._completed
 
     @property
     def _completed(self) -> bool:

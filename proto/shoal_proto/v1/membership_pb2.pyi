@@ -31,6 +31,10 @@ class _StateActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateActi
     """First generation: every member starts from the source's initial state."""
     STATE_ACTION_KEEP: _StateAction.ValueType  # 2
     STATE_ACTION_RECEIVE: _StateAction.ValueType  # 3
+    STATE_ACTION_CHECKPOINT: _StateAction.ValueType  # 4
+    """The job has trained before, and nobody in the roster holds its state: every member starts from
+    the newest checkpoint that all of them see. There is one: see AnswerRequest.checkpoint_steps.
+    """
 
 class StateAction(_StateAction, metaclass=_StateActionEnumTypeWrapper): ...
 
@@ -39,6 +43,10 @@ STATE_ACTION_INITIAL: StateAction.ValueType  # 1
 """First generation: every member starts from the source's initial state."""
 STATE_ACTION_KEEP: StateAction.ValueType  # 2
 STATE_ACTION_RECEIVE: StateAction.ValueType  # 3
+STATE_ACTION_CHECKPOINT: StateAction.ValueType  # 4
+"""The job has trained before, and nobody in the roster holds its state: every member starts from
+the newest checkpoint that all of them see. There is one: see AnswerRequest.checkpoint_steps.
+"""
 Global___StateAction: _TypeAlias = StateAction  # noqa: Y015
 
 class _Verdict:
@@ -266,12 +274,17 @@ class Proposal(_message.Message):
     SYNCHRONOUS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     HAS_STATE_FIELD_NUMBER: _builtins.int
+    STATELESS_FIELD_NUMBER: _builtins.int
     synchronous: _builtins.bool
     """False for strategies whose members train on through a change of membership."""
     step: _builtins.int
     """Optimizer steps this member's state has behind it."""
     has_state: _builtins.bool
     """Whether the member holds trained state that others could be given."""
+    stateless: _builtins.bool
+    """True where no training state is Shoal's to keep (torchrun agents, whose scripts see to their own):
+    then a job whose members are all gone has lost nothing here.
+    """
     @_builtins.property
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     def __init__(
@@ -281,10 +294,11 @@ class Proposal(_message.Message):
         synchronous: _builtins.bool = ...,
         step: _builtins.int = ...,
         has_state: _builtins.bool = ...,
+        stateless: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "has_state", b"has_state", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fields", b"fields", "has_state", b"has_state", "stateless", b"stateless", "step", b"step", "synchronous", b"synchronous"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -706,18 +720,24 @@ class Ack(_message.Message):
 
     GENERATION_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The job's newest generation and phase, so that a member that missed a notice finds out."""
     phase: _builtins.str
+    @_builtins.property
+    def lost(self) -> _identity_pb2.ErrorDetail:
+        """Set where the job is lost: what everybody is refused with."""
+
     def __init__(
         self,
         *,
         generation: _builtins.int = ...,
         phase: _builtins.str = ...,
+        lost: _identity_pb2.ErrorDetail | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lost", b"lost"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "phase", b"phase"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "lost", b"lost", "phase", b"phase"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,6 +776,7 @@ class AnswerRequest(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     REJECTIONS_FIELD_NUMBER: _builtins.int
     UNREACHABLE_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEPS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """The generation number of the Prepare that is answered."""
     digest: _builtins.str
@@ -768,6 +789,12 @@ class AnswerRequest(_message.Message):
     def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unreachable]:
         """The peers in the roster that this member could not reach. Weighed with what the others say."""
 
+    @_builtins.property
+    def checkpoint_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Where the roster says STATE_ACTION_CHECKPOINT: the steps of the complete checkpoints that this
+        member sees. If no step is seen by anybody, the job is lost, and all are refused with StateLost.
+        """
+
     def __init__(
         self,
         *,
@@ -776,10 +803,11 @@ class AnswerRequest(_message.Message):
         digest: _builtins.str = ...,
         rejections: _abc.Iterable[Global___Rejection] | None = ...,
         unreachable: _abc.Iterable[Global___Unreachable] | None = ...,
+        checkpoint_steps: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "generation", b"generation", "rejections", b"rejections", "token", b"token", "unreachable", b"unreachable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_steps", b"checkpoint_steps", "digest", b"digest", "generation", b"generation", "rejections", b"rejections", "token", b"token", "unreachable", b"unreachable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -890,18 +918,24 @@ class ReadyRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    step: _builtins.int
+    """Optimizer steps behind the state that the member starts from, or stands at when it says so again."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
         self,
         *,
         token: _identity_pb2.Token | None = ...,
+        step: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___ReadyRequest: _TypeAlias = ReadyRequest  # noqa: Y015
 
@@ -1004,7 +1038,15 @@ class ReportBrokenRequest(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    OWN_FIELD_NUMBER: _builtins.int
+    STATE_LOST_FIELD_NUMBER: _builtins.int
     error: _builtins.str
+    own: _builtins.bool
+    """In a bring-up: it was this member's own failure, not the consequence of a lost peer or of a
+    connection that closed. Tried three times, with pauses in which the others go on without it.
+    """
+    state_lost: _builtins.bool
+    """In a bring-up: what the members hold together is no whole state, and no checkpoint is there."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1012,10 +1054,12 @@ class ReportBrokenRequest(_message.Message):
         *,
         token: _identity_pb2.Token | None = ...,
         error: _builtins.str = ...,
+        own: _builtins.bool = ...,
+        state_lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "own", b"own", "state_lost", b"state_lost", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

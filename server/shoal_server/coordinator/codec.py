@@ -34,6 +34,7 @@ _STATE_TO_PB = {
     StateAction.INITIAL: pb.STATE_ACTION_INITIAL,
     StateAction.KEEP: pb.STATE_ACTION_KEEP,
     StateAction.RECEIVE: pb.STATE_ACTION_RECEIVE,
+    StateAction.CHECKPOINT: pb.STATE_ACTION_CHECKPOINT,
 }
 _STATE_FROM_PB = {value: key for key, value in _STATE_TO_PB.items()}
 _VERDICT_TO_PB = {
@@ -72,6 +73,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
         synchronous=proposal.synchronous,
         step=Step(proposal.step),
         has_state=proposal.has_state,
+        stateless=proposal.stateless,
     )
 
 

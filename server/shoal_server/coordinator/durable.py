@@ -85,6 +85,10 @@ class JobWrites:
     def expel(self, member_id: str) -> None:
         self._members[member_id] = None
 
+    def save(self) -> None:
+        """Write the job's own key."""
+        self._state_changed = True
+
     def finish(self) -> None:
         self._finished = self._state_changed = True
 
@@ -129,7 +133,12 @@ def member_put(job: str, member: Member) -> Put:
 def state_put(job: Job, *, finished: bool) -> Put:
     """The job's own key, as it is after the effects so far."""
     record = StateRecord(
-        spec=job.spec, last_generation=job.last_generation, finished=finished, reason=job.reason
+        spec=job.spec,
+        last_generation=job.last_generation,
+        finished=finished,
+        reason=job.reason,
+        progress=job.progress,
+        lost=job.lost.seen if job.lost is not None else None,
     )
     return Put(keys.job_state(job.spec.job), record.to_json())
 

@@ -36,12 +36,13 @@ from shoal_server.core.events import (
     Log,
     Lost,
     Refused,
+    Save,
     Tell,
     Write,
 )
 from shoal_server.core.job import Job
 from shoal_server.core.phases import Phase
-from shoal_server.core.roster import Record
+from shoal_server.core.roster import Record, Step
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.from_core import LastSeen
 
@@ -138,9 +139,10 @@ class JobActor:
         event = Disconnected(member_id=stream.member_id, incarnation=stream.incarnation)
         self._in_background(self._submit_if_member(event))
 
-    def seen(self, member_id: str, step: int) -> None:
+    def seen(self, member_id: str, incarnation: str, step: int) -> None:
         """A heartbeat."""
         self._liveness.beat(member_id, step, self._around.clock())
+        self.job.heard_of_step(member_id, incarnation, Step(step))
 
     @property
     def last_seen(self) -> Mapping[str, LastSeen]:
@@ -349,8 +351,12 @@ class JobActor:
                 case Expel():
                     self._writes.expel(effect.member_id)
                     self._expelled(effect)
+                case Save():
+                    self._writes.save()
+                    await self._writes.flush()
                 case Finish():
                     self._writes.finish()
+                    await self._writes.flush()
                 case _:
                     self._act(effect)
 
@@ -393,7 +399,7 @@ class JobActor:
         )
 
 
-_DURABLE = (Write, Admit, Expel, Finish)
+_DURABLE = (Write, Admit, Expel, Save, Finish)
 
 
 def _settle(done: asyncio.Future[None], failure: Exception | None) -> None:

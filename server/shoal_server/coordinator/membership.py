@@ -97,6 +97,7 @@ class Membership(MembershipServicer):
             digest=request.digest,
             rejections=rejections,
             unreachable=tuple((u.member_id, u.error[:MAX_ERROR]) for u in request.unreachable),
+            checkpoint_steps=tuple(Step(step) for step in request.checkpoint_steps),
         )
         return await self._submit(request.token, event)
 
@@ -119,14 +120,17 @@ class Membership(MembershipServicer):
 
     async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.Ack:
         generation = Generation(request.token.generation)
-        event = events.BecameReady(**_identity(request.token), generation=generation)
+        step = Step(request.step) if request.HasField("step") else None
+        event = events.BecameReady(**_identity(request.token), generation=generation, step=step)
         return await self._submit(request.token, event)
 
     async def ReportBroken(self, request: pb.ReportBrokenRequest, context: Context) -> pb.Ack:
         event = events.Broke(
             **_identity(request.token),
             generation=Generation(request.token.generation),
-            error=request.error,
+            error=request.error[:1000],
+            own=request.own,
+            state_lost=request.state_lost,
         )
         return await self._submit(request.token, event)
 
@@ -181,7 +185,7 @@ class Membership(MembershipServicer):
             actor.authorize(beat.token)
         except ShoalError as error:
             return pb.BeatReply(error=to_detail(error))
-        actor.seen(beat.token.member_id, beat.step)
+        actor.seen(beat.token.member_id, beat.token.incarnation, beat.step)
         return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
 
     async def GetGeneration(
@@ -257,7 +261,12 @@ def _process(
 
 
 def _ack(actor: JobActor) -> pb.Ack:
-    return pb.Ack(generation=actor.job.last_generation, phase=actor.job.phase.value)
+    lost = actor.job.lost
+    return pb.Ack(
+        generation=actor.job.last_generation,
+        phase=actor.job.phase.value,
+        lost=to_detail(codec.refusal_to_error(lost, actor.job.last_generation)) if lost else None,
+    )
 
 
 def _exit_reason(exit_code: int) -> str:

@@ -18,8 +18,9 @@ from shoal_server.core.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
 from shoal_server.core.names import is_name
+from shoal_server.core.progress import Progress
 from shoal_server.core.restore import Saved, restored
-from shoal_server.core.roster import Generation, MemberInfo, Record, Verdict
+from shoal_server.core.roster import NO_GENERATION, Generation, MemberInfo, Record, Verdict
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, Put
 
@@ -98,9 +99,17 @@ class StoredJob:
             members=members,
             finished=self.state.finished,
             reason=self.state.reason,
+            progress=self.state.progress or _taken_to_have_run(committed),
+            lost=self.state.lost,
         )
         digest_of = codec.digest_of
         return restored(self.state.spec, saved, limits=limits, digest_of=digest_of, now_s=now_s)
+
+
+def _taken_to_have_run(committed: Sequence[Record]) -> Progress:
+    """Of a job whose record does not tell: what was agreed is taken to have trained."""
+    numbers = [r.roster.generation for r in committed if r.roster.synchronous]
+    return Progress(trained_in=max(numbers, default=NO_GENERATION))
 
 
 class StoredJobs:

@@ -14,7 +14,8 @@ from google.protobuf.json_format import ParseError
 
 from shoal_proto.errors import JobSetAside
 from shoal_server.core.names import MAX_NAME_LENGTH, is_name
-from shoal_server.core.roster import Generation, JobSpec
+from shoal_server.core.progress import Progress
+from shoal_server.core.roster import Generation, JobSpec, Step
 
 MAX_COUNT = 2**53 - 1
 """JSON numbers beyond it are not exact everywhere, and Shoal counts nothing that high."""
@@ -76,6 +77,9 @@ class Fields:
             raise Unreadable(f"{name} is {_shown(found)}; expected a string")
         return found
 
+    def has(self, name: str) -> bool:
+        return self._value.get(name) is not None
+
     def flag(self, name: str) -> bool:
         found = self._value.get(name)
         if not isinstance(found, bool):
@@ -115,10 +119,14 @@ class StateRecord:
     last_generation: Generation
     finished: bool
     reason: str
+    progress: Progress | None = None
+    """None: written by a release that did not keep it."""
+    lost: str | None = None
+    """Of a job whose state is lost: where it was looked for."""
 
     def to_json(self) -> bytes:
         spec = self.spec
-        value = {
+        value: dict[str, object] = {
             "spec": {
                 "job": spec.job,
                 "min_members": spec.min_members,
@@ -130,6 +138,11 @@ class StateRecord:
             "finished": self.finished,
             "reason": self.reason,
         }
+        if self.progress is not None:
+            value["trained_in"] = self.progress.trained_in
+            value["reached_step"] = self.progress.reached
+        if self.lost is not None:
+            value["lost"] = self.lost
         return json.dumps(value).encode()
 
     @classmethod
@@ -153,6 +166,13 @@ class StateRecord:
             last_generation=Generation(fields.count("last_generation")),
             finished=fields.flag("finished"),
             reason=fields.text("reason", ""),
+            progress=Progress(
+                trained_in=Generation(fields.count("trained_in")),
+                reached=Step(fields.count("reached_step", 0)),
+            )
+            if fields.has("trained_in")
+            else None,
+            lost=fields.text("lost") if fields.has("lost") else None,
         )
 
 

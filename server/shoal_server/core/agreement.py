@@ -1,5 +1,6 @@
 """How far the members have come in agreeing on one roster: PREPARE and COMMITTED in numbers."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,10 @@ class Agreement:
     """In a planned change: train in the old generation and have not offered where to stop."""
     unreachable: dict[str, Mapping[str, str]] = field(default_factory=dict)
     """By member: the peers that it could not reach, and what came of the attempt."""
+    checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
+    """By member: the complete checkpoints it sees, where the roster starts from one."""
+    starts_at: Step | None = None
+    """The step behind the state that its members start from, once one of them has said it."""
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
     _highest_offer: Step | None = None
@@ -43,9 +48,16 @@ class Agreement:
         """Whether an old generation has to stop at a step that all its members share."""
         return self.roster.planned and self.roster.synchronous
 
-    def accept(self, member_id: str, unreachable: Mapping[str, str]) -> bool:
+    def accept(
+        self,
+        member_id: str,
+        unreachable: Mapping[str, str],
+        checkpoint_steps: Iterable[Step] = (),
+    ) -> bool:
         """Take an acceptance in; True once all have accepted."""
         self.unanswered.discard(member_id)
+        if self.roster.from_checkpoint:
+            self.checkpoint_steps[member_id] = frozenset(checkpoint_steps)
         # Of somebody outside the roster, no word counts.
         known = {name: what for name, what in unreachable.items() if name in self.unready}
         if known:
@@ -61,10 +73,18 @@ class Agreement:
         self.stop_at = self._highest_offer
         return True
 
-    def ready(self, member_id: str) -> bool:
-        """Take a first collective in; True once all have passed theirs."""
+    def ready(self, member_id: str, step: Step | None = None) -> bool:
+        """Take a first collective in, and the step it stands at; True once all have passed it."""
+        if step is not None:
+            # They start as one. Under a new leader they say it again, and have gone on since.
+            self.starts_at = max(self.starts_at or step, step)
         self.unready.discard(member_id)
         return not self.unready
+
+    def best_checkpoint(self) -> Step | None:
+        """The newest of those that most members see; None if nobody sees one."""
+        seen = Counter(step for steps in self.checkpoint_steps.values() for step in steps)
+        return max(seen, key=lambda step: (seen[step], step), default=None)
 
     def forget(self, member_id: str) -> None:
         """A member of a job that completes has left; nobody waits for it."""

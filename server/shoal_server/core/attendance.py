@@ -5,12 +5,12 @@ an event costs the same in a job of ten thousand as in one of ten.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shoal_server.core.events import Refusal
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
-from shoal_server.core.roster import Proposal, Roster
+from shoal_server.core.roster import Proposal, Roster, Step
 
 MAX_EXPELLED = 10_000
 
@@ -28,6 +28,8 @@ class Attendance:
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
     """Incarnations that were members and are not to come back, the oldest first, and what they
     were refused with: a call that was under way is answered with the same."""
+    unheard: set[str] = field(default_factory=set)
+    """Those who were there under another leader, and have not said again what they train."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: what is entered later counts from a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)
@@ -46,12 +48,14 @@ class Attendance:
             table.pop(name, None)
         self._halted.pop(name, None)
         self._unsettled.discard(name)
+        self.unheard.discard(name)
         self.expelled[member.incarnation] = refusal
         if len(self.expelled) > MAX_EXPELLED:
             del self.expelled[next(iter(self.expelled))]
 
     def propose(self, member: Member, proposal: Proposal) -> None:
         member.proposal = proposal
+        self.unheard.discard(member.member_id)
         if member.draining_s is None:
             self.candidates[member.member_id] = member
 
@@ -60,6 +64,12 @@ class Attendance:
         member.draining_s, member.drain_reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
+
+    def hold_state(self, members: Iterable[Member], step: Step) -> None:
+        """The members hold the state after so many steps, whatever they proposed with."""
+        for member in members:
+            if member.proposal is not None:
+                member.proposal = replace(member.proposal, step=step, has_state=True)
 
     def settle(self, members: Iterable[Member], *, settled: bool) -> None:
         """Note that the members stand still, or that they do not."""

@@ -1,5 +1,6 @@
 """How members go, wanted or not: drains, losses, breaks, aborts, and the end of the job."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from shoal_server.core import refusals
@@ -62,13 +63,20 @@ class Departures(JobState):
                 self._tell_broken(roster, (member.member_id,), reason, now_s)
             if self.agreement is not None:
                 self.agreement.forget(member.member_id)
-            if not self.members:
+            if not self.members and self.lost is None:
                 self._finish(now_s)
             return
         if attempted:
             self._abort(reason, now_s)
         if trained and self.running is not None:
             self._break((member.member_id,), reason, now_s)
+
+    def _refuse_if_over(self) -> None:
+        """Raise for a job that takes nobody in any more."""
+        if self.lost is not None:
+            raise Refused(self.lost)
+        if self.phase is Phase.FINISHED or self.completing:
+            raise Refused(refusals.finished(self.spec.job, self.reason))
 
     def _refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
         self._tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
@@ -95,6 +103,8 @@ class Departures(JobState):
 
     def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
         """Whether a generation without the member may soon follow the one it trains in."""
+        if self._may_hand_over(member):
+            return not passed(member.draining_s, self.limits.drain_s, now_s)
         roster = self.attempt if member.is_in(self.attempt) else self.running
         if roster is None or not roster.synchronous or not member.is_in(roster):
             return False
@@ -107,6 +117,19 @@ class Departures(JobState):
             return True
         # Else its state has to be handed to somebody who is only on the way.
         return any(m.draining_s is None and not m.is_in(roster) for m in self.members.values())
+
+    def _may_hand_over(self, member: Member) -> bool:
+        """Whether nobody but who is to leave holds the job's state, and somebody can take it."""
+        others = len(self.members) > len(self.attendance.draining)
+        return (
+            others and member.holds_state and self._lacks_state(self.attendance.candidates.values())
+        )
+
+    def _lacks_state(self, members: Iterable[Member]) -> bool:
+        """Whether a generation of these could not go on from where the job had come to."""
+        if self.running is not None or self.completing or not self.progress.has_trained:
+            return False
+        return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)
 
     def _leavers(self, chosen: list[Member]) -> list[Member]:
         """Who trains and would not be in a roster of the chosen."""
@@ -132,6 +155,9 @@ class Departures(JobState):
     def _broke(self, member: Member, event: Broke, now_s: float) -> None:
         """A collective failed. Who is also disconnected is lost; else word of a loss may follow."""
         agreement = self.agreement
+        if event.state_lost and self._has_no_way_back(member, event.generation):
+            self._lose_state(event.error, now_s)
+            return
         if self.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
             self._abort(f"{member.member_id} could not bring it up: {event.error}", now_s)
             return
@@ -159,6 +185,12 @@ class Departures(JobState):
         if all(m.reported_broken == running.generation for m in trainers):
             # Every one of them is here and says so: there is nobody's loss to wait for.
             self._break((), f"{self.reason}; all members answer", now_s)
+
+    def _has_no_way_back(self, member: Member, generation: Generation) -> bool:
+        """Whether an attempt that the member is in is all that there is."""
+        agreement = self.agreement_of(member, generation, Phase.COMMITTED)
+        intact = self.running is not None and agreement is not None and agreement.stop_at is None
+        return agreement is not None and agreement.roster.synchronous and not intact
 
     def _lost_its_old(self, agreement: Agreement, member: Member) -> bool:
         """Whether a member on its way to a planned generation comes from none that runs."""
@@ -191,8 +223,7 @@ class Departures(JobState):
             self._tell(member, notice)
 
     def _settled(self, member: Member, event: Settled, now_s: float) -> None:
-        if self.completing:
-            raise Refused(refusals.finished(self.spec.job, self.reason))
+        self._refuse_if_over()
         if event.left < member.entered:
             return  # Late: it has trained since.
         member.entered = event.left
@@ -203,6 +234,8 @@ class Departures(JobState):
         if member.proposal is not None:
             step, has_state = event.step, event.has_state
             member.proposal = replace(member.proposal, step=step, has_state=has_state)
+            if has_state and not member.proposal.stateless:
+                self.progress.heard_of(step)
         self.attendance.settle((member,), settled=True)
         member.waits("the other members to settle", now_s)
         if self.attendance.all_settled:
@@ -310,6 +343,21 @@ class Departures(JobState):
 
     # --- the end ---
 
+    def _lose_state(self, seen: str, now_s: float) -> None:
+        """End the job: what it had come to is gone, and it must not begin anew unasked."""
+        self.lost = refusals.state_lost(self.spec.job, self.progress, seen)
+        self._abort(self.lost.what, now_s)
+        self._to(Trigger.STATE_LOST, self.lost.what, now_s)
+        self.completing = True
+        self._stop_clocks()
+        self._do(Finish(reason=self.reason))
+        for member in list(self.members.values()):
+            self._refuse(member, self.lost, now_s)
+
+    def _stop_clocks(self) -> None:
+        self.deadline_s = self.broken_since_s = self.suspect_since_s = None
+        self.overdue_check_s = None
+
     def _complete(self, leaver: Member, now_s: float) -> None:
         """Nobody else needs to join. Who trains finishes; an attempt to change is called off."""
         self.completing = True
@@ -330,8 +378,7 @@ class Departures(JobState):
     def _finish(self, now_s: float) -> None:
         self._to(Trigger.COMPLETED, self.reason, now_s)
         self.running = self.agreement = None
-        self.deadline_s = self.broken_since_s = self.suspect_since_s = None
-        self.overdue_check_s = None
+        self._stop_clocks()
         self._do(Finish(reason=self.reason))
 
 

@@ -48,6 +48,8 @@ class Answered(Event):
     rejections: tuple[Rejection, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
     """The peers it could not reach: member_id and what came of the attempt."""
+    checkpoint_steps: tuple[Step, ...] = ()
+    """Of a roster that can only start from a checkpoint: the complete ones that it sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,20 @@ class Offered(Event):
 @dataclass(frozen=True, kw_only=True)
 class BecameReady(Event):
     generation: Generation
+    step: Step | None = None
+    """Optimizer steps behind the state that it starts from; None: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Broke(Event):
-    """A collective failed under the member."""
+    """A collective failed under the member, or it could not bring the generation up."""
 
     generation: Generation
     error: str
+    own: bool = False
+    """It failed in the bring-up by itself, and not because a peer did."""
+    state_lost: bool = False
+    """What the members hold together is no whole state, and there is no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +179,8 @@ class RefusalKind:
     TIMEOUT = "DeadlineExceeded"
     SPEC = "InvalidSpec"
     UNREACHABLE = "PeersUnreachable"
+    STATE_LOST = "StateLost"
+    BRING_UP = "BringUpFailed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,13 +247,19 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Save:
+    """Make the job's own record durable, as it is now, before anything behind this happens."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Finish:
-    """The job is over; its name is not used again."""
+    """The job is over, which is durable before anything behind this happens. Its name is not used
+    again."""
 
     reason: str
 
 
-Effect = Tell | Write | Admit | Expel | Log | Finish
+Effect = Tell | Write | Admit | Expel | Log | Save | Finish
 
 
 class Refused(Exception):

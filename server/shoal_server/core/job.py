@@ -51,6 +51,7 @@ from shoal_server.core.events import (
     Refusal,
     Refused,
     RunningNotice,
+    Save,
     Settled,
     StandbyNotice,
     Write,
@@ -149,8 +150,7 @@ class Job(Departures):
                 raise AssertionError(f"no handler for {event}")
 
     def _attended(self, event: Attended, now_s: float) -> None:
-        if self.phase is Phase.FINISHED or self.completing:
-            raise Refused(refusals.finished(self.spec.job, self.reason))
+        self._refuse_if_over()
         if problem := event.spec.problem():
             raise Refused(refusals.bad_spec(self.spec.job, problem))
         if problem := device_problem(event.info):
@@ -204,8 +204,7 @@ class Job(Departures):
     # --- COLLECT ---
 
     def _proposed(self, member: Member, proposal: Proposal, now_s: float) -> None:
-        if self.completing:
-            raise Refused(refusals.finished(self.spec.job, self.reason))
+        self._refuse_if_over()
         if not proposal.fields:
             raise Refused(refusals.empty_proposal(member.member_id))
         if conflicts := self._conflicts_with_trainers(member, proposal):
@@ -286,8 +285,17 @@ class Job(Departures):
         if self.running is not None and not any(m.is_in(self.running) for m in candidates):
             # All who train are to leave: first they hand over to those who came.
             candidates += [m for m in self.members_of(self.running) if m.proposal is not None]
+        if self._lacks_state(candidates):
+            # Who is to leave hands over first, to whom it can.
+            candidates += [m for m in self.attendance.draining.values() if m.holds_state]
         ranks = {e.member_id: e.rank for e in self.previous.entries} if self.previous else {}
-        candidates.sort(key=lambda m: (ranks.get(m.member_id, len(ranks)), m.attended_s))
+        candidates.sort(
+            key=lambda m: (
+                self.running is None and not m.holds_state,
+                ranks.get(m.member_id, len(ranks)),
+                m.attended_s,
+            )
+        )
         for position, member in enumerate(candidates[self.spec.max_members :], start=1):
             reason = f"standing by: the job has its maximum of {self.spec.max_members} members"
             if member.waiting_for != reason:
@@ -301,9 +309,17 @@ class Job(Departures):
         # Survivors that still have to settle are worth waiting for.
         if num_ready < self.spec.min_members or not self.attendance.all_settled:
             return False
+        if self._awaits_state:
+            return False
         if num_ready + self.num_excluded >= self.spec.desired_members or self._has_survivors:
             return True
         return passed(self.first_proposal_s, self._last_call_s, now_s)
+
+    @property
+    def _awaits_state(self) -> bool:
+        """Whether the state that is missing may be with somebody who has not spoken yet."""
+        unheard = bool(self.attendance.unheard)
+        return unheard and self._lacks_state(self.attendance.candidates.values())
 
     @property
     def _last_call_s(self) -> float:
@@ -314,7 +330,9 @@ class Job(Departures):
         """Whether somebody is there who trained before: then nobody waits for a last call."""
         if self.previous is None:
             return False
-        return any(m.is_in(self.previous) for m in self.attendance.candidates.values())
+        staying = self.attendance.candidates.values()
+        leaving = self.attendance.draining.values()
+        return any(m.is_in(self.previous) for m in staying) or any(m.holds_state for m in leaving)
 
     def _freeze(self, chosen: list[Member], now_s: float) -> None:
         candidates = [m.as_candidate() for m in chosen]
@@ -323,7 +341,13 @@ class Job(Departures):
             self._advance(now_s)
             return
         generation = Generation(self.last_generation + 1)
-        roster = draw_up(generation, candidates, previous=self.previous, running=self.running)
+        roster = draw_up(
+            generation,
+            candidates,
+            previous=self.previous,
+            running=self.running,
+            trained=self.progress.has_trained and not any(c.proposal.stateless for c in candidates),
+        )
         old = self.running.member_ids if self.running is not None else ()
         self.last_generation = generation
         self.agreement = Agreement.on(roster, self.digest_of(roster), stopping=old)
@@ -378,11 +402,11 @@ class Job(Departures):
             self._abort_conflicting(conflicts, now_s)
         elif event.digest != agreement.digest:
             self._abort(f"{member.member_id} accepted another roster than was sent", now_s)
-        elif agreement.accept(member.member_id, dict(event.unreachable)):
+        elif agreement.accept(member.member_id, dict(event.unreachable), event.checkpoint_steps):
             if agreement.unreachable:
                 self._exclude_unreachable(agreement, now_s)
             else:
-                self._commit(agreement, now_s)
+                self._commit_if_there_is_state(agreement, now_s)
 
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
         """Members that cannot reach each other never start: the fewest go, the rest try again."""
@@ -394,12 +418,34 @@ class Job(Departures):
             kept={m.member_id for m in members if m.is_in(self.running)},
         )
         if not excluded:
-            self._commit(agreement, now_s)
+            self._commit_if_there_is_state(agreement, now_s)
             return
         self._abort(f"unreachable: {'; '.join(excluded.values())}", now_s)
         self.num_excluded += len(excluded)
         for name, seen in excluded.items():
             self._refuse(self.members[name], refusals.unreachable(self.spec.job, name, seen), now_s)
+
+    def _commit_if_there_is_state(self, agreement: Agreement, now_s: float) -> None:
+        """Whoever trained here before: a job never starts from initial values a second time."""
+        if not agreement.roster.from_checkpoint:
+            self._commit(agreement, now_s)
+            return
+        step = agreement.best_checkpoint()
+        if step is None:
+            names = names_of(self.members_of(agreement.roster))
+            self._lose_state(f"{names}, who hold no state and see no checkpoint", now_s)
+            return
+        seeing = {name for name, steps in agreement.checkpoint_steps.items() if step in steps}
+        blind = [m for m in self.members_of(agreement.roster) if m.member_id not in seeing]
+        if not blind:
+            self._commit(agreement, now_s)
+            return
+        others = names_of([m for m in self.members_of(agreement.roster) if m not in blind])
+        reason = f"{names_of(blind)} sees no checkpoint of step {step}, as {others} does"
+        self._abort(reason, now_s)
+        self.num_excluded += len(blind)
+        for member in blind:
+            self._refuse(member, refusals.no_checkpoint(member.member_id, step, others), now_s)
 
     def _commit(self, agreement: Agreement, now_s: float) -> None:
         roster = agreement.roster
@@ -440,7 +486,7 @@ class Job(Departures):
         if agreement is None:
             return
         member.entered = agreement.generation
-        if not agreement.ready(member.member_id):
+        if not agreement.ready(member.member_id, event.step):
             member.waits(f"the others' first collective in {agreement.generation}", now_s)
             return
         roster, old = agreement.roster, self.running
@@ -449,16 +495,30 @@ class Job(Departures):
         self.overdue_check_s, self.failures, self.num_excluded = None, 0, 0
         reason = f"generation {roster.generation} runs with {len(roster.entries)} members"
         self._to(Trigger.READY, reason, now_s)
+        trainers = self.members_of(roster)
+        if roster.synchronous:
+            self._note_start(agreement, trainers)
         notice = RunningNotice(reason=reason, generation=roster.generation)
-        for trainer in self.members_of(roster):
+        for trainer in trainers:
             trainer.waits("nothing: it trains", now_s)
             self._tell(trainer, notice)
-            if roster.synchronous and trainer.proposal is not None:
-                # Whatever it proposed with: from here on it holds what all hold.
-                step = agreement.stop_at or roster.step
-                trainer.proposal = replace(trainer.proposal, step=step, has_state=True)
         if old is not None and roster.synchronous:
             self._part_leavers(old, roster, now_s)
+
+    def _note_start(self, agreement: Agreement, trainers: list[Member]) -> None:
+        """A synchronous generation runs: whatever its members came with, all hold one state."""
+        start, reached = agreement.starts_at, self.progress.reached
+        if start is None:
+            start = max(agreement.stop_at or agreement.roster.step, reached)
+        self.attendance.hold_state(trainers, start)
+        if any(m.proposal is not None and m.proposal.stateless for m in trainers):
+            return
+        if start < reached:
+            reason = f"generation {agreement.generation} goes on from step {start}"
+            self._log("went_back", f"{reason}; the job had come to step {reached}")
+        if self.progress.ran(agreement.generation, start):
+            # Before anybody takes a step: nobody does until all have an answer to their Ready.
+            self._do(Save())
 
     # --- time ---
 
@@ -483,5 +543,6 @@ class Job(Departures):
             yield self.phase_since_s + self.limits.gather_s
             return
         formable = len(self.attendance.candidates) >= self.spec.min_members
-        if formable and self.attendance.all_settled and self.first_proposal_s is not None:
+        formable = formable and self.attendance.all_settled and not self._awaits_state
+        if formable and self.first_proposal_s is not None:
             yield self.first_proposal_s + self._last_call_s

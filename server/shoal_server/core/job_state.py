@@ -12,6 +12,7 @@ from shoal_server.core.events import (
     Notice,
     OutcomeNotice,
     PrepareNotice,
+    Refusal,
     RunningNotice,
     StopAtNotice,
     Tell,
@@ -19,6 +20,7 @@ from shoal_server.core.events import (
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
 from shoal_server.core.phases import Phase, Trigger, after
+from shoal_server.core.progress import Progress
 from shoal_server.core.roster import (
     NO_GENERATION,
     Conflict,
@@ -61,6 +63,9 @@ class JobState:
     """Members that were there but could not be trained with; the job does not wait for as many
     again."""
     completing: bool = False
+    progress: Progress = field(default_factory=Progress)
+    lost: Refusal | None = None
+    """Of a job whose state is lost: what everybody is refused with."""
     attendance: Attendance = field(init=False)
     _effects: list[Effect] = field(default_factory=list)
 
@@ -95,6 +100,19 @@ class JobState:
         if self.running is None or not self.running.synchronous:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
+
+    def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
+        """A heartbeat: one that trains has so many steps behind it. Costs next to nothing."""
+        member = self.members.get(member_id)
+        if member is None or member.incarnation != incarnation:
+            return
+        # One that is on its way in may come with steps of another run.
+        if member.entered > NO_GENERATION and self._trains_together(member):
+            self.progress.heard_of(step)
+
+    def _trains_together(self, member: Member) -> bool:
+        rosters = (self.running, self.previous)
+        return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
     def postpone(self, by_s: float) -> None:
         """Move every limit that runs: for so long nobody could be told anything.

@@ -32,6 +32,8 @@ class Member:
     draining_s: float | None = None
     """Since when it is to leave."""
     drain_reason: str = ""
+    failed_in: Generation = NO_GENERATION
+    """The newest generation that it could not bring up by its own failure."""
     let_go: bool = False
     """Was told to leave at its next step boundary."""
     waiting_for: str = "its own model: it has not proposed yet"
@@ -41,6 +43,10 @@ class Member:
         """Note what the member waits for; the clock starts anew only when that changes."""
         if reason != self.waiting_for:
             self.waiting_for, self.waiting_since_s = reason, now_s
+
+    @property
+    def holds_state(self) -> bool:
+        return self.proposal is not None and self.proposal.has_state
 
     def is_in(self, roster: Roster | None) -> bool:
         return roster is not None and roster.holds(self.member_id, self.incarnation)

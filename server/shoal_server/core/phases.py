@@ -11,6 +11,7 @@ class Phase(Enum):
     RUNNING = "running"
     ABORTED = "aborted"
     FINISHED = "finished"
+    LOST = "lost"
 
 
 class Trigger(Enum):
@@ -24,6 +25,7 @@ class Trigger(Enum):
     INTACT = "the previous generation still runs"
     BACKED_OFF = "time to try again"
     COMPLETED = "the work is done"
+    STATE_LOST = "nobody holds the state that the job had come to"
 
 
 TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {
@@ -43,6 +45,7 @@ TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {
     (Phase.COMMITTED, Trigger.COMPLETED): Phase.FINISHED,
     (Phase.RUNNING, Trigger.COMPLETED): Phase.FINISHED,
     (Phase.ABORTED, Trigger.COMPLETED): Phase.FINISHED,
+    (Phase.ABORTED, Trigger.STATE_LOST): Phase.LOST,
 }
 
 

@@ -1,7 +1,8 @@
 """Every refusal the membership can give, worded in one place."""
 
 from shoal_server.core.events import Event, Refusal, RefusalKind
-from shoal_server.core.roster import Conflict, Generation, JobSpec
+from shoal_server.core.progress import Progress
+from shoal_server.core.roster import Conflict, Generation, JobSpec, Step
 
 
 def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
@@ -70,6 +71,28 @@ def of_an_earlier_run(job: str, seen: str) -> Refusal:
         seen=seen,
         expected="a process of the run of now",
         fix="End this process.",
+    )
+
+
+def state_lost(job: str, progress: Progress, seen: str) -> Refusal:
+    reached = f"step {progress.reached}" if progress.reached else "its first steps"
+    return Refusal(
+        kind=RefusalKind.STATE_LOST,
+        what=f"the state of job {job} is lost: it had come to {reached}, in generation"
+        f" {progress.trained_in}, and nobody holds it any more",
+        seen=seen,
+        expected="a member that holds it, or a checkpoint that every member sees",
+        fix="Run it with --fresh to start from step 0. With checkpoints=shoal.Checkpoints(...) in"
+        " distribute() it goes on from the newest one.",
+    )
+
+
+def no_checkpoint(member_id: str, step: Step, others: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.STATE_LOST,
+        what=f"{member_id} does not see the checkpoint of step {step}, from which the others go on",
+        expected=f"the checkpoint that {others} see",
+        fix="Give every member the same directory for checkpoints, on storage that all share.",
     )
 
 

@@ -1,13 +1,15 @@
 """A job as a new leader finds it in the store."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from shoal_server.core import refusals
 from shoal_server.core.agreement import Agreement
 from shoal_server.core.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
 from shoal_server.core.phases import Phase
+from shoal_server.core.progress import Progress
 from shoal_server.core.roster import Generation, JobSpec, Record, Roster
 
 GRACE_LEASES = 3
@@ -25,6 +27,9 @@ class Saved:
     members: tuple[Member, ...]
     finished: bool
     reason: str
+    progress: Progress = field(default_factory=Progress)
+    lost: str | None = None
+    """Of a job whose state is lost: where it was looked for."""
 
 
 def restored(
@@ -43,11 +48,17 @@ def restored(
     """
     job = Job(spec=spec, limits=limits, digest_of=digest_of, phase_since_s=now_s)
     job.last_generation, job.reason = saved.last_generation, "a new leader took over"
+    job.progress = saved.progress
+    if saved.lost is not None:
+        job.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
+        job.phase, job.completing, job.reason = Phase.LOST, True, job.lost.what
+        return job
     if saved.finished:
         job.phase, job.completing, job.reason = Phase.FINISHED, True, saved.reason
         return job
     for member in saved.members:
         job.attendance.admit(member)
+        job.attendance.unheard.add(member.member_id)
         job.attendance.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
     if saved.record is not None:
         _continue_generation(job, saved.record, saved.before, now_s)
@@ -57,6 +68,9 @@ def restored(
 def _continue_generation(job: Job, record: Record, before: Record | None, now_s: float) -> None:
     roster = record.roster
     job.record, job.previous = record, roster
+    if job.progress.has_trained and roster.synchronous:
+        # It most likely ran: nothing is written when one does, but for the first.
+        job.progress.trained_in = max(job.progress.trained_in, roster.generation)
     present = job.members_of(roster)
     job.attendance.settle(present, settled=not roster.synchronous)
     if len(present) == len(roster.entries):

@@ -18,6 +18,8 @@ class StateAction(Enum):
     INITIAL = "initial"
     KEEP = "keep"
     RECEIVE = "receive"
+    CHECKPOINT = "checkpoint"
+    """Nobody holds the state that the job had come to: a checkpoint that all see, or nothing."""
 
 
 class Verdict(Enum):
@@ -77,6 +79,8 @@ class Proposal:
     synchronous: bool = True
     step: Step = Step(0)
     has_state: bool = False
+    stateless: bool = False
+    """The script keeps its own state: no step is committed here that could be lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +117,11 @@ class Roster:
     def ranks(self) -> Mapping[str, int]:
         """Rank by member_id."""
         return {entry.member_id: entry.rank for entry in self.entries}
+
+    @property
+    def from_checkpoint(self) -> bool:
+        """Whether its members can only start from a checkpoint that all of them see."""
+        return any(entry.state is StateAction.CHECKPOINT for entry in self.entries)
 
     def holds(self, member_id: str, incarnation: str) -> bool:
         return self._incarnations.get(member_id) == incarnation
@@ -185,7 +194,8 @@ def assign_ranks(member_ids: Sequence[str], previous: Roster | None) -> dict[str
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
     """Whose state everybody starts from: the highest step, then the lowest rank.
 
-    Where nobody holds trained state that is rank 0, whose initial values all take.
+    Where nobody holds trained state that is rank 0, whose initial values all take; a job that has
+    trained before goes on from a checkpoint then, or not at all.
     """
     return min(
         candidates,
@@ -199,8 +209,11 @@ def draw_up(
     *,
     previous: Roster | None,
     running: Roster | None,
+    trained: bool = False,
 ) -> Roster:
     """The roster of a new generation, ranks and states assigned.
+
+    `trained`: the job may have committed steps, so that initial values are no state to start from.
 
     Who trains in `running` comes to stand at one step that is not known yet, beyond whatever they
     last reported. A newcomer may hold state too (from a checkpoint), but of another time: it
@@ -218,7 +231,7 @@ def draw_up(
             host=c.info.host,
             address=c.info.address,
             probe_port=c.info.probe_port,
-            state=_state_action(source, stands=c.member_id in standing),
+            state=_state_action(source, stands=c.member_id in standing, trained=trained),
             step=c.proposal.step,
         )
         for c in sorted(candidates, key=lambda c: ranks[c.member_id])
@@ -240,7 +253,7 @@ def _stands_with(candidate: Candidate, source: Candidate, trainers: Sequence[Can
     return candidate.proposal.has_state and same_step
 
 
-def _state_action(source: Candidate, *, stands: bool) -> StateAction:
+def _state_action(source: Candidate, *, stands: bool, trained: bool) -> StateAction:
     if not source.proposal.has_state:
-        return StateAction.INITIAL
+        return StateAction.CHECKPOINT if trained else StateAction.INITIAL
     return StateAction.KEEP if stands else StateAction.RECEIVE

@@ -24,7 +24,7 @@ class JobSummary(View):
 
     job: str
     phase: str
-    """collect, prepare, committed, running, aborted or finished."""
+    """collect, prepare, committed, running, aborted, finished or lost."""
     reason: str
     """Why the job is in this phase."""
     since_unix_s: float
@@ -123,7 +123,9 @@ class Reading:
                 f"job {name} has no member {member_id}",
                 seen=member_id,
                 expected=_one_of(sorted(members), "member"),
-                fix=f"GET /api/v1/jobs/{name}/members lists the members.",
+                fix=f"The job is lost: {job.reason}."
+                if job.phase == "lost"
+                else f"GET /api/v1/jobs/{name}/members lists the members.",
             )
         return job, members[member_id]
 

@@ -75,7 +75,7 @@ class RosterEntryView(View):
     host: str = ""
     address: str = ""
     state_action: str = ""
-    """initial, keep or receive: where the member's training state comes from."""
+    """initial, keep, receive or checkpoint: where the member's training state comes from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +117,8 @@ class JobView(View):
 
     job: str
     phase: str
-    """collect, prepare, committed, running, aborted or finished."""
+    """collect, prepare, committed, running, aborted, finished or lost (nobody holds the state that
+    it had come to)."""
     reason: str
     """Why the job is in this phase."""
     since_unix_s: float

@@ -33,7 +33,7 @@ async def test_a_silent_member_is_found_although_the_others_never_pause() -> Non
         )
         async with asyncio.timeout(WITHIN_S):
             while "silent" in actor.job.members:
-                actor.seen("busy", 0)
+                actor.seen("busy", names["busy"], 0)
                 await actor.submit(nothing)
                 await asyncio.sleep(0)
         await actor.submit(nothing)  # behind what the loss led to

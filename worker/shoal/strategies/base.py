@@ -15,7 +15,7 @@ A step is committed when `end_step` returns, or it did not happen: whatever fail
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -75,6 +75,11 @@ class Strategy(ABC):
         Called once, before the first generation; not at all where the script has batches of its
         own. Checkpoints keep it, see `shoal.checkpoint.samples`.
         """
+
+    def checkpoint_steps(self) -> Sequence[int]:
+        """Steps of the complete checkpoints that this member could start from, at most 100, the
+        newest ones. Asked on the membership's thread, where nobody holds the job's state."""
+        return ()
 
     @abstractmethod
     def fields(self) -> Mapping[str, str]:

@@ -113,7 +113,7 @@ class DDP(GroupedStrategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         self._align(generation, group)
         self._join_writers(generation.world_size)
-        if self._step == 0 and (path := self._newest_checkpoint(group)) is not None:
+        if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
             self._state.adopt(holding := self._read_checkpoint(path, everything))
             self._step = holding.step
         self._rank = generation.rank

@@ -34,6 +34,7 @@ from shoal_proto.errors import (
     GenerationBroken,
     InternalError,
     InvalidSpec,
+    StateLost,
     UnsupportedOptimizer,
 )
 from shoal_proto.v1 import membership_pb2 as pb
@@ -42,6 +43,7 @@ log = structlog.get_logger(__name__)
 
 Writes = Callable[[str], bool]
 """Whether this member writes the tensor of that name in a state."""
+MAX_CHECKPOINTS_NAMED = 100
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
 """A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
@@ -196,14 +198,33 @@ class GroupedStrategy(Strategy):
         if self._checkpoints is not None:
             self._writers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
 
-    def _newest_checkpoint(self, group: dist.ProcessGroup) -> Path | None:
-        """Collective: the newest complete checkpoint that every member sees; None without any."""
+    def checkpoint_steps(self) -> Sequence[int]:
         if self._checkpoints is None:
+            return ()
+        return sorted(complete(self._checkpoints.directory))[-MAX_CHECKPOINTS_NAMED:]
+
+    def _newest_checkpoint(self, generation: Generation, group: dist.ProcessGroup) -> Path | None:
+        """Collective: the newest complete checkpoint that every member sees; None without any.
+
+        Raises StateLost on all alike where the generation has nothing else to start from.
+        """
+        needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
+        own = complete(self._checkpoints.directory) if self._checkpoints is not None else {}
+        if self._checkpoints is None and not needed:
             return None
-        own = complete(self._checkpoints.directory)
         words = gather(json.dumps(sorted(own)).encode(), group)
         common = set.intersection(*(set(json.loads(word)) for word in words))
-        return own[max(common)] if common else None
+        if common:
+            log.info("checkpoint_read", path=str(own[max(common)]), step=max(common))
+            return own[max(common)]
+        if needed:
+            raise StateLost(
+                "nobody holds the state that the job had come to, and no checkpoint is seen by all",
+                seen="; ".join(f"rank {rank}: {json.loads(w)}" for rank, w in enumerate(words)),
+                expected="a complete checkpoint that every member sees",
+                fix="Run it with --fresh to start from step 0.",
+            )
+        return None
 
     def _read_checkpoint(self, path: Path, needs: Needs) -> Holding:
         """What is needed of it. Raises InvalidSpec if its step stands for other samples."""

@@ -115,7 +115,7 @@ class LaidOut(GroupedStrategy):
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
             held.append(self._blueprint.initial())
-        holding = self._found(group, held, bound)
+        holding = self._found(generation, group, held, bound)
         bound.fill(holding)
         take_modes(self._replica, bound.layout.plain)
         bound.layout.watch(self._ours)
@@ -127,17 +127,24 @@ class LaidOut(GroupedStrategy):
         check_same_step(generation.number, self._step, group)
         self._blueprint.forget_weights()
 
-    def _found(self, group: dist.ProcessGroup, held: list[Holding], bound: Bound) -> Holding:
+    def _found(
+        self,
+        generation: Generation,
+        group: dist.ProcessGroup,
+        held: list[Holding],
+        bound: Bound,
+    ) -> Holding:
         """The newest state that the members hold together, or else that a checkpoint holds."""
         try:
             # Everything is copied once, into the layout, also where that has to be on a device.
             holding = reshard(group, held, bound.needs, borrow=True, place=bound.place)
         except StateLost:
-            path = self._newest_checkpoint(group)
+            path = self._newest_checkpoint(generation, group)
             if path is None:
                 raise
         else:
-            path = self._newest_checkpoint(group) if holding.step == 0 else None
+            fresh = holding.step == 0
+            path = self._newest_checkpoint(generation, group) if fresh else None
             if path is None:
                 return holding
         return self._read_checkpoint(path, bound.needs)

@@ -125,7 +125,7 @@ class LocalSGD(GroupedStrategy):
             self._rounds.take(given)
             self._step = given.step
         self._join_writers(generation.world_size)
-        if self._step == 0 and (path := self._newest_checkpoint(group)) is not None:
+        if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
             self._rounds.adopt(holding := self._read_checkpoint(path, everything))
             self._step = holding.step
         self._rank = generation.rank

@@ -136,7 +136,9 @@ class Node:
             self._rejoin(self._membership.failure)
         if not self._proposed:
             fields = {"strategy": "torchrun", "torch": torch.__version__}
-            self._membership.propose(fields, synchronous=True, step=STEP, has_state=False)
+            self._membership.propose(
+                fields, synchronous=True, step=STEP, has_state=False, stateless=True
+            )
             self._proposed = True
         elif self._number and (successor := self._stop()) is not None:
             return successor
