@@ -56,11 +56,13 @@ class ExitBook(MembershipServicer):
         """Of exits and halts, in the order in which they came."""
         self.beats: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
         """Of each call, the steps of each member."""
+        self.lost: ShoalError | None = None
+        """What became of the job, if its state is lost."""
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
         self.reports.put(request)
         self.told.put(f"{request.pid} {request.exit_code}")
-        return Ack()
+        return Ack(lost=to_detail(self.lost) if self.lost is not None else None)
 
     def ReportHalt(self, request: ReportHaltRequest, context: grpc.ServicerContext) -> Ack:
         assert request.host == socket.gethostname()
@@ -260,6 +262,18 @@ def test_a_failed_worker_is_started_again_only_on_request(
     )
     assert code == 5, output
     assert output.count("tried") == runs
+
+
+def test_nobody_is_started_again_for_a_job_whose_state_is_lost(
+    shoal_run: Run, book: ExitBook
+) -> None:
+    """It would only hear the same. The reason is the last line, and the run has failed."""
+    book.lost = StateLost("the state of job j is lost", seen="nobody", fix="Run it with --fresh.")
+    script = "import sys; print('tried'); sys.exit(1)"
+    code, output = finish(shoal_run(script, "-n", "2", "--restart-on", "failure"))
+    assert code == 1, output
+    assert output.count("tried") == 2
+    assert output.splitlines()[-1] == f"shoal run: {book.lost}"
 
 
 def test_an_error_in_one_worker_is_the_runs_code(shoal_run: Run) -> None:
