@@ -54,6 +54,13 @@ MADE: Mapping[str, Callable[[], Strategy]] = {
     "pipeline": partial(shoal.Pipeline, microbatches=2, copies=0),
     "hybrid": partial(shoal.Hybrid, tensor=2, min_split_bytes=0, copies=0),
 }
+ROUNDS: Mapping[str, Callable[[], Strategy]] = {
+    # A round of one step, all of whose change is taken: that of the mean gradient, with plain SGD.
+    "local-sgd": partial(shoal.LocalSGD, every_steps=1),
+    "diloco": partial(
+        shoal.DiLoCo, every_steps=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False
+    ),
+}
 _making = threading.Lock()
 
 
@@ -102,6 +109,46 @@ def test_ties_hold_over_generations(name: str) -> None:
         if name != "pipeline":  # where a stage has some of the names only
             assert ties == tied_models.TIES
     assert all(same(state, ranks[0][0]) for state, _, _ in ranks), "ranks differ"
+
+
+def with_sgd(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = tied_models.knotted(seed)
+    return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+def test_ties_hold_where_members_step_apart(name: str) -> None:
+    run = replace(RUN, build=with_sgd)
+    expected = by_one_process(run)
+    for state, ties, stepped in run_in_memory(through_two_generations, 3, run, ROUNDS[name]):
+        assert difference(state, expected) < TOLERANCE
+        assert all(state[name] is state[first] for name, first in tied_models.TIES.items())
+        assert ties == tied_models.TIES
+        assert len(stepped) == len(set(stepped)), "stepped twice"
+
+
+@pytest.mark.parametrize("name", ["async-sgd", "async-diloco"])
+def test_ties_hold_on_parameter_servers(cluster: LocalCluster, name: str) -> None:
+    """A server holds the tensor once and is pushed the sum of the gradients of its uses."""
+    strategy: Strategy = shoal.AsyncSGD()
+    if name == "async-diloco":
+        strategy = shoal.AsyncDiLoCo(
+            every_steps=1, outer_lr=1.0, outer_momentum=0.0, nesterov=False
+        )
+    (model, optimizer), (twin, twins) = with_sgd(0), with_sgd(0)
+    with shoal.join(f"tied-{name}", coordinator=cluster.coordinator) as session:
+        replica, optimizer = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches(tensor_models.tokens(), global_batch_size=8, epochs=2):
+            with session.step():
+                session.backward(tensor_models.next_token(replica(batch.inputs), batch.targets))
+            twins.zero_grad()
+            tensor_models.next_token(twin(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+            twins.step()
+        state = session.state_dict()
+    assert session.step_number == 6
+    assert difference(state, twin.state_dict()) < TOLERANCE
+    assert all(state[name] is state[first] for name, first in tied_models.TIES.items())
+    assert tied(replica) == tied_models.TIES
 
 
 def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
