@@ -227,6 +227,14 @@ class ParameterCluster:
                 f"the lease of {server_id} runs out",
             )
 
+    def address(self, server_id: str) -> str:
+        """Where a server is reached."""
+        record = self._read(keys.server(server_id))
+        assert record is not None, f"{server_id} is not registered"
+        address = json.loads(record)["address"]
+        assert isinstance(address, str)
+        return address
+
     @property
     def present(self) -> list[Server]:
         """Those that run and are ready."""

@@ -119,7 +119,7 @@ class Copying:
 
     async def take(self, held: Held) -> Image:
         """A shard's image, without holding up the event loop."""
-        return await self._run(held.state.memory_bytes, held.state.image)
+        return await held.in_turn(self._run, held.state.memory_bytes, held.state.image)
 
     # What links report.
 

@@ -24,7 +24,6 @@ from shoal_server.parameters.copying import Copying
 from shoal_server.parameters.frames import Arrived
 from shoal_server.parameters.handing_over import HandingOver
 from shoal_server.parameters.held import Held, Receipts, Role
-from shoal_server.parameters.image import Image
 from shoal_server.parameters.journal import Journal
 from shoal_server.parameters.journaling import Journaling
 from shoal_server.parameters.patience import Patience
@@ -221,6 +220,8 @@ class Custody:
         holding = self.holding(held.job, held.shard_id)
         if holding is None or holding.primary != self.me:
             return
+        if self._catalog.find(held.job, held.shard_id) is not held:
+            return  # What was received could not be applied, or another copy is in its place.
         held.state.enter_epoch(holding.epoch)
         held.epoch = holding.epoch
         held.receipts, held.disk = Receipts(), Receipts()
@@ -261,13 +262,16 @@ class Custody:
     def held(self, job: str, shard_id: int) -> Held | None:
         return self._catalog.find(job, shard_id)
 
-    async def check_source(self, arrived: Arrived, primary: Holder) -> None:
-        """Raise WrongEpoch unless that primary may tell this server of the shard."""
+    async def refresh_source(self, arrived: Arrived, primary: Holder) -> None:
+        """Look whether the record names that primary by now, if it did not as last seen."""
         holding = self.holding(arrived.job, arrived.shard_id)
-        if not self._may_tell(holding, arrived, primary) and isinstance(arrived.content, Image):
+        if not self._may_tell(holding, arrived, primary):
             # The primary may have seen a newer record than this server.
             await self.refresh(arrived.job)
-            holding = self.holding(arrived.job, arrived.shard_id)
+
+    def check_source(self, arrived: Arrived, primary: Holder) -> None:
+        """Raise WrongEpoch unless that primary may tell this server of the shard."""
+        holding = self.holding(arrived.job, arrived.shard_id)
         if not self._may_tell(holding, arrived, primary):
             raise WrongEpoch(
                 f"shard {arrived.shard_id} of job {arrived.job} is held in another way",
@@ -283,14 +287,14 @@ class Custody:
             and self.me in holding.holders[1:]
         )
 
-    async def adopt(self, held: Held) -> None:
+    def adopt(self, held: Held) -> None:
         """Keep a shard, in place of what was kept of it before."""
         before = self._catalog.find(held.job, held.shard_id)
         if before is not None:
             self._drop(before)
         self._catalog.add(held)
 
-    async def discard(self, held: Held) -> None:
+    def discard(self, held: Held) -> None:
         """Keep a copy no longer: it is not what it should be."""
         if self._catalog.find(held.job, held.shard_id) is held:
             self._drop(held)

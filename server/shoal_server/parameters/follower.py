@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -23,10 +24,14 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_server.core.holdings import Holder
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.frames import Arrived, Arriving, Assembly
+from shoal_server.parameters.handoff import Handoff
 from shoal_server.parameters.held import Held, Role, num_bytes_of
 from shoal_server.parameters.image import Image, Record
 from shoal_server.parameters.kinds import restore
 from shoal_server.parameters.memory import Memory
+from shoal_server.parameters.patience import Patience
+from shoal_server.parameters.silence import Silence
+from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.work import Runner
 from shoal_server.rpc import Context
 
@@ -34,22 +39,28 @@ log = structlog.get_logger(__name__)
 
 MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
 """Of records received and not applied yet, over all shards; beyond it the stream is not read."""
+MAX_ANSWERS = 64
+"""Of one stream, not sent yet; beyond it the stream is not read."""
 
 
 class Custodian(Protocol):
     """What the service asks of the keeper of this server's shards."""
 
-    async def check_source(self, arrived: Arrived, primary: Holder) -> None:
+    async def refresh_source(self, arrived: Arrived, primary: Holder) -> None:
+        """Look whether the record names that primary by now, if it did not as last seen."""
+        ...
+
+    def check_source(self, arrived: Arrived, primary: Holder) -> None:
         """Raise WrongEpoch unless that primary may tell this server of the shard."""
         ...
 
-    async def adopt(self, held: Held) -> None:
+    def adopt(self, held: Held) -> None:
         """Keep a shard as a backup, in place of what was kept of it before."""
         ...
 
     def held(self, job: str, shard_id: int) -> Held | None: ...
 
-    async def discard(self, held: Held) -> None:
+    def discard(self, held: Held) -> None:
         """Keep a copy no longer: it is not what it should be."""
         ...
 
@@ -64,6 +75,8 @@ class _Backlog:
 
     held: Held
     received_version: int
+    is_closed: bool = False
+    """No more is taken: the shard is to be led here, or another image of it has come."""
     records: deque[Record] = field(default_factory=deque)
     task: asyncio.Task[None] | None = None
 
@@ -77,14 +90,14 @@ class Follower:
         me: Holder,
         custodian: Custodian,
         run: Runner,
-        silence_s: float,
+        patience: Patience,
         memory: Memory,
         offers: Offers,
     ) -> None:
         self._me = me
         self._custodian = custodian
         self._run = run
-        self._silence_s = silence_s
+        self._patience = patience
         self._memory = memory
         self._offers = offers
         self._is_full = False
@@ -116,44 +129,78 @@ class Follower:
         self._custodian.stream_opened(primary)
         reason = "the stream ended"
         try:
-            async for reply in self._answers(requests, primary):
-                yield reply
+            async with aclosing(self._replies(requests, primary)) as replies:
+                async for reply in replies:
+                    yield reply
         except Exception as error:
             reason = repr(error)
             raise
         finally:
             self._custodian.stream_ended(primary, reason)
 
-    async def _answers(
+    async def _replies(
         self, requests: AsyncIterator[Arriving], primary: Holder
-    ) -> AsyncIterator[pb.FollowReply]:
-        assembly = Assembly()
-        while True:
-            try:
-                async with asyncio.timeout(self._silence_s):
-                    request = await anext(requests, None)
-            except TimeoutError:
+    ) -> AsyncGenerator[pb.FollowReply, None]:
+        """The answers in order; an empty one where there was none for a beat: the primary is to
+        hear that somebody is there, also while a large image comes in or is restored."""
+        answers, silence = Handoff[pb.FollowReply](MAX_ANSWERS), Silence(self._patience)
+        answering = asyncio.create_task(self._answer_all(requests, primary, answers, silence))
+        silent = asyncio.create_task(silence.wait())
+        for task in (answering, silent):
+            task.add_done_callback(lambda _: answers.end())
+        try:
+            while not answers.is_over:
+                answer = await answers.take(self._patience.beat_s)
+                if answer is not None:
+                    yield answer
+                elif not answers.is_over:
+                    yield pb.FollowReply()
+            if silent.done():
                 raise Unavailable(
                     f"the primary {primary.server_id} says nothing any more",
-                    seen=f"nothing for {self._silence_s:g} s",
-                ) from None
+                    seen=f"nothing for {self._patience.silence_s:g} s",
+                )
+            await answering
+        finally:
+            for task in (answering, silent):
+                task.cancel()
+            await asyncio.gather(answering, silent, return_exceptions=True)
+
+    async def _answer_all(
+        self,
+        requests: AsyncIterator[Arriving],
+        primary: Holder,
+        answers: Handoff[pb.FollowReply],
+        silence: Silence,
+    ) -> None:
+        assembly = Assembly()
+        while True:
+            # While it has to wait here, it need not say anything.
+            silence.expect()
+            request = await anext(requests, None)
+            silence.heard()
             if request is None:
                 return
             if not isinstance(request, OnlyPiece) and request.HasField("beat"):
-                yield pb.FollowReply()
+                await answers.put(pb.FollowReply())
                 continue
             arrived = assembly.take(request)
             if arrived is not None:
-                yield await self._receive(arrived, primary)
+                await answers.put(await self._receive(arrived, primary))
 
     async def _receive(self, arrived: Arrived, primary: Holder) -> pb.FollowReply:
         reply = pb.FollowReply(job=arrived.job, shard_id=arrived.shard_id)
         try:
-            await self._custodian.check_source(arrived, primary)
             if isinstance(arrived.content, Image):
-                reply.version = await self._take_image(arrived, arrived.content)
+                await self._custodian.refresh_source(arrived, primary)
+                self._custodian.check_source(arrived, primary)
+                reply.version = await self._take_image(arrived, arrived.content, primary)
             else:
-                reply.version = await self._take_record(arrived, arrived.content)
+                async with self._room:
+                    await self._room.wait_for(self._has_room)
+                # Only now: while there was no room, this server may have come to lead the shard.
+                self._custodian.check_source(arrived, primary)
+                reply.version = self._take_record(arrived, arrived.content)
         except ShoalError as error:
             self._log_refusal(arrived, error)
             reply.error.CopyFrom(to_detail(error))
@@ -168,8 +215,12 @@ class Follower:
             )
         self._is_full |= isinstance(error, Overloaded)
 
-    async def _take_image(self, arrived: Arrived, image: Image) -> int:
+    def _has_room(self) -> bool:
+        return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
+
+    async def _take_image(self, arrived: Arrived, image: Image, primary: Holder) -> int:
         key = arrived.job, arrived.shard_id
+        self._check_not_older(arrived, image)
         await self._settle(key)
         before = self._custodian.held(*key)
         more_bytes = image.num_bytes - (before.state.memory_bytes if before is not None else 0)
@@ -177,16 +228,36 @@ class Follower:
         with self._memory.reserve(more_bytes, what) as claim:
             state = await self._run(image.num_bytes, partial(restore, image))
             held = Held(arrived.job, state, Role.BACKUP, arrived.epoch)
-            await self._custodian.adopt(held)
+            # Once more: while it was restored, this server may have come to lead the shard.
+            # There is no await from here on.
+            self._custodian.check_source(arrived, primary)
+            self._custodian.adopt(held)
             claim.became(more_bytes)
         self._is_full = False
         self._backlogs[key] = _Backlog(held, image.version)
         return image.version
 
-    async def _take_record(self, arrived: Arrived, record: Record) -> int:
+    def _check_not_older(self, arrived: Arrived, image: Image) -> None:
+        """What a primary was told to be received here must not be replaced by less."""
+        backlog = self._backlogs.get((arrived.job, arrived.shard_id))
+        if (
+            backlog is not None
+            and self._custodian.held(arrived.job, arrived.shard_id) is backlog.held
+            and backlog.held.epoch == arrived.epoch
+            and backlog.received_version > image.version
+        ):
+            raise InternalError(
+                f"an image of shard {arrived.shard_id} is older than the copy that is here",
+                seen=f"version {image.version}",
+                expected=f"version {backlog.received_version} or a newer one",
+            )
+
+    def _take_record(self, arrived: Arrived, record: Record) -> int:
+        """Without an await: what was checked holds until the record has its place in the order."""
         key = arrived.job, arrived.shard_id
         backlog = self._backlogs.get(key)
-        if backlog is None or self._custodian.held(*key) is not backlog.held:
+        is_open = backlog is not None and not backlog.is_closed
+        if backlog is None or not is_open or self._custodian.held(*key) is not backlog.held:
             raise InternalError(
                 f"no copy of shard {arrived.shard_id} of job {arrived.job} is here",
                 seen=f"a record of version {record.push.version}",
@@ -201,10 +272,7 @@ class Follower:
         if record.push.row_ids:
             # What was acknowledged stays here until the record says that it may go.
             self._memory.check(f"more rows in a copy of shard {arrived.shard_id}")
-        size = num_bytes_of(record)
-        async with self._room:
-            await self._room.wait_for(lambda: self._unapplied_bytes <= MAX_UNAPPLIED_BYTES)
-        self._unapplied_bytes += size
+        self._unapplied_bytes += num_bytes_of(record)
         backlog.received_version = record.push.version
         backlog.records.append(record)
         if backlog.task is None or backlog.task.done():
@@ -216,13 +284,15 @@ class Follower:
         while backlog.records:
             record = backlog.records.popleft()
             size = num_bytes_of(record)
+            state = backlog.held.state
+            num_bytes = len(record.data) + state.regrown_bytes(len(record.push.row_ids) // ID_BYTES)
             try:
-                await self._run(len(record.data), partial(backlog.held.state.replay, record))
+                await self._run(num_bytes, partial(state.replay, record))
             except Exception:
                 log.exception("copy_failed", job=backlog.held.job, shard_id=backlog.held.shard_id)
                 size += sum(map(num_bytes_of, backlog.records))
                 backlog.records.clear()
-                await self._custodian.discard(backlog.held)
+                self._custodian.discard(backlog.held)
             finally:
                 self._unapplied_bytes -= size
                 async with self._room:
@@ -233,6 +303,13 @@ class Follower:
         await self._settle((held.job, held.shard_id))
 
     async def _settle(self, key: tuple[str, int]) -> None:
-        backlog = self._backlogs.pop(key, None)
-        if backlog is not None and backlog.task is not None:
-            await backlog.task
+        backlog = self._backlogs.get(key)
+        if backlog is None:
+            return
+        backlog.is_closed = True
+        if backlog.task is not None:
+            # Whoever else settles it waits too, and what was acknowledged is applied although who
+            # waits for it is cancelled.
+            await asyncio.wait({backlog.task})
+        if self._backlogs.get(key) is backlog:
+            del self._backlogs[key]

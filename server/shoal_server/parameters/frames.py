@@ -1,7 +1,10 @@
 """Records and images as messages of a stream, and back; what is large goes in checked pieces."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -131,11 +134,77 @@ class Arrived:
     content: Record | Image
 
 
-@dataclass(slots=True)
-class _Unfinished:
-    start: pb.RecordStart | pb.ImageStart
+class _Unfinished(Protocol):
+    """A record or an image of which more bytes are to come."""
+
     left_bytes: int
-    parts: list[pieces.Buffer] = field(default_factory=list)
+
+    def add(self, data: pieces.Buffer) -> None:
+        """Take the next bytes, at most as many as are left."""
+        ...
+
+    def whole(self) -> Arrived:
+        """What has come, once nothing is left."""
+        ...
+
+
+class _UnfinishedRecord:
+    def __init__(self, start: pb.RecordStart) -> None:
+        self.left_bytes = start.num_bytes
+        self._start = start
+        self._parts: list[pieces.Buffer] = []
+
+    def add(self, data: pieces.Buffer) -> None:
+        self._parts.append(data)
+        self.left_bytes -= len(data)
+
+    def whole(self) -> Arrived:
+        start, parts = self._start, self._parts
+        data = parts[0] if len(parts) == 1 else b"".join(parts)
+        return Arrived(start.job, start.shard_id, start.epoch, Record(start.record, data))
+
+
+class _UnfinishedImage:
+    """Every byte goes to its place in its tensor as it comes: nothing is left to do at the end,
+    when a gigabyte would hold up all that the process does."""
+
+    def __init__(self, start: pb.ImageStart) -> None:
+        """Raises MalformedMessage for tensors that cannot be, or do not make up the image."""
+        header = start.image
+        num_bytes = sum(description.num_bytes for description in header.tensors)
+        if start.num_bytes > MAX_IMAGE_BYTES or num_bytes != start.num_bytes:
+            raise MalformedMessage(
+                "an image is too large, or not as large as its tensors",
+                seen=f"{start.num_bytes} bytes, {num_bytes} in tensors",
+                expected=f"at most {MAX_IMAGE_BYTES}, all in tensors",
+            )
+        self.left_bytes = start.num_bytes
+        self._start = start
+        self._tensors = {each.name: _unset(each, num_bytes) for each in header.tensors}
+        self._rooms = deque(bytes_of(t) for t in self._tensors.values() if t.nbytes)
+
+    def add(self, data: pieces.Buffer) -> None:
+        self.left_bytes -= len(data)
+        rest = memoryview(data)
+        while rest:
+            room = self._rooms.popleft()
+            size = min(len(room), len(rest))
+            room[:size] = rest[:size]
+            rest = rest[size:]
+            if size < len(room):
+                self._rooms.appendleft(room[size:])
+
+    def whole(self) -> Arrived:
+        header = self._start.image
+        image = Image(
+            kind=header.kind,
+            shard_id=header.shard_id,
+            version=header.version,
+            spec=header.spec,
+            tensors=self._tensors,
+            sessions=list(header.sessions),
+        )
+        return Arrived(self._start.job, header.shard_id, self._start.epoch, image)
 
 
 class Assembly:
@@ -159,16 +228,10 @@ class Assembly:
                 expected="all of its bytes first",
             )
         if kind == "record":
-            self._open = _Unfinished(request.record, request.record.num_bytes)
+            self._open = _UnfinishedRecord(request.record)
             return self._add(checked(request.record.first))
         if kind == "image":
-            if request.image.num_bytes > MAX_IMAGE_BYTES:
-                raise MalformedMessage(
-                    "an image is too large",
-                    seen=f"{request.image.num_bytes} bytes",
-                    expected=f"at most {MAX_IMAGE_BYTES}",
-                )
-            self._open = _Unfinished(request.image, request.image.num_bytes)
+            self._open = _UnfinishedImage(request.image)
             return self._add(b"")
         raise MalformedMessage(
             "a message that does not belong here",
@@ -184,49 +247,24 @@ class Assembly:
                 seen=f"{len(data)} bytes",
                 expected=f"at most {unfinished.left_bytes if unfinished else 0}",
             )
-        unfinished.left_bytes -= len(data)
         if data:
-            unfinished.parts.append(data)
+            unfinished.add(data)
         if unfinished.left_bytes:
             return None
         self._open = None
-        start, parts = unfinished.start, unfinished.parts
-        if isinstance(start, pb.RecordStart):
-            joined = parts[0] if len(parts) == 1 else b"".join(parts)
-            return Arrived(start.job, start.shard_id, start.epoch, Record(start.record, joined))
-        return Arrived(start.job, start.image.shard_id, start.epoch, _image(start.image, parts))
+        return unfinished.whole()
 
 
-def _image(header: pb.ShardImage, parts: Sequence[pieces.Buffer]) -> Image:
-    whole = memoryview(bytearray().join(parts))
-    tensors, at = {}, 0
-    for description in header.tensors:
-        dtype = _DTYPES.get(description.dtype)
-        shape = tuple(description.shape)
-        stop = at + description.num_bytes
-        if dtype is None or stop > len(whole):
-            raise _wrong(description, len(whole))
-        flat = torch.frombuffer(whole[at:stop], dtype=torch.uint8) if stop > at else torch.empty(0)
-        try:
-            tensors[description.name] = _aligned(flat, dtype).reshape(shape)
-        except RuntimeError as error:
-            raise _wrong(description, len(whole)) from error
-        at = stop
-    return Image(
-        kind=header.kind,
-        shard_id=header.shard_id,
-        version=header.version,
-        spec=header.spec,
-        tensors=tensors,
-        sessions=list(header.sessions),
-    )
-
-
-def _aligned(flat: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes as numbers, in memory of their own."""
-    if flat.numel() == 0:
-        return torch.empty(0, dtype=dtype)
-    return flat.clone().view(dtype)
+def _unset(description: pb.TensorImage, image_bytes: int) -> Tensor:
+    """Memory for a tensor of an image. Nobody sees it before it is filled."""
+    dtype = _DTYPES.get(description.dtype)
+    shape = tuple(description.shape)
+    if dtype is None or math.prod(shape) * dtype.itemsize != description.num_bytes:
+        raise _wrong(description, image_bytes)
+    try:
+        return torch.empty(shape, dtype=dtype)
+    except (RuntimeError, TypeError, OverflowError) as error:
+        raise _wrong(description, image_bytes) from error
 
 
 def _wrong(description: pb.TensorImage, num_bytes: int) -> MalformedMessage:

@@ -67,10 +67,13 @@ class HandingOver:
             level += self._level.pop(job, [])
             shard_ids = [held.shard_id for held in level]
             change = partial(handed_over, primary=self._me)
-            await self._record.change(
-                job, partial(Holdings.changed, shard_ids=shard_ids, change=change)
-            )
-            self._go_on(level)
+            try:
+                await self._record.change(
+                    job, partial(Holdings.changed, shard_ids=shard_ids, change=change)
+                )
+            finally:
+                # Also where the record could not be changed: nobody else leads them then.
+                self._go_on(level)
 
     def _go_on(self, level: Sequence[Held]) -> None:
         """Where the successor was lost meanwhile, lead as before."""

@@ -5,11 +5,19 @@ import heapq
 from collections.abc import Callable, Iterable
 from enum import Enum
 from itertools import count
+from typing import TypeVar
+
+import structlog
 
 from shoal_proto.errors import InvalidSpec, Overloaded, ShoalError, WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.holdings import Holder
 from shoal_server.parameters.image import Record, ShardState
+from shoal_server.parameters.work import Runner
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
 """Of one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
@@ -83,6 +91,7 @@ class Held:
     """A shard in the catalog. Lives on the event loop; its state may be used from any thread."""
 
     def __init__(self, job: str, state: ShardState, role: Role, epoch: int) -> None:
+        self._turn = asyncio.Lock()
         self.job = job
         self.state = state
         self.role = role
@@ -104,6 +113,35 @@ class Held:
     @property
     def shard_id(self) -> int:
         return self.state.shard_id
+
+    async def in_turn(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
+        """The result of work on the state of a shard that may be large, one after the other.
+
+        All that takes long goes by here: so what is short never waits on the event loop, or in one
+        of its few threads, for a shard's lock that is held while a gigabyte is copied.
+        """
+        await self._turn.acquire()
+        try:
+            running = asyncio.ensure_future(run(num_bytes, work))
+        except BaseException:
+            self._turn.release()
+            raise
+        if running.done():
+            self._turn.release()
+            return running.result()
+        # A thread goes on though nobody waits for it any more: it has the turn until it ends.
+        running.add_done_callback(self._end_turn)
+        return await asyncio.shield(running)
+
+    def _end_turn(self, ended: "asyncio.Future[T]") -> None:
+        self._turn.release()
+        if not ended.cancelled() and ended.exception() is not None:
+            log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
+
+    @property
+    def copy_bytes(self) -> int:
+        """What has to be copied before the next push, for a snapshot."""
+        return 0 if self.copy_first is None else self.state.memory_bytes
 
     def check_room(self) -> None:
         """Raise Overloaded while a backup, or the disk, is too far behind to take more."""

@@ -70,6 +70,10 @@ class ShardState(Protocol):
         """What it remembers of pushes. Without the shard's lock, ask only what needs none."""
         ...
 
+    def regrown_bytes(self, num_rows: int) -> int:
+        """What a push of so many rows copies, at most, to make room for them. Takes no lock."""
+        ...
+
     def image(self, keeper: Keeper | None = None) -> Image:
         """A copy of all of it as of one version; `keeper`, if given, is told of every push after
         exactly that version, in place of the keeper before it."""

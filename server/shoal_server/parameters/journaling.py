@@ -172,13 +172,24 @@ class Journaling:
         while True:
             await asyncio.sleep(LOOK_EACH_S)
             for key in self._journal.overdue():
-                led = self._led.get(key)
-                if led is None or led.kept is not None:
-                    continue
                 try:
-                    await self._put(led.held, await self._take(led.held))
-                except Unavailable as error:
-                    log.error("journal_not_shortened", job=key[0], why=str(error))
+                    await self._shorten(key)
+                except Exception:
+                    # The journal is as it was, and is looked at again: without this task, it would
+                    # fill the disk and nobody would be told why.
+                    log.exception("journal_not_shortened", job=key[0], shard_id=key[1])
+
+    async def _shorten(self, key: Key) -> None:
+        led = self._led.get(key)
+        if led is None or led.kept is not None:
+            return
+        image = await self._take(led.held)
+        if self._led.get(key) is not led:
+            return
+        await self._put(led.held, image)
+        if key not in self._led:
+            # It may have been forgotten while it was written: it is to be let go of once more.
+            self._for_others.add(key)
 
     # --- shards that others lead ---
 

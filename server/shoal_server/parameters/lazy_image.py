@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shoal_server.parameters.held import Held
 from shoal_server.parameters.image import Image, ShardState
+from shoal_server.parameters.work import Runner
 
 
 @dataclass(frozen=True, order=True)
@@ -22,6 +23,7 @@ class LazyImage:
     def __init__(self, held: Held) -> None:
         self.stamp = Stamp(held.shard_id, held.epoch, held.state.version)
         self._state: ShardState | None = held.state
+        self._held = held
         self._lock = threading.Lock()
         self._image: Image | None = None
 
@@ -31,6 +33,10 @@ class LazyImage:
             if self._state is not None:
                 self._image, self._state = self._state.image(), None
             return self._image
+
+    async def take_in_turn(self, run: Runner) -> None:
+        """Copy the shard now, without holding up the event loop or what waits on it."""
+        await self._held.in_turn(run, self._held.state.memory_bytes, self.take)
 
     def drop(self) -> None:
         with self._lock:

@@ -185,7 +185,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             me=me,
             custodian=custody,
             run=run,
-            silence_s=config.patience.silence_s,
+            patience=config.patience,
             memory=memory,
             offers=offers,
         )

@@ -117,13 +117,13 @@ class Reclaiming:
                 if holding is None or holding.on_disk != self._custody.me.server_id:
                     del self._open[job, shard_id]
                 elif holding.primary == self._custody.me:
-                    await self._lead(self._open.pop((job, shard_id)), holding)
+                    self._lead(self._open.pop((job, shard_id)), holding)
 
-    async def _lead(self, found: Recovered[ShardState], holding: Holding) -> None:
+    def _lead(self, found: Recovered[ShardState], holding: Holding) -> None:
         self._num_led += 1
         found.state.enter_epoch(holding.epoch)
         held = Held(found.job, found.state, Role.PRIMARY, holding.epoch)
-        await self._custody.adopt(held)
+        self._custody.adopt(held)
         self._custody.created(held)
         log.info(
             "shard_reclaimed",

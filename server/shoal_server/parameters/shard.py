@@ -219,6 +219,10 @@ class LiveShard:
         with self._lock:
             self.spec.epoch = epoch
 
+    def regrown_bytes(self, num_rows: int) -> int:
+        """Nothing: a dense shard has its size from the beginning."""
+        return 0
+
     def image(self, keeper: Keeper | None = None) -> Image:
         """A copy of all of it as of one version; `keeper`, if given, is told of every push after
         exactly that version, in place of the keeper before it."""

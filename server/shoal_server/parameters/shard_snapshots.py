@@ -95,6 +95,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
             library = await self._library(request.url, request.job)
             files = []
             for image in self._cuts.taken(request.job, request.cut_id):
+                await image.take_in_turn(lambda _, take: self._in_pool(take))
                 part = await self._in_pool(partial(_write, library, request, image))
                 files.append(messages.of_part(part))
             return pb.WriteReply(files=files)
@@ -116,7 +117,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
             for part in parts:
                 before_bytes = self._bytes_of(job, part)
                 state = await self._in_pool(partial(_read, library, part))
-                await self._lead(job, state, epochs[part.shard_id])
+                self._lead(job, state, epochs[part.shard_id])
                 claim.became(part.num_bytes - before_bytes)
         await self._catalog.notify()
         await self._catalog.wait_for(job, epochs, FORMING_S)
@@ -144,7 +145,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
             )
         return holding.epoch
 
-    async def _lead(self, job: str, state: ShardState, epoch: int) -> None:
+    def _lead(self, job: str, state: ShardState, epoch: int) -> None:
         """Take a shard over, in the place of what a member may have created meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
@@ -152,7 +153,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
             )
         state.enter_epoch(epoch)
         held = Held(job, state, Role.PRIMARY, epoch)
-        await self._custody.adopt(held)
+        self._custody.adopt(held)
         self._custody.created(held)
 
     async def _library(self, url: str, job: str) -> Library:

@@ -64,27 +64,31 @@ class Watching:
             if await self._answers(primary):
                 await asyncio.sleep(self._patience.beat_s)
                 continue
-            for job, shard_ids in jobs.items():
-                log.warning(
-                    "primary_lost", server=primary.server_id, job=job, num_shards=len(shard_ids)
-                )
-                mine = partial(promoted, lost=primary, backup=self._me)
-                change = partial(Holdings.changed, shard_ids=shard_ids, change=mine)
-                await self._record.change(job, change)
+            for job in jobs:
+                # It may have come back while it was waited for, or while etcd was.
+                if primary in self._streams:
+                    break
+                log.warning("primary_lost", server=primary.server_id, job=job)
+                await self._record.change(job, partial(self._taken_over, primary))
 
-    def _backed(self, primary: Holder) -> dict[str, list[int]]:
-        """By job: the shards of that primary of which this server has a copy in step."""
-        found = {
-            job: [
-                shard_id
-                for shard_id, h in self._record.of_job(job).items()
-                if h.primary == primary
-                and self._me in h.backups
-                and self._catalog.find(job, shard_id) is not None
-            ]
-            for job in self._record.jobs
-        }
-        return {job: shard_ids for job, shard_ids in found.items() if shard_ids}
+    def _taken_over(self, primary: Holder, holdings: Holdings) -> Holdings:
+        """The record in which this server leads what it has a copy of now, and no copy that it had
+        when it first looked."""
+        shard_ids = self._backed_of(primary, holdings.job)
+        return holdings.changed(shard_ids, partial(promoted, lost=primary, backup=self._me))
+
+    def _backed(self, primary: Holder) -> list[str]:
+        """Jobs with shards of that primary of which this server has a copy in step."""
+        return [job for job in self._record.jobs if self._backed_of(primary, job)]
+
+    def _backed_of(self, primary: Holder, job: str) -> list[int]:
+        return [
+            shard_id
+            for shard_id, h in self._record.of_job(job).items()
+            if h.primary == primary
+            and self._me in h.backups
+            and self._catalog.find(job, shard_id) is not None
+        ]
 
     async def _answers(self, holder: Holder) -> bool:
         """Whether that very process answers at its address."""

@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
+from types import MethodType
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -27,6 +29,9 @@ from shoal_server.etcd import holdings as records
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters import frames
+from shoal_server.parameters.catalog import Catalog
+from shoal_server.parameters.follower import Follower
+from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.image import Record
 from shoal_server.parameters.process import Running, running
 from shoal_server.parameters.shard import LiveShard, Push
@@ -38,6 +43,7 @@ ADAM = OptimizerSpec(kind="adam", groups=[HyperParameters(lr=0.1, beta1=0.9, bet
 ANSWER_S = 30.0
 
 Frames = list[pb.FollowRequest]
+T = TypeVar("T")
 
 
 def as_message(frame: frames.Frame) -> pb.FollowRequest:
@@ -144,6 +150,7 @@ def outcomes(replies: Iterable[pb.FollowReply]) -> list[int | type[ShoalError]]:
     return [
         type(from_detail(reply.error)) if reply.HasField("error") else reply.version
         for reply in replies
+        if reply.job
     ]
 
 
@@ -159,8 +166,9 @@ async def test_a_copy_is_the_same_to_the_last_bit(world: World) -> None:
 
 async def test_a_beat_is_answered(world: World) -> None:
     """With an empty reply, so that the primary knows that somebody is there."""
-    (reply,) = await tell(world, [pb.FollowRequest(beat=pb.FollowBeat())])
-    assert reply == pb.FollowReply()
+    replies = await tell(world, [pb.FollowRequest(beat=pb.FollowBeat())])
+    assert replies
+    assert set(map(str, replies)) == {str(pb.FollowReply())}
 
 
 def corrupted(told: Frames) -> Frames:
@@ -173,17 +181,17 @@ def corrupted(told: Frames) -> Frames:
 
 def another_dtype(told: Frames) -> Frames:
     told[0].image.image.tensors[0].dtype = "float8"
-    return told
+    return told[:1]
 
 
 def another_shape(told: Frames) -> Frames:
     told[0].image.image.tensors[0].shape[0] += 1
-    return told
+    return told[:1]
 
 
 def longer_tensor(told: Frames) -> Frames:
     told[0].image.image.tensors[-1].num_bytes += 4
-    return told
+    return told[:1]
 
 
 def too_large(told: Frames) -> Frames:
@@ -294,3 +302,170 @@ async def test_a_stream_without_a_hello_is_refused(world: World) -> None:
             pass
     assert isinstance(from_rpc_error(failed.value, "ps-0"), MalformedMessage)
     assert world.version == 0
+
+
+class Gate:
+    """Holds one awaited step of a server up, until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.reached.set()
+        await self.go_on.wait()
+
+
+async def write_holding(world: World, holding: Holding) -> None:
+    """Have the record say so, and the server know it."""
+    held = Holdings(job=JOB, copies=2, shards=(holding,))
+    await world.store.put(keys.holdings(JOB), records.encode(held))
+    await world.server.custody.refresh(JOB)
+
+
+def led_by(world: World) -> Holding:
+    """What the record says once the server has taken over from its primary."""
+    return Holding(shard_id=0, epoch=EPOCH + 1, primary=world.server.custody.me)
+
+
+async def led(world: World) -> Held:
+    """The shard, once the server leads it."""
+    async with asyncio.timeout(ANSWER_S):
+        await catalog_of(world).wait_for(JOB, [0], ANSWER_S)
+    held = world.server.custody.held(JOB, 0)
+    assert held is not None
+    assert held.role is Role.PRIMARY
+    return held
+
+
+def catalog_of(world: World) -> Catalog:
+    return world.server.custody._catalog
+
+
+def follower_of(world: World) -> Follower:
+    """The service that the server's custody has told to settle shards."""
+    bound = world.server.custody.settle
+    assert isinstance(bound, MethodType)
+    assert isinstance(bound.__self__, Follower)
+    return bound.__self__
+
+
+async def in_step(world: World, version: int) -> None:
+    """Give the server a copy of that version, and have the record list it as in step."""
+    assert outcomes(await tell(world, world.primary.image())) == [version]
+    # As long as there is a stream of the primary, the server does not take over by itself.
+    world.server.custody.stream_opened(PRIMARY)
+    backup = Holding(shard_id=0, epoch=EPOCH, primary=PRIMARY, backups=(world.server.custody.me,))
+    await write_holding(world, backup)
+
+
+async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server takes over while it restores an image of the last primary, and acknowledges pushes
+    of its own: these stay, it leads on, and the image is refused."""
+    await in_step(world, 1)
+    image = world.primary.image()
+    gate, run = Gate(), follower_of(world)._run
+
+    async def held_up(num_bytes: int, work: Callable[[], T]) -> T:
+        result = await run(num_bytes, work)
+        await gate()
+        return result
+
+    monkeypatch.setattr(follower_of(world), "_run", held_up)
+    telling = asyncio.create_task(tell(world, image))
+    async with asyncio.timeout(ANSWER_S):
+        await gate.reached.wait()
+    await write_holding(world, led_by(world))
+    held = await led(world)
+    gradient = torch.ones(NUM_ELEMENTS).numpy().tobytes()
+    for sequence in (1, 2):
+        push = Push(
+            session="t",
+            sequence=sequence,
+            epoch=EPOCH + 1,
+            base_version=1,
+            lr=None,
+            blocks=[0],
+            gradient=gradient,
+        )
+        assert isinstance(held.state, LiveShard)
+        held.state.push(push, lambda session: True)
+    gate.go_on.set()
+    assert outcomes(await telling) == [WrongEpoch]
+    assert world.server.custody.held(JOB, 0) is held
+    assert (held.role, held.epoch, held.state.version) == (Role.PRIMARY, EPOCH + 1, 3)
+    await held.receipts.wait_safe(3)
+
+
+async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came while there was no room for it, and when there is, the server leads the shard: the
+    last primary must not tell anybody that the push is safe, and the shard stays."""
+    await in_step(world, 1)
+    service, gate = follower_of(world), Gate()
+    wait_for = service._room.wait_for
+
+    async def held_up(is_so: Callable[[], bool]) -> bool:
+        await gate()
+        return await wait_for(is_so)
+
+    monkeypatch.setattr(service._room, "wait_for", held_up)
+    telling = asyncio.create_task(tell(world, world.primary.told(world.primary.push())))
+    async with asyncio.timeout(ANSWER_S):
+        await gate.reached.wait()
+    await write_holding(world, led_by(world))
+    held = await led(world)
+    gate.go_on.set()
+    assert outcomes(await telling) == [WrongEpoch]
+    await service.settle(held)
+    assert world.server.custody.held(JOB, 0) is held
+    assert (held.role, held.state.version) == (Role.PRIMARY, 1)
+
+
+async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an image has come for it meanwhile, which waits for the same: and the stream that
+    brought the image may end."""
+    await in_step(world, 1)
+    service, gate = follower_of(world), Gate()
+    run = service._run
+
+    async def held_up(num_bytes: int, work: Callable[[], T]) -> T:
+        await gate()
+        return await run(num_bytes, work)
+
+    monkeypatch.setattr(service, "_run", held_up)
+    assert outcomes(await tell(world, world.primary.told(world.primary.push()))) == [2]
+    settle, settling = service._settle, asyncio.Event()
+
+    async def noted(key: tuple[str, int]) -> None:
+        settling.set()
+        await settle(key)
+
+    monkeypatch.setattr(service, "_settle", noted)
+    telling = asyncio.create_task(tell(world, world.primary.image(), hold=True))
+    async with asyncio.timeout(ANSWER_S):
+        await gate.reached.wait()
+        await settling.wait()
+    telling.cancel()
+    await asyncio.gather(telling, return_exceptions=True)
+    await write_holding(world, led_by(world))
+    held = world.server.custody.held(JOB, 0)
+    assert held is not None
+    assert held.role is Role.BACKUP
+    gate.go_on.set()
+    assert await led(world) is held
+    assert (held.role, held.state.version) == (Role.PRIMARY, 2)
+
+
+async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> None:
+    """What the primary was told to be here must not go again, by a stream that was overtaken."""
+    older = world.primary.image()
+    world.primary.push()
+    assert outcomes(await tell(world, world.primary.image())) == [2]
+    assert outcomes(await tell(world, older)) == [InternalError]
+    await world.assert_same()

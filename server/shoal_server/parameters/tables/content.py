@@ -89,6 +89,10 @@ class TableContent:
             values_rc[torch.from_numpy(absent)] = self._initial.make(ids[absent])
         return births, values_rc
 
+    def regrown_bytes(self, num_rows: int) -> int:
+        """What is copied, at most, to make room for so many more rows."""
+        return self.num_bytes if self._rows.moves_for(num_rows) else 0
+
     def growth_bytes(self, batch: Batch, at_unix_s: float) -> int:
         """By how much a push at that time may grow what is held, if all its new ids are admitted.
 

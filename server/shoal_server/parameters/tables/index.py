@@ -38,6 +38,10 @@ class RowIndex:
     def num_bytes(self) -> int:
         return self.ids.nbytes + self._slots.nbytes
 
+    def moves_for(self, num_more: int) -> bool:
+        """Whether the table of slots is made anew when so many more rows are inserted."""
+        return self._num_used + num_more > LOAD_LIMIT * self._slots.size
+
     def find(self, ids: Ids) -> Rows:
         """The row of each id, -1 for those that have none."""
         places = self._first_places(ids)
@@ -93,7 +97,7 @@ class RowIndex:
             grown = np.zeros(max(top_row, 2 * self.ids.size), np.int64)
             grown[: self.ids.size] = self.ids
             self.ids = grown
-        if self._num_used + num_more <= LOAD_LIMIT * self._slots.size:
+        if not self.moves_for(num_more):
             return
         num_slots = self._slots.size
         while self._num_rows + num_more > LOAD_LIMIT * num_slots:

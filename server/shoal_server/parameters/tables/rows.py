@@ -62,6 +62,10 @@ class RowStore:
         """Rows that there is memory for, and that are not in use."""
         return self._capacity - len(self)
 
+    def moves_for(self, num_more: int) -> bool:
+        """Whether all may have to be moved to make room for so many more rows."""
+        return num_more > self.num_spare or self._index.moves_for(num_more)
+
     def growth_bytes(self, num_rows: int) -> int:
         """By how much memory grows, at worst, for so many rows altogether."""
         return max(0, self._capacity_for(num_rows) - self._capacity) * self.row_bytes

@@ -102,7 +102,8 @@ class TablesServicer(Base):
     async def _found(
         self, rows: RowIds, held: Held, shard: TableShard, num_bytes: int
     ) -> FoundRows:
-        looked_up = await self._run(num_bytes, partial(shard.look_up, rows.ids))
+        look_up = partial(shard.look_up, rows.ids)
+        looked_up = await held.in_turn(self._run, num_bytes, look_up)
         # What a backup has not got yet may still vanish: nobody is to have seen it.
         await held.receipts.wait_safe(looked_up.version)
         return FoundRows(
@@ -157,7 +158,10 @@ class TablesServicer(Base):
         push = part.push(sender.session, header.sequence, time.time(), sender.scope)
         self._memory.refresh()
         try:
-            outcome = await self._run(part.num_bytes, partial(self._push, part, push))
+            num_bytes = part.num_bytes + part.held.copy_bytes
+            num_bytes += part.shard.regrown_bytes(part.item.num_rows)
+            work = partial(self._push, part, push)
+            outcome = await part.held.in_turn(self._run, num_bytes, work)
             await part.held.wait_acknowledged(outcome.version, header.acknowledgement)
         except ShoalError as error:
             return refusal(part.item.shard_id, self._maker.with_route(error, part))

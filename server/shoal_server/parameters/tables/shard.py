@@ -1,7 +1,7 @@
 """One shard of a table: its rows, its version and its memory of pushes, as one unit.
 
-Every method is atomic: it holds the shard's lock from beginning to end. Nothing here waits for a
-network or an event loop.
+Every method is atomic: it holds one of the shard's locks from beginning to end. Nothing here waits
+for a network or an event loop.
 """
 
 import threading
@@ -45,7 +45,11 @@ class TableShard:
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
         self._keeper: Keeper | None = None
+        self._content_lock = threading.Lock()
+        """For what reads or writes rows; taken before the other one. An image holds it for as long
+        as a gigabyte takes to be copied."""
         self._lock = threading.Lock()
+        """For all else. It is never held for long."""
 
     @property
     def shard_id(self) -> int:
@@ -67,6 +71,10 @@ class TableShard:
     @property
     def memory_bytes(self) -> int:
         return self._content.num_bytes + self._answers.num_bytes
+
+    def regrown_bytes(self, num_rows: int) -> int:
+        """What is copied, at most, to make room for so many more rows. Takes no lock."""
+        return self._content.regrown_bytes(num_rows)
 
     @property
     def row_bytes(self) -> int:
@@ -99,7 +107,7 @@ class TableShard:
     def look_up(self, row_ids: bytes) -> LookedUp:
         """Rows as they are now. Raises MalformedMessage for ids that are not this shard's."""
         ids = read_ids(self.table, self.spec.table_index, row_ids)
-        with self._lock:
+        with self._content_lock:
             births, values_rc = self._content.look_up(ids)
             version, step = self._version, self._content.table_step
         values = values_rc.view(torch.uint8).numpy().tobytes() if len(ids) else b""
@@ -117,7 +125,7 @@ class TableShard:
         Overloaded where it must not. Raises WrongEpoch, ForgottenPush, NonFiniteGradient,
         ShapeMismatch, MalformedMessage or Overloaded, and then nothing has changed.
         """
-        with self._lock:
+        with self._content_lock, self._lock:
             try:
                 return self._push(push, is_live, take_memory)
             except Exception:
@@ -215,7 +223,7 @@ class TableShard:
         is not a push of this shard; then nothing has changed.
         """
         push = record.push
-        with self._lock:
+        with self._content_lock, self._lock:
             if push.version != self._version + 1:
                 raise InternalError(
                     f"shard {self.spec.shard_id} was told of an update out of order",
@@ -238,11 +246,12 @@ class TableShard:
     def image(self, keeper: Keeper | None = None) -> Image:
         """A copy of all of it as of one version; `keeper`, if given, is told of every push after
         exactly that version, in place of the keeper before it."""
-        with self._lock:
-            if keeper is not None:
-                self._keeper = keeper
+        with self._content_lock:
+            with self._lock:
+                if keeper is not None:
+                    self._keeper = keeper
+                spec = TableShardSpec(shard=self.spec, table=self.table)
             sessions = self._sessions.export()
-            spec = TableShardSpec(shard=self.spec, table=self.table)
             return Image(
                 kind=KIND,
                 shard_id=self.spec.shard_id,

@@ -1,0 +1,53 @@
+"""From one task to another, in order, and never more than a few at a time."""
+
+import asyncio
+from collections import deque
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Handoff(Generic[T]):
+    """Lives on the event loop. One task puts, one takes."""
+
+    def __init__(self, max_items: int) -> None:
+        self._max_items = max_items
+        self._items: deque[T] = deque()
+        self._is_ended = False
+        self._put = asyncio.Event()
+        self._taken = asyncio.Event()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was ended, and all is taken."""
+        return self._is_ended and not self._items
+
+    async def put(self, item: T) -> None:
+        """Waits while there is no room."""
+        while len(self._items) >= self._max_items:
+            self._taken.clear()
+            await self._taken.wait()
+        self._items.append(item)
+        self._put.set()
+
+    def end(self) -> None:
+        """Nothing more is put."""
+        self._is_ended = True
+        self._put.set()
+
+    async def take(self, within_s: float) -> T | None:
+        """The next item; None if there is none within that time, or ever."""
+        if not self._items and not self._is_ended:
+            self._put.clear()
+            try:
+                async with asyncio.timeout(within_s):
+                    await self._put.wait()
+            except TimeoutError:
+                return None
+        if not self._items:
+            return None
+        self._taken.set()
+        return self._items.popleft()
+
+
+__all__ = ["Handoff"]

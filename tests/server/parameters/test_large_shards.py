@@ -1,0 +1,205 @@
+"""Shards that take long to be copied: they get their copies, and nothing else waits for it."""
+
+import threading
+import time
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+import pytest
+from parameter_servers import ParameterServers
+from structlog.testing import capture_logs
+
+from shoal_client.parameters import ParameterClient
+from shoal_client.tables import Gradients, TableClient
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
+from shoal_server.core.holdings import Holding
+from shoal_server.etcd import holdings as records
+from shoal_server.parameters import follower, kinds, work
+from shoal_server.parameters.image import Image, ShardState
+from shoal_server.parameters.patience import Patience
+from shoal_server.parameters.shard import LiveShard
+
+PATIENCE = Patience(beat_s=0.1, silence_s=0.5)
+NUM_ELEMENTS = 1_500_000
+SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+TABLE = TableSpec(
+    name="users",
+    dim=2,
+    dtype="float32",
+    seed=3,
+    initialiser=Initialiser(kind="constant"),
+    optimizer=RowOptimizer(kind="sgd", lr=1.0),
+    num_shards=1,
+)
+IDS = array("q", [5, 6])
+USERS = ("users", 0)
+LIMIT_S = 30.0
+
+
+def filled(value: float) -> dict[str, memoryview]:
+    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
+
+
+class Job:
+    """A job of dense shards and one table's shard, on `ps-0` alone, each pushed to once."""
+
+    def __init__(self, servers: ParameterServers) -> None:
+        self._servers = servers
+        token = servers.admit("w0")
+        self.dense = ParameterClient([servers.coordinator], lambda: token, timeout_s=LIMIT_S)
+        self.rows = TableClient([servers.coordinator], lambda: token, timeout_s=LIMIT_S)
+        shards = self.dense.place(SCHEMA, [TABLE]).shards
+        self.dense_ids = [shard.shard_id for shard in shards]
+        self.table_id = len(shards)
+        self.num_pushes = 0
+        self.dense.create(SGD, filled(0.0))
+        self.dense.pull(filled(9.0))
+        self.rows.fetch_map()
+        self.push()
+        self.push_rows()
+
+    def push(self) -> None:
+        self.num_pushes += 1
+        self.dense.push(filled(-1.0))
+
+    def push_rows(self) -> None:
+        found = self.rows.look_up({USERS: IDS.tobytes()})[USERS]
+        gradients = Gradients(
+            ids=IDS.tobytes(),
+            births=found.births,
+            gradients=array("f", [-1.0] * 4).tobytes(),
+            base_version=found.version,
+            base_epoch=found.epoch,
+        )
+        self.rows.push({USERS: gradients})
+
+    def values_of_rows(self) -> set[float]:
+        return set(array("f", self.rows.look_up({USERS: IDS.tobytes()})[USERS].values))
+
+    def holding(self, shard_id: int) -> Holding:
+        entry = self._servers.run(records.read(self._servers.store, "job"))
+        assert entry is not None
+        found = entry.holdings.find(shard_id)
+        assert found is not None
+        return found
+
+    def in_step(self, shard_ids: list[int]) -> bool:
+        return all(self.holding(shard_id).backups for shard_id in shard_ids)
+
+    def push_until(self, is_so: Callable[[], bool]) -> None:
+        """Train on, every push acknowledged, until it is so."""
+        give_up_s = time.monotonic() + LIMIT_S
+        while not is_so():
+            assert time.monotonic() < give_up_s
+            self.push()
+
+    def close(self) -> None:
+        self.dense.close()
+        self.rows.close()
+
+
+@pytest.fixture
+def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
+    """They take every shard for a large one."""
+    monkeypatch.setattr(work, "INLINE_BYTES", 0)
+    with ParameterServers(1, patience=PATIENCE) as servers:
+        yield servers
+
+
+@pytest.fixture
+def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
+    """How often the image of each dense shard was taken, by shard and epoch."""
+    taken: Counter[tuple[int, int]] = Counter()
+    take = LiveShard.image
+
+    def counted(self: LiveShard, *args: None) -> Image:
+        taken[self.shard_id, self.spec.epoch] += 1
+        return take(self, *args)
+
+    monkeypatch.setattr(LiveShard, "image", counted)
+    return taken
+
+
+def test_a_copy_that_takes_long_is_waited_for(
+    servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than the silence after which a peer is taken for dead: the link stays, nothing is sent
+    twice, other shards are pushed to, and in the end the copy is there, to the last push."""
+    go_on = threading.Event()
+
+    def slow(image: Image) -> ShardState:
+        if image.kind == "table":
+            assert go_on.wait(LIMIT_S)
+        return kinds.restore(image)
+
+    monkeypatch.setattr(follower, "restore", slow)
+    with capture_logs() as logs, closing(Job(servers)) as job:
+        servers.add("ps-1", patience=PATIENCE)
+        job.push_until(lambda: job.in_step(job.dense_ids))
+        enough_s = time.monotonic() + 3 * PATIENCE.silence_s
+        job.push_until(lambda: time.monotonic() >= enough_s)
+        assert not job.in_step([job.table_id])
+        job.push_rows()
+        go_on.set()
+        job.push_until(lambda: job.in_step([job.table_id]))
+        job.push_rows()
+        assert [e for e in logs if e["event"] in ("link_broke", "image_not_sent")] == []
+        assert set(images.values()) == {1}
+        servers.stop("ps-0")
+        job.push()
+        assert job.values_of_rows() == {3.0}
+        values = filled(0.0)
+        job.dense.pull(values)
+        assert set(values["w"].cast("f")) == {float(job.num_pushes)}
+
+
+def test_an_image_that_fails_is_sent_again_alone(
+    servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other shards of the two servers are not sent once more, and stay in step."""
+    failures = iter([True, True])
+
+    def failing(image: Image) -> ShardState:
+        if image.kind == "table" and next(failures, False):
+            raise RuntimeError("no such luck")
+        return kinds.restore(image)
+
+    monkeypatch.setattr(follower, "restore", failing)
+    with capture_logs() as logs, closing(Job(servers)) as job:
+        servers.add("ps-1", patience=PATIENCE)
+        job.push_until(lambda: job.in_step([*job.dense_ids, job.table_id]))
+        assert next(failures, None) is None
+        assert set(images.values()) == {1}
+        assert [e["event"] for e in logs if e["event"] == "link_broke"] == []
+        job.push_rows()
+        servers.stop("ps-0")
+        job.push()
+        assert job.values_of_rows() == {2.0}
+
+
+def test_an_image_that_always_fails_is_given_up(
+    servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a few attempts the record lists its joiner no longer; the other shards have theirs."""
+    attempts: list[int] = []
+
+    def failing(image: Image) -> ShardState:
+        if image.kind == "table":
+            attempts.append(image.shard_id)
+            raise RuntimeError("no such luck")
+        return kinds.restore(image)
+
+    monkeypatch.setattr(follower, "restore", failing)
+    with capture_logs() as logs, closing(Job(servers)) as job:
+        servers.add("ps-1", patience=PATIENCE)
+        job.push_until(lambda: any(e["event"] == "copy_refused" for e in logs))
+        assert len(attempts) >= 3
+        job.push_until(lambda: job.in_step(job.dense_ids))
+        assert set(images.values()) == {1}
+        job.push_rows()
+        assert job.values_of_rows() == {2.0}
