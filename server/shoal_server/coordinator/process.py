@@ -29,6 +29,7 @@ from shoal_server.status.serve import StatusServer
 log = structlog.get_logger(__name__)
 
 STOP_WITHIN_S = 2.0
+LEAD_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +131,14 @@ class Turns:
         following = asyncio.create_task(self._follow(), name="follow-leader")
         try:
             while True:
-                await self._lead(await self._election.campaign())
+                if not await self._lead(await self._election.campaign()):
+                    # The next term may end the same way, and another coordinator may do better.
+                    await asyncio.sleep(LEAD_AGAIN_S)
         finally:
             await _ended(following)
 
-    async def _lead(self, leadership: Leadership) -> None:
+    async def _lead(self, leadership: Leadership) -> bool:
+        """Lead until the term is over; whether it ever came to that."""
         coordinator = self._coordinator
         try:
             await coordinator.lead((leadership.condition,))
@@ -147,10 +151,12 @@ class Turns:
             log.warning("deposed", reason=coordinator.why_deposed or leadership.reason)
         except ShoalError as error:
             log.error("could_not_lead", reason=str(error))
+            return False
         finally:
             self._health.set_leads(False)
             await coordinator.step_down()
             await leadership.resign()
+        return True
 
     async def _follow(self) -> None:
         watching: asyncio.Task[None] | None = None

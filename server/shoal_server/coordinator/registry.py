@@ -65,7 +65,7 @@ class Registry:
         """Unfinished jobs that are still to be read."""
         self._finished: list[StateRecord] = []
         self._read_ahead: list[StoredJob] = []
-        self._aside: dict[str, JobSetAside] = {}
+        self._aside: dict[str, tuple[JobSetAside, float]] = {}
         self._prepare: Prepare = _nothing
         self._reading: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
@@ -169,14 +169,14 @@ class Registry:
     def _note_aside(self, name: str, error: Exception) -> JobSetAside:
         why = error if isinstance(error, JobSetAside) else _failed(name, error)
         self._unread.pop(name, None)
-        self._aside[name] = why
+        self._aside[name] = (why, self._around.clock())
         log.error("job_set_aside", job=name, reason=str(why))
         self._around.board.event(name, "job_set_aside", str(why))
         return why
 
     @property
-    def aside(self) -> Mapping[str, JobSetAside]:
-        """Jobs that this coordinator cannot go on with, and why."""
+    def aside(self) -> Mapping[str, tuple[JobSetAside, float]]:
+        """Jobs that this coordinator cannot go on with: why, and since when (Unix seconds)."""
         return self._aside
 
     async def step_down(self) -> None:
@@ -214,7 +214,8 @@ class Registry:
             raise UnknownJob(f"there is no job {job!r}", seen=job, expected=known) from None
 
     def _require_usable(self, job: str) -> None:
-        if why := self._aside.get(job):
+        if found := self._aside.get(job):
+            why, _ = found
             # An error of its own for each caller: what is raised keeps where it was raised.
             raise JobSetAside(
                 why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details

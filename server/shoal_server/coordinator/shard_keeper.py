@@ -5,17 +5,18 @@ each other without it. So nothing is lost while no coordinator leads.
 """
 
 import asyncio
-import json
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 import structlog
 
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.coordinator.stored_jobs import gathered
+from shoal_server.coordinator.stored_json import StateRecord
 from shoal_server.core import loads
 from shoal_server.core.absences import Absences
 from shoal_server.core.holdings import Holder, Holdings
@@ -35,6 +36,7 @@ RETRY_PAUSE_S = 0.5
 RESTORE_AGAIN_S = 5.0
 SUSPECT_S = 3.0
 MEASURE_EACH_S = 10.0
+MEASURES_AT_ONCE = 16
 DEAD_AFTER_S = 300.0
 """A server that is gone from etcd for so long does not come back with what it held."""
 
@@ -64,6 +66,8 @@ class ShardKeeper:
         """By job: ids of servers on whose disk its shards are."""
         self._suspect_until_s: dict[Holder, float] = {}
         self._last: dict[str, Holdings] = {}
+        self._troubles: dict[str, str] = {}
+        """By key: why the shards of a job are not tended, which is logged once."""
         self._wake = asyncio.Event()
 
     @asynccontextmanager
@@ -83,13 +87,15 @@ class ShardKeeper:
 
     async def _watch(self, prefix: str) -> None:
         while True:
-            with suppress(RetryError):
+            try:
                 snapshot = await self._store.range(prefix)
                 self._wake.set()
                 watch = self._store.watch(prefix, Revision(snapshot.revision + 1))
                 async with aclosing(watch) as batches:
                     async for _ in batches:
                         self._wake.set()
+            except ShoalError as error:
+                log.warning("shards_not_watched", prefix=prefix, reason=str(error))
             await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _work(self) -> None:
@@ -107,8 +113,12 @@ class ShardKeeper:
                 if is_time:
                     await self._measure()
                 await self._tend_all()
-            except ShoalError as error:
-                log.warning("shards_not_tended", reason=str(error))
+            except Exception as error:
+                # The outermost frame of this work: were it to end, nothing were copied again.
+                if isinstance(error, ShoalError):
+                    log.warning("shards_not_tended", reason=str(error))
+                else:
+                    log.exception("shards_not_tended", error=repr(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
                 self._wake.set()
 
@@ -117,15 +127,27 @@ class ShardKeeper:
         present = await self._servers()
         known = set()
         for item in snapshot.items:
-            entry = records.parse(item)
-            known.add(entry.holdings.job)
-            await self._tend(entry, present)
+            known.add(item.key.removeprefix(keys.HOLDINGS))
+            try:
+                await self._tend(records.parse(item), present)
+                self._troubles.pop(item.key, None)
+            except RetryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - one job's trouble is to harm no other
+                self._note_trouble(item.key, error)
         for job in self._last.keys() - known:
             self._last.pop(job)
             self._forget(job)
 
+    def _note_trouble(self, key: str, error: Exception) -> None:
+        if self._troubles.get(key) == repr(error):
+            return
+        self._troubles[key] = repr(error)
+        log.error("shards_of_job_not_tended", key=key, reason=str(error), error=repr(error))
+
     def _forget(self, job: str) -> None:
         """The job's record is gone."""
+        self._troubles.pop(keys.holdings(job), None)
         for known_of_it in (self._num_bytes, self._pushed, self._weights):
             known_of_it.pop(job, None)
         for gone in (self._gone, self._gone_disks):
@@ -220,8 +242,7 @@ class ShardKeeper:
         state = await self._store.get(keys.job_state(job))
         if state is None:
             return False
-        record = json.loads(state.value)
-        return bool(record.get("finished", False))
+        return StateRecord.from_json(job, state.value).finished
 
     async def _weights_of(self, job: str) -> Mapping[int, int]:
         if job not in self._weights:
@@ -234,15 +255,24 @@ class ShardKeeper:
 
     async def _measure(self) -> None:
         """Weigh shards by what was pushed to them since the last time, too."""
-        if self._read_pushed is None:
-            return
-        for job, num_bytes in list(self._num_bytes.items()):
+        if self._read_pushed is not None:
+            # Side by side: a server that hangs is waited for by each job that it has shards of.
+            await gathered(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
+
+    async def _measure_one(self, job: str) -> None:
+        assert self._read_pushed is not None
+        try:
             pushed = await self._read_pushed(job)
-            before = self._pushed.get(job, {})
-            self._pushed[job] = pushed
-            # Those that could not be asked for would seem idle.
-            if before.keys() == pushed.keys() == num_bytes.keys():
-                self._weights[job] = loads.weights(num_bytes, before, pushed)
+        except RetryError:
+            raise
+        except ShoalError as error:
+            self._note_trouble(keys.holdings(job), error)
+            return
+        before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
+        self._pushed[job] = pushed
+        # Those that could not be asked for would seem idle.
+        if before.keys() == pushed.keys() == num_bytes.keys():
+            self._weights[job] = loads.weights(num_bytes, before, pushed)
 
 
 def num_bytes_of(layout: ShardMap) -> dict[int, int]:

@@ -7,7 +7,7 @@ from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.job_actor import JobActor
 from shoal_server.coordinator.registry import Registry
 from shoal_server.coordinator.samples import SamplesService
-from shoal_server.status.from_core import job_view, samples_view
+from shoal_server.status.from_core import job_view, samples_view, set_aside_view
 from shoal_server.status.shards import ShardReader
 from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView
 
@@ -35,7 +35,11 @@ class CoordinatorView:
         return Readiness(ready=False, reason=self.why_not_ready, leader=leader)
 
     def jobs(self) -> Sequence[JobView]:
-        return [self._job(actor) for actor in self._registry.actors()]
+        aside = [
+            set_aside_view(name, str(why), since_s)
+            for name, (why, since_s) in self._registry.aside.items()
+        ]
+        return aside + [self._job(actor) for actor in self._registry.actors()]
 
     def _job(self, actor: JobActor) -> JobView:
         view = job_view(actor.job, records=actor.records.values(), last_seen=actor.last_seen)

@@ -79,6 +79,13 @@ def parse(entry: KeyValue) -> Entry:
         raise InternalError(
             f"the record of shard holders at {entry.key} does not parse", seen=repr(error)
         ) from error
+    job = entry.key.removeprefix(keys.HOLDINGS)
+    if message.job != job:
+        raise InternalError(
+            f"the record of shard holders at {entry.key} is not that job's",
+            seen=repr(message.job[:128]),
+            expected=repr(job),
+        )
     shards = tuple(
         Holding(
             shard_id=s.shard_id,

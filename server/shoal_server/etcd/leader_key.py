@@ -88,7 +88,7 @@ def _parse(value: bytes, created: Revision) -> Leader:
         record = json.loads(value)
         address, http_url = str(record["address"]), str(record["http_url"])
         host = str(record.get("host", ""))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         # Somebody leads, or the key would not be there; we only cannot tell where.
         log.error("leader_record_unreadable", value=value[:200], error=repr(error))
         address = http_url = host = ""

@@ -34,7 +34,7 @@ def parse(key: str, value: bytes) -> Server:
             address=str(record["address"]),
             is_leaving=bool(record.get("leaving", False)),
         )
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InternalError(
             f"the record of parameter server {key.removeprefix(keys.SERVERS)} does not parse",
             seen=f"{value[:80]!r}, {error!r}",

@@ -40,7 +40,13 @@ async def fill(store: KeyValueStore, layout: ShardMap) -> ShardMap:
     addresses = {holder.server_id: a for holder, a in (await servers(store)).items()}
     holders = {holding.shard_id: holding for holding in entry.holdings.shards}
     for shard in layout.shards:
-        holding = holders[shard.shard_id]
+        holding = holders.get(shard.shard_id)
+        if holding is None:
+            raise InternalError(
+                f"the record of shard holders of job {layout.job} has no shard {shard.shard_id}",
+                seen=f"{len(holders)} shards",
+                expected=f"all {len(layout.shards)} of the shard map",
+            )
         last_known = shard.address if shard.server_id == holding.primary.server_id else ""
         shard.server_id = holding.primary.server_id
         shard.epoch = holding.epoch

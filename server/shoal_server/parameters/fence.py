@@ -136,7 +136,7 @@ class Fence:
 def _field(value: bytes, name: str) -> object:
     try:
         record = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record.get(name) if isinstance(record, dict) else None
 

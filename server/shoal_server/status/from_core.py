@@ -19,6 +19,7 @@ from shoal_server.status.views import (
 )
 
 MAX_GENERATIONS = 100
+SET_ASIDE = "set_aside"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +62,19 @@ def job_view(
             for member in job.members.values()
         ),
         generations=tuple(generation_view(record, to_unix_s) for record in newest),
+    )
+
+
+def set_aside_view(job: str, reason: str, since_unix_s: float) -> JobView:
+    """A job that the coordinator cannot go on with: that, and why, is all that it knows of it."""
+    return JobView(
+        job=job,
+        phase=SET_ASIDE,
+        reason=reason,
+        since_unix_s=since_unix_s,
+        min_members=0,
+        max_members=0,
+        desired_members=0,
     )
 
 

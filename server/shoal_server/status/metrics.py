@@ -21,7 +21,10 @@ from shoal_server.status.views import JobView, ShardsView
 
 log = structlog.get_logger(__name__)
 
-PHASES = ("collect", "prepare", "committed", "running", "aborted", "finished", "lost")
+PHASES = (
+    *("collect", "prepare", "committed", "running", "aborted", "finished", "lost"),
+    "set_aside",
+)
 
 _HEALTH_GAUGES = (
     ("shoal_member_step_duration_seconds", "Seconds a step takes.", "step_time_s"),

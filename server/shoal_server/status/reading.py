@@ -24,7 +24,7 @@ class JobSummary(View):
 
     job: str
     phase: str
-    """collect, prepare, committed, running, aborted, finished or lost."""
+    """collect, prepare, committed, running, aborted, finished, lost or set_aside."""
     reason: str
     """Why the job is in this phase."""
     since_unix_s: float

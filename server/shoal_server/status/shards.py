@@ -52,11 +52,16 @@ class ShardReader:
             if time.monotonic() - read_at_s > MAX_AGE_S:
                 view = await self._read(job)
                 self._answers[job] = (time.monotonic(), view)
-        if len(self._answers) > MAX_JOBS:
-            oldest = min(self._answers, key=lambda name: self._answers[name][0])
-            del self._answers[oldest]
-            del self._locks[oldest]
+        self._forget_oldest()
         return view
+
+    def _forget_oldest(self) -> None:
+        """Whoever is being read for is not forgotten, however many that are."""
+        idle = [name for name in self._answers if not self._locks[name].locked()]
+        idle.sort(key=lambda name: self._answers[name][0])
+        for name in idle[: max(0, len(self._answers) - MAX_JOBS)]:
+            del self._answers[name]
+            del self._locks[name]
 
     async def pushed_bytes(self, job: str) -> Mapping[int, int]:
         """By shard: the data of pushes applied since its server leads it. Shards whose server is

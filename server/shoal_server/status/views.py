@@ -117,8 +117,8 @@ class JobView(View):
 
     job: str
     phase: str
-    """collect, prepare, committed, running, aborted, finished or lost (nobody holds the state that
-    it had come to)."""
+    """collect, prepare, committed, running, aborted, finished, lost (nobody holds the state that
+    it had come to) or set_aside (what etcd holds of it cannot be used)."""
     reason: str
     """Why the job is in this phase."""
     since_unix_s: float

@@ -10,7 +10,7 @@ const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   collect: "warn", prepare: "info", preparing: "info", "bringing-up": "info", joining: "info",
   waiting: "warn", settling: "warn", aborted: "bad", disconnected: "bad", halted: "bad", draining: "info", unreachable: "bad",
-  gone: "bad", lost: "bad",
+  gone: "bad", lost: "bad", set_aside: "bad",
 };
 
 // --- making and updating the document ---
