@@ -16,6 +16,7 @@ import structlog
 from shoal_proto.errors import InvalidSpec, ShoalError
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.config import EtcdConfig, parse_endpoints
+from shoal_server.ready import LOOPBACK, listening
 
 BAD_ARGUMENTS = 2
 DEFAULT_ETCD = "127.0.0.1:2379"
@@ -38,9 +39,14 @@ def _add_coordinator(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
         " Run several for one etcd: one leads, the others take over.",
         allow_abbrev=False,
     )
-    _add_serving(parser, listen="0.0.0.0:7700")
+    _add_serving(parser, port="7700")
     option = parser.add_argument
-    option("--http", default="0.0.0.0:7780", metavar="HOST:PORT", help="default %(default)s")
+    option(
+        "--http",
+        default="7780",
+        metavar="[HOST:]PORT",
+        help="the status page and its API (default %(default)s, at --bind)",
+    )
     _add_limits(parser)
     option(
         "--leader-lease-s",
@@ -100,7 +106,7 @@ def _add_parameter_server(subparsers: "Subparsers[argparse.ArgumentParser]") -> 
         description="Holds shards of parameters and applies pushed gradients, until SIGTERM.",
         allow_abbrev=False,
     )
-    _add_serving(parser, listen="0.0.0.0:7710")
+    _add_serving(parser, port="7710")
     option = parser.add_argument
     option("--id", help="name of this server (default: host and port)")
     option(
@@ -180,14 +186,28 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_serving(parser: argparse.ArgumentParser, listen: str) -> None:
+def _add_serving(parser: argparse.ArgumentParser, port: str) -> None:
     option = parser.add_argument
-    option("--listen", default=listen, metavar="HOST:PORT", help="gRPC (default %(default)s)")
+    option(
+        "--bind",
+        default=LOOPBACK,
+        metavar="ADDRESS",
+        help="serve every port at this address; 0.0.0.0: at all of this machine's. There is no TLS"
+        " and no password: whoever reaches the ports can read parameters and end jobs (default"
+        " %(default)s)",
+    )
+    option(
+        "--listen",
+        default=port,
+        metavar="[HOST:]PORT",
+        help="gRPC (default %(default)s, at --bind)",
+    )
     option(
         "--advertise",
         default="",
         metavar="HOST[:PORT]",
-        help="address that others connect to (default: what is listened on)",
+        help="address that others connect to (default: what is listened on; where that is every"
+        " address, this machine's name)",
     )
     option("--ready-file", type=Path, help="written once it serves: JSON with its addresses")
     etcd = parser.add_argument_group("etcd")
@@ -248,8 +268,8 @@ def coordinator(options: argparse.Namespace) -> int:
     try:
         config = CoordinatorConfig(
             etcd=etcd_config(options),
-            listen=options.listen,
-            http=options.http,
+            listen=listening(options.listen, options.bind),
+            http=listening(options.http, options.bind),
             advertise=options.advertise,
             limits=limits_of(options),
             leader_lease_s=options.leader_lease_s,
@@ -303,7 +323,7 @@ def parameter_server(options: argparse.Namespace) -> int:
     try:
         config = ParameterServerConfig(
             etcd=etcd_config(options),
-            listen=options.listen,
+            listen=listening(options.listen, options.bind),
             bulk_port=options.bulk_port,
             advertise=options.advertise,
             server_id=options.id or "",

@@ -1,12 +1,23 @@
-"""Telling whoever started this process that it serves, and being told to stop."""
+"""Where a process listens, what it announces, telling that it serves, and being told to stop."""
 
 import asyncio
 import json
 import os
 import signal
+import socket
+from collections.abc import Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 
+import structlog
+
 from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+WILDCARDS = ("", "0.0.0.0", "::")
+"""Every interface of this machine."""
 
 
 def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
@@ -35,13 +46,72 @@ def split_address(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def join_address(host: str, port: int | str) -> str:
+    """host:port, with an IPv6 address in brackets."""
+    host = host.strip("[]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listening(listen: str, bind: str) -> str:
+    """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`.
+
+    Raises InvalidSpec.
+    """
+    address = listen if ":" in listen else join_address(bind, listen)
+    try:
+        split_address(address)
+    except InvalidSpec as error:
+        raise InvalidSpec(
+            "bad address to listen on", seen=repr(listen), expected="host:port, or a port"
+        ) from error
+    return address
+
+
 def advertised(advertise: str, listen: str, port: int) -> str:
     """host:port for others to connect to.
 
-    `advertise` is HOST or HOST:PORT; empty: the host that is listened on, or loopback where that
-    is every interface.
+    `advertise` is HOST or HOST:PORT; empty: the host that is listened on, or this machine's name
+    where that is every interface.
     """
-    if advertise:
-        return advertise if ":" in advertise else f"{advertise}:{port}"
-    host = split_address(listen)[0]
-    return f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}"
+    host = advertise or split_address(listen)[0]
+    if host in WILDCARDS:
+        host = socket.gethostname()
+    name, colon, number = host.rpartition(":")
+    is_whole = colon and number.isdigit() and (":" not in name or name.endswith("]"))
+    return host if is_whole else join_address(host, port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it. A name other than localhost is not looked up."""
+    host = host.strip("[]")
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
+    """Warn, in one line, of ports that strangers may reach, or of an address that the other
+    machines of a cluster cannot.
+
+    `listens`: host:port by what is served there; `etcd`: its endpoints, host:port.
+    """
+    opened = {
+        name: address
+        for name, address in listens.items()
+        if not is_loopback(split_address(address)[0])
+    }
+    if opened:
+        log.warning(
+            "ports_open_to_others",
+            **opened,
+            reason="no TLS and no password: anybody who reaches these ports can read parameters"
+            " and end jobs; let only machines of this cluster reach them",
+        )
+    elif not all(is_loopback(split_address(endpoint)[0]) for endpoint in etcd):
+        log.warning(
+            "reached_from_this_machine_only",
+            **listens,
+            reason="etcd is on another machine, and what is announced there is a loopback address;"
+            " give --bind ADDRESS if others are to reach this process",
+        )

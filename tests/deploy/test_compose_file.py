@@ -33,7 +33,8 @@ def test_commands_parse(compose: dict[str, Any]) -> None:
     for name in ("coordinator", "ps-0", "ps-1"):
         options = parser.parse_args(compose["services"][name]["command"])
         assert options.advertise.split(":")[0] == name
-        assert options.advertise.split(":")[1] == options.listen.split(":")[1]
+        assert options.advertise.split(":")[1] == options.listen
+        assert options.bind == "0.0.0.0"
         assert f"--etcd=etcd:{etcd_port(compose)}" in compose["services"][name]["command"]
 
 

@@ -265,13 +265,14 @@ def test_commands_parse(resources: list[Resource]) -> None:
         if "command" not in container:
             options = parser.parse_args(arguments(resources, container))
             parsed[container["name"]] = options
-            assert options.listen == f"0.0.0.0:{port_of(container, 'grpc')}"
+            assert options.bind == "0.0.0.0"
+            assert options.listen == str(port_of(container, "grpc"))
             if container["name"] == "ps":
                 assert options.bulk_port == port_of(container, "bulk")
     assert set(parsed) == ROLES
     coordinator = find(resources, kinds={"Deployment"}, name="coordinator")
     [container] = coordinator["spec"]["template"]["spec"]["containers"]
-    assert parsed["coordinator"].http == f"0.0.0.0:{port_of(container, 'http')}"
+    assert parsed["coordinator"].http == str(port_of(container, "http"))
 
 
 def test_the_worker_is_started_by_shoal_run(resources: list[Resource]) -> None:

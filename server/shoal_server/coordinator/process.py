@@ -21,7 +21,15 @@ from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.election import DEFAULT_TTL_S, Election, Leadership
 from shoal_server.etcd.leader_key import Candidate, Leader
-from shoal_server.ready import advertised, split_address, stop_requested, write_ready_file
+from shoal_server.ready import (
+    advertised,
+    is_loopback,
+    join_address,
+    split_address,
+    stop_requested,
+    warn_of_reach,
+    write_ready_file,
+)
 from shoal_server.rpc import bind, new_server
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
@@ -35,12 +43,13 @@ LEAD_AGAIN_S = 1.0
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorConfig:
     etcd: EtcdConfig
-    listen: str = "0.0.0.0:7700"
+    listen: str = "127.0.0.1:7700"
     """host:port of gRPC; port 0 takes a free one."""
-    http: str = "0.0.0.0:7780"
+    http: str = "127.0.0.1:7780"
     """host:port of the status endpoint; port 0 takes a free one."""
     advertise: str = ""
-    """HOST or HOST:PORT that workers and other coordinators reach this one at."""
+    """HOST or HOST:PORT that workers and other coordinators reach this one at. Empty: the host
+    listened on, or this machine's name where that is all of its addresses."""
     limits: Limits = field(default_factory=Limits)
     leader_lease_s: float = DEFAULT_TTL_S
     """A leader that hangs or is cut off is succeeded after so long, and one that stood still for
@@ -76,7 +85,7 @@ async def serve(config: CoordinatorConfig) -> None:
         await stack.enter_async_context(coordinator.running())
         app = build_app(coordinator.view, coordinator.board)
         status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))
-        coordinator.http_url = f"http://{split_address(address)[0]}:{status.port}"
+        coordinator.http_url = _http_url(config, address, status.port)
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
@@ -94,9 +103,18 @@ async def serve(config: CoordinatorConfig) -> None:
         known.cancel()
         if turns.leader_known.is_set():
             write_ready_file(config.ready_file, {"grpc": address, "http": coordinator.http_url})
+            warn_of_reach({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
             log.info("coordinator_serves", grpc=address, http=coordinator.http_url)
         await asyncio.wait((campaign, stopping), return_when=asyncio.FIRST_COMPLETED)
     log.info("coordinator_stopped", grpc=address)
+
+
+def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
+    """The page is announced at the host that gRPC is, unless it is for this machine alone."""
+    host, grpc_host = split_address(config.http)[0], split_address(address)[0]
+    if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
+        host = grpc_host
+    return f"http://{join_address(host, port)}"
 
 
 async def _ended(*tasks: asyncio.Task[object]) -> None:

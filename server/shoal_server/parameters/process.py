@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 import warnings
 from collections.abc import AsyncIterator
@@ -52,6 +51,7 @@ from shoal_server.parameters.shard_snapshots import ShardSnapshots
 from shoal_server.parameters.tables.making import TableMaker
 from shoal_server.parameters.tables.servicer import TablesServicer
 from shoal_server.parameters.work import Workers
+from shoal_server.ready import advertised, split_address, warn_of_reach
 from shoal_server.rpc import bind, new_server
 
 log = structlog.get_logger(__name__)
@@ -59,13 +59,11 @@ log = structlog.get_logger(__name__)
 SNAPSHOT_THREADS = 2
 LEASES_TO_WAIT_FOR = 4
 
-WILDCARDS = ("", "0.0.0.0", "[::]", "::")
-
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig:
     etcd: EtcdConfig
-    listen: str = "0.0.0.0:7710"
+    listen: str = "127.0.0.1:7710"
     """host:port of the gRPC service; port 0 takes a free one."""
     bulk_port: int = 0
     """TCP port of the bulk transport, on the same host; 0 takes a free one."""
@@ -95,9 +93,7 @@ class ParameterServerConfig:
     """Shards that are worked on at the same time."""
 
     def __post_init__(self) -> None:
-        host, colon, port = self.listen.rpartition(":")
-        if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
-            raise InvalidSpec("bad address to listen on", seen=self.listen, expected="host:port")
+        split_address(self.listen)
         if not 0 <= self.bulk_port < 65536:
             raise InvalidSpec(
                 "bad port of the bulk transport", seen=str(self.bulk_port), expected="0 to 65535"
@@ -170,7 +166,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
     async with AsyncExitStack() as stack:
         server = new_server()
         port = bind(server, config.listen)
-        address = _address(config, port)
+        address = advertised(config.advertise, config.listen, port)
         server_id = config.server_id or _id_of(address)
         pool = ThreadPoolExecutor(config.num_threads, thread_name_prefix="shoal-shards")
         stack.callback(pool.shutdown)
@@ -237,6 +233,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         registration = await stack.enter_async_context(
             Registration(store, identity, config.lease_ttl_s)
         )
+        warn_of_reach({"grpc": config.listen}, config.etcd.endpoints)
         log.info(
             "parameter_server_started",
             server_id=server_id,
@@ -298,13 +295,6 @@ async def _until(stop: asyncio.Event, server: Running) -> None:
         for wait in waits:
             wait.cancel()
         await asyncio.gather(*waits, return_exceptions=True)
-
-
-def _address(config: ParameterServerConfig, port: int) -> str:
-    host = config.listen.rpartition(":")[0]
-    advertise = config.advertise or (socket.gethostname() if host in WILDCARDS else host)
-    has_port = advertise.rpartition(":")[2].isdigit() and not advertise.endswith("]")
-    return advertise if has_port and ":" in advertise else f"{advertise}:{port}"
 
 
 def _id_of(address: str) -> str:
