@@ -47,7 +47,7 @@ class SimMember:
     checkpoints: tuple[int, ...] = ()
     """Steps of the complete checkpoints that it sees."""
     has_state: bool = False
-    """Has entered a generation: from then on it holds what all hold."""
+    """Has been in a generation that ran: from then on it holds what all hold."""
     drained: bool = False
     """Was let go: nothing is left for it to do."""
     records: dict[int, list[Record]] = field(default_factory=dict)
@@ -265,6 +265,8 @@ class World:
                     self._bring_up(member, notice.generation)
             case events.BreakNotice():
                 self._take_break(member, notice.generation)
+            case events.RunningNotice():
+                member.has_state = True
             case events.DrainNotice() if notice.now:
                 self._leave_drained(member)
             case events.RefusedNotice():
@@ -302,7 +304,6 @@ class World:
 
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
         member.generation, member.next_generation = generation, 0
-        member.has_state = True
         self.send(member, events.BecameReady(**self._who(member), generation=generation))
 
     def _take_break(self, member: SimMember, generation: int) -> None:

@@ -73,12 +73,16 @@ class SimMember:
         cannot_reach: Callable[[str], bool] = lambda peer: False,
         info: MemberInfo | None = None,
         step: int = 0,
+        num_failures: int = 0,
     ) -> None:
         self.around, self.name, self.incarnation = around, name, incarnation
         self.process = Process(around.clock)
         self.total_steps, self.rejects, self.cannot_reach = total_steps, rejects, cannot_reach
         self.info, self._fields = info or MemberInfo(host="h"), fields
         self.step, self.has_state = step, step > 0
+        self.num_failures = num_failures
+        """So many bring-ups fail by its own fault, as where memory is short."""
+        self.is_clumsy = num_failures > 0
         self.failure: Exception | None = None
         self.end: Exception | str | None = None
         """How the process ended, once it has."""
@@ -479,6 +483,13 @@ class SimMember:
         self._seen = record.roster.generation
         try:
             yield sleep(self.around.clock.random.uniform(0.0, 0.2))
+            if self.num_failures:
+                self.num_failures -= 1
+                generation = Generation(self._seen)
+                yield from self._call(
+                    events.Broke(**self.who, generation=generation, error="no memory", own=True)
+                )
+                raise CollectiveFailed("no memory")
             yield from self._collective("bring up")
         except CollectiveFailed as error:
             self.around.part(self, self._seen)

@@ -10,6 +10,7 @@ from sim_time import Box, Clock
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events
+from shoal_server.core.events import RefusalKind
 from shoal_server.core.limits import Limits
 from shoal_server.core.phases import Phase
 from shoal_server.core.roster import JobSpec, MemberInfo, Record, StateAction, Step, Verdict
@@ -70,6 +71,7 @@ class SimWorld:
         *,
         rejects: bool = False,
         step: int = 0,
+        num_failures: int = 0,
     ) -> SimMember:
         self._starts += 1
         self.note(f"{name} starts{' at step ' + str(step) if step else ''}")
@@ -85,6 +87,7 @@ class SimWorld:
             cannot_reach=lambda peer: (name, peer) in self.cut,
             info=MemberInfo(host="h", pid=self._starts),
             step=step,
+            num_failures=num_failures,
         )
         self.members[name] = member
         self.everybody.append(member)
@@ -403,6 +406,10 @@ class SimWorld:
         # Who answers comes to a stand long before anybody loses patience, whether or not the store
         # is away meanwhile.
         untroubled = self.clock.now_s - self.leaderless_s > self.limits.collective_s + 1.0
+        if isinstance(member.end, RefusedCall) and not member.is_clumsy:
+            assert member.end.refusal.kind != RefusalKind.BRING_UP or untroubled is False, (
+                member.end
+            )
         if isinstance(member.end, RefusedCall) and not member.process.was_halted and untroubled:
             assert "come to a stand" not in member.end.refusal.what, member.end
         for number, group in self.groups.items():

@@ -139,6 +139,10 @@ class PeersUnreachable(RefusedError):
     """This member and others cannot reach each other over the network; `details` names them."""
 
 
+class BringUpFailed(RefusedError):
+    """This member failed to bring a generation up, again and again: the others go on without it."""
+
+
 class MemberDrained(RefusedError):
     """This member was asked to leave and has handed over: there is nothing left for it to do."""
 

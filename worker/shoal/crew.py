@@ -13,6 +13,7 @@ from shoal.validators import Judges
 from shoal_client.membership import Member, Membership
 from shoal_client.reach import ProbeListener, check, peers_to_check
 from shoal_proto.errors import (
+    BringUpFailed,
     GenerationBroken,
     InvalidSpec,
     RejoinError,
@@ -231,8 +232,11 @@ class Crew:
         strategy.abandon()
         if own and not (strategy.synchronous and isinstance(error, _WORTH_ANOTHER_TRY)):
             raise error
-        self._await_break(number, error, reported=own)
-        self.membership.settle(strategy.step, has_state=strategy.has_state)
+        try:
+            self._await_break(number, error, reported=own)
+            self.membership.settle(strategy.step, has_state=strategy.has_state)
+        except BringUpFailed as left_out:
+            raise left_out from error
         if not own:
             log.info("bring_up_broken", generation=number, reason=str(error)[:300])
 

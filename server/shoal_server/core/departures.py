@@ -1,6 +1,6 @@
 """How members go, wanted or not: drains, losses, breaks, aborts, and the end of the job."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from shoal_server.core import refusals
@@ -30,6 +30,7 @@ from shoal_server.core.roster import (
     Roster,
     Verdict,
 )
+from shoal_server.core.setbacks import MAX_TRIES
 
 FIRST_BACK_OFF_S = 0.05
 MAX_BACK_OFF_S = 5.0
@@ -158,8 +159,7 @@ class Departures(JobState):
         if event.state_lost and self._has_no_way_back(member, event.generation):
             self._lose_state(event.error, now_s)
             return
-        if self.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
-            self._abort(f"{member.member_id} could not bring it up: {event.error}", now_s)
+        if self._bring_up_broke(member, event, now_s):
             return
         if agreement is not None and self._lost_its_old(agreement, member):
             # A new leader could not know that the old generation still had to be trained in.
@@ -185,6 +185,76 @@ class Departures(JobState):
         if all(m.reported_broken == running.generation for m in trainers):
             # Every one of them is here and says so: there is nobody's loss to wait for.
             self._break((), f"{self.reason}; all members answer", now_s)
+
+    # --- who cannot bring a generation up ---
+
+    @property
+    def _able(self) -> Collection[Member]:
+        """The candidates but for those whose next try is put off.
+
+        Who trains is never among them; and who holds state is tried again at once, once.
+        """
+        candidates, setbacks = self.attendance.candidates, self.setbacks
+        if not any(setbacks.waits(name) for name in setbacks):
+            return candidates.values()
+        return [
+            m
+            for m in candidates.values()
+            if not setbacks.waits(m.member_id)
+            or m.is_in(self.running)
+            or (m.holds_state and setbacks.is_first(m.member_id))
+        ]
+
+    def _bring_up_broke(self, member: Member, event: Broke, now_s: float) -> bool:
+        """Whether that was all there is to it: an attempt failed, or a member was left out."""
+        own = event.own and self._shares_failure(member, event.generation)
+        if self.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
+            self._put_off_newcomers(member, now_s, own=own)
+            self._abort(f"{member.member_id} could not bring it up: {event.error}", now_s)
+            if own:
+                self._blame(member, event.generation, event.error, now_s)
+            return True
+        if own:
+            # Another's word came first, which may have been a consequence of this.
+            self._blame(member, event.generation, event.error, now_s)
+        return self.members.get(member.member_id) is not member
+
+    def _shares_failure(self, member: Member, generation: Generation) -> bool:
+        """Whether the member says for the first time what it failed with in the newest bring-up."""
+        if member.failed_in >= generation:
+            return False
+        brought_up = self.attempt if self.phase is Phase.COMMITTED else self.failed_roster
+        known = brought_up is not None and brought_up.generation == generation
+        return (
+            known and brought_up is not None and brought_up.synchronous and member.is_in(brought_up)
+        )
+
+    def _put_off_newcomers(self, member: Member, now_s: float, *, own: bool) -> None:
+        """Those who train go on without them for now, whose coming they stopped for in vain."""
+        roster, running = self.attempt, self.running
+        if roster is None or running is None or (own and not member.is_in(running)):
+            return
+        for newcomer in self.members_of(roster):
+            if not newcomer.is_in(running):
+                self.setbacks.shared(newcomer.member_id, now_s)
+                newcomer.waits("another try: the last one failed under others", now_s)
+
+    def _blame(self, member: Member, generation: Generation, error: str, now_s: float) -> None:
+        """It failed by itself: it is tried again later, or left out for good."""
+        member.failed_in = generation
+        num_tries = self.setbacks.failed(member.member_id, error, now_s)
+        reason = (
+            f"{member.member_id} could not bring up generation {generation}"
+            f" (try {num_tries} of {MAX_TRIES}): {error}"
+        )
+        self._log("bring_up_failed", reason, member)
+        member.waits(f"another try: {reason}", now_s)
+        if num_tries >= MAX_TRIES:
+            self.num_excluded += 1
+            self._refuse(member, self._left_out(member.member_id, error), now_s)
+
+    def _left_out(self, member_id: str, error: str) -> Refusal:
+        return refusals.cannot_bring_up(self.spec.job, member_id, MAX_TRIES, error)
 
     def _has_no_way_back(self, member: Member, generation: Generation) -> bool:
         """Whether an attempt that the member is in is all that there is."""
@@ -237,7 +307,8 @@ class Departures(JobState):
             if has_state and not member.proposal.stateless:
                 self.progress.heard_of(step)
         self.attendance.settle((member,), settled=True)
-        member.waits("the other members to settle", now_s)
+        if not self.setbacks.waits(member.member_id):
+            member.waits("the other members to settle", now_s)
         if self.attendance.all_settled:
             self.broken_since_s = None
 
@@ -270,6 +341,8 @@ class Departures(JobState):
         assert agreement is not None
         roster, concerned = agreement.roster, self.concerned(agreement.roster)
         brought_up = self.phase is Phase.COMMITTED and roster.synchronous
+        if brought_up:
+            self.failed_roster = roster
         old_is_over = self.running is None or agreement.stop_at is not None
         self._to(Trigger.FAILED, reason, now_s)
         record = self._record(Verdict.ABORTED, reason, now_s, conflicts)
@@ -310,10 +383,18 @@ class Departures(JobState):
 
     def _expel_late(self, names: set[str], task: str, now_s: float) -> None:
         late = [self.members[name] for name in sorted(names) if name in self.members]
+        attempt = self.attempt if self.phase is Phase.COMMITTED else None
+        if attempt is not None and attempt.synchronous:
+            # Who holds the state waits for those who come to it, and is not put out with them. If
+            # it hangs too, it does not come to a stand.
+            late = [m for m in late if not attempt.keeps(m.member_id)] or late
         reason = f"{names_of(late)} did not {task} in time"
         self._abort(reason, now_s)
         for member in late:
-            self._refuse(member, refusals.timeout(reason), now_s)
+            if attempt is not None and attempt.synchronous:
+                self._blame(member, attempt.generation, reason, now_s)
+            if self.members.get(member.member_id) is member:
+                self._refuse(member, refusals.timeout(reason), now_s)
 
     def _drop_unsettled(self, now_s: float) -> None:
         self.broken_since_s = None
@@ -329,10 +410,12 @@ class Departures(JobState):
         if self.running is not None or self.phase is not Phase.COLLECT:
             return
         ready = list(self.attendance.candidates.values())
+        left_out = self.setbacks.all_left_out(now_s)
+        without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
         for member in [m for m in ready if now_s >= self._overdue_s(m)]:
             reason = (
                 f"no generation formed within {self.limits.join_s:g} s:"
-                f" {len(ready)} of at least {self.spec.min_members} members were ready"
+                f" {len(ready)} of at least {self.spec.min_members} members were ready{without}"
             )
             self._refuse(member, refusals.timeout(reason), now_s)
         left = self.attendance.candidates.values()

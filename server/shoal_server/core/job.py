@@ -165,6 +165,8 @@ class Job(Departures):
             raise Refused(refusal or self._fenced(known, event))
         if known is not None and is_older(event.incarnation, known.incarnation):
             raise Refused(self._fenced(known, event))
+        if error := self.setbacks.left_out(event.member_id, now_s):
+            raise Refused(self._left_out(event.member_id, error))
         if event.spec != self.spec and self.members:
             raise Refused(refusals.other_bounds(event.spec, self.spec))
         self.spec = event.spec
@@ -235,6 +237,7 @@ class Job(Departures):
 
     def _advance(self, now_s: float) -> None:
         """Go on as far as time and the members that are present allow."""
+        self.setbacks.release(now_s)
         if self.attendance.draining:
             self._let_go(now_s)
         if self.completing:
@@ -264,7 +267,7 @@ class Job(Departures):
     def _change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
         """Why the running generation is to be changed ("": it is not), and to whom."""
         assert self.running is not None
-        newcomer = any(not m.is_in(self.running) for m in self.attendance.candidates.values())
+        newcomer = any(not m.is_in(self.running) for m in self._able)
         if not newcomer and not self.attendance.draining:
             return "", []
         if any(m.proposal is None for m in self.members_of(self.running)):
@@ -281,7 +284,7 @@ class Job(Departures):
 
     def _chosen(self, now_s: float) -> list[Member]:
         """Who would be in a roster drawn up now: who trained before first, then by arrival."""
-        candidates = list(self.attendance.candidates.values())
+        candidates = list(self._able)
         if self.running is not None and not any(m.is_in(self.running) for m in candidates):
             # All who train are to leave: first they hand over to those who came.
             candidates += [m for m in self.members_of(self.running) if m.proposal is not None]
@@ -305,7 +308,7 @@ class Job(Departures):
 
     def _may_form(self, now_s: float) -> bool:
         """Whether a roster can be drawn up, where nothing runs."""
-        num_ready = len(self.attendance.candidates)
+        num_ready = len(self._able)
         # Survivors that still have to settle are worth waiting for.
         if num_ready < self.spec.min_members or not self.attendance.all_settled:
             return False
@@ -317,9 +320,12 @@ class Job(Departures):
 
     @property
     def _awaits_state(self) -> bool:
-        """Whether the state that is missing may be with somebody who has not spoken yet."""
-        unheard = bool(self.attendance.unheard)
-        return unheard and self._lacks_state(self.attendance.candidates.values())
+        """Whether the state that is missing may be with somebody who has not spoken yet, or is with
+        one whose next try is put off."""
+        if not self._lacks_state(self._able):
+            return False
+        candidates = self.attendance.candidates.values()
+        return bool(self.attendance.unheard) or not self._lacks_state(candidates)
 
     @property
     def _last_call_s(self) -> float:
@@ -330,7 +336,7 @@ class Job(Departures):
         """Whether somebody is there who trained before: then nobody waits for a last call."""
         if self.previous is None:
             return False
-        staying = self.attendance.candidates.values()
+        staying = self._able
         leaving = self.attendance.draining.values()
         return any(m.is_in(self.previous) for m in staying) or any(m.holds_state for m in leaving)
 
@@ -493,6 +499,7 @@ class Job(Departures):
         self.running, self.agreement = roster, None
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
         self.overdue_check_s, self.failures, self.num_excluded = None, 0, 0
+        self.setbacks.succeeded(roster.member_ids)
         reason = f"generation {roster.generation} runs with {len(roster.entries)} members"
         self._to(Trigger.READY, reason, now_s)
         trainers = self.members_of(roster)
@@ -524,6 +531,7 @@ class Job(Departures):
 
     def _deadlines(self) -> Iterator[float]:
         yield from self.attendance.deadlines()
+        yield from self.setbacks.next_release_s(self.attendance.candidates)
         if self.deadline_s is not None:
             yield self.deadline_s
         if self.broken_since_s is not None:
@@ -542,7 +550,7 @@ class Job(Departures):
         if self.running is not None:
             yield self.phase_since_s + self.limits.gather_s
             return
-        formable = len(self.attendance.candidates) >= self.spec.min_members
+        formable = len(self._able) >= self.spec.min_members
         formable = formable and self.attendance.all_settled and not self._awaits_state
         if formable and self.first_proposal_s is not None:
             yield self.first_proposal_s + self._last_call_s

@@ -31,6 +31,7 @@ from shoal_server.core.roster import (
     Step,
     Verdict,
 )
+from shoal_server.core.setbacks import Setbacks
 
 
 @dataclass(kw_only=True)
@@ -63,6 +64,9 @@ class JobState:
     """Members that were there but could not be trained with; the job does not wait for as many
     again."""
     completing: bool = False
+    setbacks: Setbacks = field(default_factory=Setbacks)
+    failed_roster: Roster | None = None
+    """The newest that was to be brought up, and was not."""
     progress: Progress = field(default_factory=Progress)
     lost: Refusal | None = None
     """Of a job whose state is lost: what everybody is refused with."""
@@ -124,6 +128,7 @@ class JobState:
             if since_s is not None:
                 setattr(self, name, since_s + by_s)
         self.attendance.postpone(by_s)
+        self.setbacks.postpone(by_s)
 
     # --- effects ---
 

@@ -87,6 +87,17 @@ def state_lost(job: str, progress: Progress, seen: str) -> Refusal:
     )
 
 
+def cannot_bring_up(job: str, member_id: str, num_tries: int, error: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.BRING_UP,
+        what=f"{member_id} could not bring up a generation of job {job} in {num_tries} tries,"
+        " and is left out",
+        seen=error,
+        expected="a member that comes as far as its first collective",
+        fix="Its log has the traceback. Mend that, then start it under another name.",
+    )
+
+
 def no_checkpoint(member_id: str, step: Step, others: str) -> Refusal:
     return Refusal(
         kind=RefusalKind.STATE_LOST,

@@ -123,6 +123,10 @@ class Roster:
         """Whether its members can only start from a checkpoint that all of them see."""
         return any(entry.state is StateAction.CHECKPOINT for entry in self.entries)
 
+    def keeps(self, member_id: str) -> bool:
+        """Whether the member starts with the state that it holds already."""
+        return self.entries[self.ranks[member_id]].state is StateAction.KEEP
+
     def holds(self, member_id: str, incarnation: str) -> bool:
         return self._incarnations.get(member_id) == incarnation
 

@@ -17,7 +17,7 @@ FAULTS = (
     ["kill"] * 4
     + ["join"] * 5
     + ["rejoin", "halt", "drain", "crash leader", "crash midway"] * 3
-    + ["odd", "picky", "cut", "halt leader", "etcd", "ahead"] * 2
+    + ["odd", "picky", "cut", "halt leader", "etcd", "ahead", "clumsy"] * 2
 )
 
 
@@ -30,6 +30,7 @@ def _disturb(world: SimWorld, chance: random.Random, fresh: int) -> None:
         "join": lambda: world.join(f"m{fresh}"),
         "odd": lambda: world.join(f"odd{fresh}", {**FIELDS, "schema": "other"}),
         "picky": lambda: world.join(f"picky{fresh}", rejects=True),
+        "clumsy": lambda: world.join(f"clumsy{fresh}", num_failures=chance.choice([1, 2, 99])),
         # It comes from a checkpoint.
         "ahead": lambda: world.join(f"ahead{fresh}", step=chance.randint(1, 60)),
         "crash leader": world.crash_leader,

@@ -137,7 +137,10 @@ class DDP(GroupedStrategy):
             send(self._state.collect(self._step), receivers, group)
         elif generation.rank in receivers:
             state = receive(source, group)
+            held, self._has_state = self._has_state, False
+            # In place: if it fails half-way, this is neither the old state nor the new.
             self.restore(state)
+            self._has_state = held
         check_same_step(generation.number, self._step, group)
 
     def _wrap(self, group: dist.ProcessGroup) -> None:

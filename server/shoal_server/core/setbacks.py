@@ -1,0 +1,137 @@
+"""Members that could not bring a generation up: who is tried again and when, who is left out.
+
+A failure is a member's own, or another's that it only shared. Its own failures count, by its name,
+so that a process started again in its place goes on counting: after three it is left out. One that
+others caused only puts off a newcomer's next try, so that a generation that runs is not stopped
+for it again and again. Pure: time is an argument.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+MAX_TRIES = 3
+FIRST_PAUSE_S = 1.0
+PAUSE_GROWTH = 3.0
+MAX_PAUSE_S = 300.0
+REMEMBERED_S = 600.0
+"""A member that failed so long ago begins anew, and one that was left out may come again."""
+MAX_NAMES_KEPT = 10_000
+
+
+@dataclass(kw_only=True)
+class Setback:
+    """One member's failures in a row."""
+
+    at_s: float
+    own: int = 0
+    """Of its own."""
+    shared: int = 0
+    """In which it came in and another member failed."""
+    error: str = ""
+    """The newest of its own."""
+    not_before_s: float | None = None
+    """Wanted in no roster until then."""
+
+
+class Setbacks:
+    """Those of one job, by member id."""
+
+    def __init__(self) -> None:
+        self._setbacks: dict[str, Setback] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Setbacks) and self._setbacks == other._setbacks
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._setbacks)
+
+    def __repr__(self) -> str:
+        return f"Setbacks({self._setbacks!r})"
+
+    def failed(self, member_id: str, error: str, now_s: float) -> int:
+        """Count a failure of its own; how many in a row that makes."""
+        setback = self._of(member_id, now_s)
+        setback.own, setback.error = setback.own + 1, error
+        self._put_off(setback, setback.own, now_s)
+        return setback.own
+
+    def shared(self, member_id: str, now_s: float) -> None:
+        """A generation that was to take it in failed by another's fault, or nobody's."""
+        setback = self._of(member_id, now_s)
+        setback.shared += 1
+        self._put_off(setback, setback.shared, now_s)
+
+    def succeeded(self, member_ids: Iterable[str]) -> None:
+        if self._setbacks:
+            for name in member_ids:
+                self._setbacks.pop(name, None)
+
+    def release(self, now_s: float) -> None:
+        """Let those try again whose time has come, and forget what is long ago."""
+        for name, setback in list(self._setbacks.items()):
+            if setback.not_before_s is not None and now_s >= setback.not_before_s:
+                setback.not_before_s = None
+            if now_s >= setback.at_s + REMEMBERED_S:
+                del self._setbacks[name]
+
+    def waits(self, member_id: str) -> bool:
+        """Whether the member's next try is put off."""
+        setback = self._setbacks.get(member_id)
+        return setback is not None and setback.not_before_s is not None
+
+    def own(self, member_id: str) -> int:
+        setback = self._setbacks.get(member_id)
+        return setback.own if setback is not None else 0
+
+    def is_first(self, member_id: str) -> bool:
+        """Whether all that befell the member is one failure of its own."""
+        setback = self._setbacks.get(member_id)
+        return setback is not None and setback.own == 1 and not setback.shared
+
+    def left_out(self, member_id: str, now_s: float) -> str:
+        """What the member failed with, if it is not tried any more; else an empty text."""
+        setback = self._setbacks.get(member_id)
+        if setback is None or setback.own < MAX_TRIES or now_s >= setback.at_s + REMEMBERED_S:
+            return ""
+        return setback.error
+
+    def all_left_out(self, now_s: float) -> Iterator[tuple[str, str]]:
+        """Names and errors."""
+        for name in self._setbacks:
+            if error := self.left_out(name, now_s):
+                yield name, error
+
+    def next_release_s(self, member_ids: Iterable[str]) -> Iterator[float]:
+        """When those of these members that wait may try again."""
+        if self._setbacks:
+            for name in member_ids:
+                setback = self._setbacks.get(name)
+                if setback is not None and setback.not_before_s is not None:
+                    yield setback.not_before_s
+
+    def postpone(self, by_s: float) -> None:
+        for setback in self._setbacks.values():
+            setback.at_s += by_s
+            if setback.not_before_s is not None:
+                setback.not_before_s += by_s
+
+    def _of(self, member_id: str, now_s: float) -> Setback:
+        setback = self._setbacks.pop(member_id, None)
+        if setback is None or now_s >= setback.at_s + REMEMBERED_S:
+            setback = Setback(at_s=now_s)
+        setback.at_s = now_s
+        self._setbacks[member_id] = setback
+        if len(self._setbacks) > MAX_NAMES_KEPT:
+            del self._setbacks[next(iter(self._setbacks))]
+        return setback
+
+    @staticmethod
+    def _put_off(setback: Setback, count: int, now_s: float) -> None:
+        # Bounded before it is computed: a count may grow for ever.
+        pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(count - 1, 10), MAX_PAUSE_S)
+        setback.not_before_s = max(setback.not_before_s or 0.0, now_s + pause_s)
+
+
+__all__ = ["MAX_TRIES", "Setbacks"]

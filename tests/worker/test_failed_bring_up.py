@@ -1,0 +1,60 @@
+"""A member that runs out of memory in each bring-up: real members, and what it costs the others."""
+
+import time
+from dataclasses import replace
+
+import httpx
+import pytest
+import state_lost_bodies
+from ranks import Rank, Ranks
+from state_lost_bodies import Run
+
+from shoal_client.local.cluster import LocalCluster
+
+LONGEST_GAP_S = 5.0
+"""Between two steps of who trains; on an idle machine a tenth of it."""
+
+
+def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
+    return [ranks.start(state_lost_bodies.train, replace(run, member_id=name)) for name in names]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_others_train_on_and_it_hears_its_own_error(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """Three tries, by its own name; nobody else is blamed, and no step is gone back on."""
+    run = Run(coordinator=cluster.coordinator, job=f"clumsy-{strategy}", strategy=strategy)
+    with Ranks() as ranks:
+        a, b = start(ranks, run, "ab")
+        for rank in (a, b):
+            rank.expect("stepped")
+        (c,) = start(ranks, replace(run, num_failures=99), "c")
+        last_s, gap_s, step = time.monotonic(), 0.0, 0
+        while not c.seen:
+            step = a.expect("stepped")["step"]
+            gap_s, last_s = max(gap_s, time.monotonic() - last_s), time.monotonic()
+            c.catch_up()
+        kind, data = c.seen[0]
+        assert (kind, data["error"]) == ("raised", "BringUpFailed"), data
+        assert "OutOfMemoryError: CUDA out of memory" in data["text"]
+        assert gap_s < LONGEST_GAP_S
+        after = a.expect("stepped")
+        assert after["step"] > step
+        assert "raised" not in [*a.kinds(), *b.kinds()]
+    shown = httpx.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
+    told = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
+    assert [each["member_id"] for each in told] == ["c"] * 3
+    assert "try 3 of 3" in told[-1]["reason"]
+
+
+def test_one_that_gets_through_at_the_second_try_trains_with_the_others(
+    cluster: LocalCluster,
+) -> None:
+    """In its process."""
+    run = Run(coordinator=cluster.coordinator, job="second-try")
+    with Ranks() as ranks:
+        (a,) = start(ranks, replace(run, desired=1), "a")
+        a.expect("stepped")
+        (c,) = start(ranks, replace(run, desired=1, num_failures=1), "c")
+        assert c.expect("stepped")["step"] > 1
