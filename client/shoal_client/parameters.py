@@ -25,6 +25,7 @@ from shoal_proto.errors import (
     RetryError,
     ShoalError,
     StalePush,
+    StateLost,
 )
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
@@ -319,7 +320,24 @@ class ParameterClient:
     ) -> int:
         """Run attempts at every server until each shard is done; how many rounds it took beyond
         the first."""
-        return self._servers.run(self._known_map, self._refetch_map, attempt, ready_by_s, shard_ids)
+        try:
+            return self._servers.run(
+                self._known_map, self._refetch_map, attempt, ready_by_s, shard_ids
+            )
+        except StateLost as lost:
+            raise self._with_version(lost) from None
+
+    def _with_version(self, lost: StateLost) -> StateLost:
+        """The error, with the newest version of the shard that this member has seen."""
+        version = self._versions.get(int(lost.details.get("shard", -1)))
+        told = f"version {version}" if version else "no version of it"
+        return StateLost(
+            lost.what,
+            seen=f"{lost.seen}; this member has seen {told}",
+            expected=lost.expected,
+            fix=lost.fix,
+            details={**lost.details, **({"version": str(version)} if version else {})},
+        )
 
     def _refetch_map(self) -> None:
         try:

@@ -232,7 +232,8 @@ class StateLost(CorruptError):
     at all: go on from a checkpoint, or begin anew.
 
     Where members looked at what they hold, `details` maps each step to the first parts that nobody
-    has.
+    has. Where parameter servers lost a shard, it has `job`, `shard` and `epoch`, and `version`, the
+    newest one that the member has seen, if any.
     """
 
 

@@ -24,7 +24,7 @@ from shoal_proto.errors import (
     NonFiniteGradient,
     ProposalConflict,
     ShapeMismatch,
-    ShardNotReady,
+    StateLost,
     UnknownShard,
     UnsupportedOptimizer,
 )
@@ -174,7 +174,7 @@ def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
         member.push(-1.0)
         servers.stop("ps-0")
         servers.add("ps-0")
-        with pytest.raises(ShardNotReady, match="lost with all the servers that had them"):
+        with pytest.raises(StateLost, match="was lost with every server that had it"):
             member.look_up([1])
         member.close()
 

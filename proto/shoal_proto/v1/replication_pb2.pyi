@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
 from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
@@ -22,6 +23,38 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _ShardContent:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ShardContentEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardContent.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SHARD_CONTENT_UNKNOWN: _ShardContent.ValueType  # 0
+    """Written by a release that did not say: nobody's before the first change of its primary."""
+    SHARD_CONTENT_NONE: _ShardContent.ValueType  # 1
+    """No worker has created it."""
+    SHARD_CONTENT_LOADING: _ShardContent.ValueType  # 2
+    """Its primary is to load it from a snapshot."""
+    SHARD_CONTENT_PRESENT: _ShardContent.ValueType  # 3
+    """It has values, of which somebody may know."""
+    SHARD_CONTENT_LOST: _ShardContent.ValueType  # 4
+    """It had values, and every server that had them is gone. Its primary has nothing."""
+
+class ShardContent(_ShardContent, metaclass=_ShardContentEnumTypeWrapper):
+    """What there is of a shard."""
+
+SHARD_CONTENT_UNKNOWN: ShardContent.ValueType  # 0
+"""Written by a release that did not say: nobody's before the first change of its primary."""
+SHARD_CONTENT_NONE: ShardContent.ValueType  # 1
+"""No worker has created it."""
+SHARD_CONTENT_LOADING: ShardContent.ValueType  # 2
+"""Its primary is to load it from a snapshot."""
+SHARD_CONTENT_PRESENT: ShardContent.ValueType  # 3
+"""It has values, of which somebody may know."""
+SHARD_CONTENT_LOST: ShardContent.ValueType  # 4
+"""It had values, and every server that had them is gone. Its primary has nothing."""
+Global___ShardContent: _TypeAlias = ShardContent  # noqa: Y015
 
 @_typing.final
 class IdentifyRequest(_message.Message):
@@ -90,6 +123,7 @@ class ShardHolding(_message.Message):
     JOINING_FIELD_NUMBER: _builtins.int
     SUCCESSOR_FIELD_NUMBER: _builtins.int
     ON_DISK_FIELD_NUMBER: _builtins.int
+    CONTENT_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     """Number of times the primary was decided, from 1."""
@@ -97,6 +131,7 @@ class ShardHolding(_message.Message):
     """The server, whichever process it is, whose journal has every update that was acknowledged as
     durable. Empty: none was.
     """
+    content: Global___ShardContent.ValueType
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
@@ -121,10 +156,11 @@ class ShardHolding(_message.Message):
         joining: Global___Holder | None = ...,
         successor: Global___Holder | None = ...,
         on_disk: _builtins.str = ...,
+        content: Global___ShardContent.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["joining", b"joining", "primary", b"primary", "successor", b"successor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "epoch", b"epoch", "joining", b"joining", "on_disk", b"on_disk", "primary", b"primary", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "content", b"content", "epoch", b"epoch", "joining", b"joining", "on_disk", b"on_disk", "primary", b"primary", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -26,7 +26,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.server_calls import ServerCalls
-from shoal_server.core.holdings import Holder, Holding, Holdings
+from shoal_server.core.holdings import Holder, Holding, Holdings, ShardContent
 from shoal_server.core.ledger import Ledger
 from shoal_server.etcd import holdings, keys, shard_map
 from shoal_server.etcd.api import (
@@ -238,7 +238,14 @@ def _spread(
         primary = min(present, key=lambda holder: (loads[holder], holder))
         loads[primary] += part.num_bytes
         epoch = epochs[part.shard_id] + 1
-        spread.append(Holding(shard_id=part.shard_id, epoch=epoch, primary=primary))
+        spread.append(
+            Holding(
+                shard_id=part.shard_id,
+                epoch=epoch,
+                primary=primary,
+                content=ShardContent.LOADING,
+            )
+        )
     return tuple(sorted(spread, key=lambda holding: holding.shard_id))
 
 

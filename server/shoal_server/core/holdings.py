@@ -12,6 +12,7 @@ So the old primary and the new one never both acknowledge, whoever was wrong abo
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -20,6 +21,16 @@ class Holder:
 
     server_id: str
     incarnation: str
+
+
+class ShardContent(Enum):
+    """What there is of a shard. A worker may give first values to one that has none, and to no
+    other: one that was trained and is lost must not begin anew in silence."""
+
+    NONE = "nobody has created it"
+    LOADING = "its primary is to load it from a snapshot"
+    PRESENT = "it has values, of which somebody may know"
+    LOST = "it had values, and every server that had them is gone"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +54,8 @@ class Holding:
     journal lets go of a shard while this names it. So where every process that held a shard is
     gone, there is one disk to lead it from again, and it lacks nothing.
     """
+    content: ShardContent = ShardContent.NONE
+    """PRESENT before anybody has seen its values or pushed to it."""
 
     def holds(self, holder: Holder) -> bool:
         """Whether it has every update that was acknowledged."""
@@ -128,6 +141,20 @@ def in_step(holding: Holding, primary: Holder, joined: Holder) -> Holding:
     return replace(holding, backups=(*holding.backups, joined), joining=None)
 
 
+def filled(holding: Holding, primary: Holder, epoch: int) -> Holding:
+    """The primary of that epoch has the shard's first values, or has loaded them."""
+    if (holding.primary, holding.epoch) != (primary, epoch):
+        return holding
+    return replace(holding, content=ShardContent.PRESENT)
+
+
+def emptied(holding: Holding, primary: Holder) -> Holding:
+    """The primary was told to forget the shard: it may be created anew."""
+    if holding.primary != primary:
+        return holding
+    return replace(holding, content=ShardContent.NONE)
+
+
 def put_on_disk(holding: Holding, primary: Holder) -> Holding:
     """The primary's journal has all of the shard, and from here on every push."""
     if holding.primary != primary:
@@ -142,10 +169,13 @@ def led_from_disk(
     has its updates in memory. `dead`: primaries that are known to be gone for good.
 
     A backup that is merely out of sight can do nothing before it has written itself down. A primary
-    that is out of sight may be acknowledging updates, which then nobody else has.
+    that is out of sight may be acknowledging updates, which then nobody else has. One that was
+    given a lost shard has nothing of it.
     """
     if holding.on_disk != server.server_id or holding.primary == server:
         return holding
+    if holding.content is ShardContent.LOST:
+        dead |= {holding.primary}
     own = holding.primary.server_id == server.server_id
     if not (own or holding.primary in dead) or any(b in present for b in holding.backups):
         return holding
@@ -154,6 +184,7 @@ def led_from_disk(
         epoch=holding.epoch + 1,
         primary=server,
         on_disk=holding.on_disk,
+        content=ShardContent.PRESENT,
     )
 
 

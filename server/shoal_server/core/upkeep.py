@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal_server.core.holdings import Holder, Holding, Holdings, promoted
+from shoal_server.core.holdings import Holder, Holding, Holdings, ShardContent, promoted
 
 MAX_MOVES = 8
 """Shards that change servers for balance at a time: training goes on meanwhile."""
@@ -62,6 +62,9 @@ def upkeep(holdings: Holdings, servers: Servers, weights: Mapping[int, int]) -> 
     for holding in holdings.shards:
         weight = weights.get(holding.shard_id, 1)
         kept = _rescue(holding, servers, loads, weight)
+        if kept.content is ShardContent.LOST:
+            shards.append(kept)
+            continue
         kept = _recruit(kept, holdings.copies, servers, loads, weight)
         kept = _relieve(kept, holdings.copies, servers, loads, weight)
         shards.append(kept)
@@ -82,7 +85,8 @@ def _count(holdings: Holdings, weights: Mapping[int, int]) -> _Loads:
 
 
 def _rescue(holding: Holding, servers: Servers, loads: _Loads, weight: int) -> Holding:
-    """A primary that is gone is replaced: by a backup, else by anybody, with nothing in hand."""
+    """A primary that is gone is replaced: by a backup, else by anybody, with nothing in hand, who
+    tells that a shard that was trained is lost. A disk that comes back may still have it."""
     if holding.joining is not None and holding.joining not in servers.present:
         holding = replace(holding, joining=None)
     if holding.primary in servers.present:
@@ -97,7 +101,10 @@ def _rescue(holding: Holding, servers: Servers, loads: _Loads, weight: int) -> H
     heir = _emptiest(servers.takers, loads.leads)
     loads.leads[heir] += weight
     loads.holds[heir] += weight
-    return Holding(shard_id=holding.shard_id, epoch=holding.epoch + 1, primary=heir)
+    fresh = Holding(shard_id=holding.shard_id, epoch=holding.epoch + 1, primary=heir)
+    if holding.content is ShardContent.NONE:
+        return fresh
+    return replace(fresh, content=ShardContent.LOST, on_disk=holding.on_disk)
 
 
 def _is_lost(holding: Holding, servers: Servers) -> bool:
@@ -106,7 +113,7 @@ def _is_lost(holding: Holding, servers: Servers) -> bool:
 
 
 def num_lost(holdings: Holdings, servers: Servers) -> int:
-    """Shards that nobody has any more; `upkeep` has them begin anew, with nothing in hand."""
+    """Shards that nobody has any more; `upkeep` gives them to servers that have nothing of them."""
     if not servers.staying:
         return 0
     return sum(_is_lost(holding, servers) for holding in holdings.shards)
@@ -187,6 +194,7 @@ def _even_out(
             and h.shard_id not in chosen
             and h.joining is None
             and h.successor is None
+            and h.content is not ShardContent.LOST
             # Anything larger would only swap the two.
             and weights.get(h.shard_id, 1) < gap
         ]

@@ -7,11 +7,19 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import InternalError, RetryError
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.holdings import Holder, Holding, Holdings
+from shoal_server.core.holdings import Holder, Holding, Holdings, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, KeyValue, KeyValueStore, Put, Revision, unchanged_since
 
 Change = Callable[[Holdings], Holdings]
+
+_CONTENTS = {
+    ShardContent.NONE: pb.ShardContent.SHARD_CONTENT_NONE,
+    ShardContent.LOADING: pb.ShardContent.SHARD_CONTENT_LOADING,
+    ShardContent.PRESENT: pb.ShardContent.SHARD_CONTENT_PRESENT,
+    ShardContent.LOST: pb.ShardContent.SHARD_CONTENT_LOST,
+}
+_CONTENT_OF = {number: content for content, number in _CONTENTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,11 @@ def encode(holdings: Holdings) -> bytes:
     message = pb.ShardHoldings(job=holdings.job, copies=holdings.copies, run=holdings.run)
     for h in holdings.shards:
         shard = message.shards.add(
-            shard_id=h.shard_id, epoch=h.epoch, primary=_holder(h.primary), on_disk=h.on_disk
+            shard_id=h.shard_id,
+            epoch=h.epoch,
+            primary=_holder(h.primary),
+            on_disk=h.on_disk,
+            content=_CONTENTS[h.content],
         )
         shard.backups.extend(_holder(b) for b in h.backups)
         if h.joining is not None:
@@ -95,11 +107,18 @@ def parse(entry: KeyValue) -> Entry:
             joining=_from(s.joining) if s.HasField("joining") else None,
             successor=_from(s.successor) if s.HasField("successor") else None,
             on_disk=s.on_disk,
+            content=_content(s),
         )
         for s in message.shards
     )
     held = Holdings(job=message.job, copies=message.copies, shards=shards, run=message.run)
     return Entry(held, entry.mod_revision)
+
+
+def _content(shard: pb.ShardHolding) -> ShardContent:
+    """Of a record of a release that did not say: what had another primary before was there."""
+    unsaid = ShardContent.PRESENT if shard.epoch > 1 else ShardContent.NONE
+    return _CONTENT_OF.get(shard.content, unsaid)
 
 
 def _holder(holder: Holder) -> pb.Holder:

@@ -10,7 +10,6 @@ from shoal_proto.errors import (
     DtypeMismatch,
     ProposalConflict,
     ShapeMismatch,
-    ShardNotReady,
     ShoalError,
     UnknownShard,
     WrongEpoch,
@@ -18,10 +17,11 @@ from shoal_proto.errors import (
 from shoal_proto.routes import Route
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.core.holdings import Holder, Holding
+from shoal_server.core.holdings import Holder, Holding, ShardContent
 from shoal_server.etcd import holdings as records
 from shoal_server.etcd import shard_map
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.parameters.absence import not_ready, why_absent
 from shoal_server.parameters.held import Held, Role
 from shoal_server.parameters.shard import LiveShard
 
@@ -37,6 +37,11 @@ def _no_route(job: str, shard_id: int) -> Route | None:
     """Before there is a record to know one from."""
 
 
+def _never_kept(job: str, shard_id: int) -> bool:
+    """Where there is no journal."""
+    return False
+
+
 class Catalog:
     """Lives on the event loop; the shards' states may be used from any thread."""
 
@@ -47,6 +52,8 @@ class Catalog:
         self._changed = asyncio.Condition()
         self.route: FindRoute = _no_route
         """Where a shard is led, or is about to be, as far as this server knows."""
+        self.is_kept: Callable[[str, int], bool] = _never_kept
+        """Whether this server's journal has a shard that is not led here."""
 
     def find(self, job: str, shard_id: int) -> Held | None:
         return self._shards.get(job, {}).get(shard_id)
@@ -68,7 +75,7 @@ class Catalog:
             elif held.epoch != epoch or held.is_handing_over:
                 found.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(held, epoch))
             elif held.is_forming:
-                found.append(_not_ready(job, shard_id, "a backup that has its values"))
+                found.append(not_ready(job, shard_id, "a backup that has its values"))
             else:
                 found.append(held)
         return found
@@ -145,7 +152,8 @@ class Catalog:
             expected, holding = mapped.get(shard.shard_id), holdings.get(shard.shard_id)
             if expected is None or holding is None:
                 raise _unknown(job, shard.shard_id, record)
-            self._compare(shard, expected, holding)
+            self.check_new(job, shard, holding)
+            self._compare(shard, expected)
             held = self.find(job, shard.shard_id)
             known = held.state if held is not None else None
             if isinstance(known, LiveShard) and known.optimizer_spec != optimizer:
@@ -156,14 +164,27 @@ class Catalog:
                     fix="Give every worker the same optimizer and hyper-parameters.",
                 )
 
-    def _compare(self, shard: Shard, expected: Shard, holding: Holding) -> None:
-        if holding.primary != self._me or shard.epoch != holding.epoch:
+    def check_new(self, job: str, shard: Shard, holding: Holding | None) -> None:
+        """Raise unless a shard may get its first values here now, or has got them: WrongEpoch, or
+        ShardNotReady or StateLost where it had some already."""
+        if holding is None or holding.primary != self._me or shard.epoch != holding.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} is mapped in another way",
                 seen=f"epoch {shard.epoch} at server {self._me.server_id}",
-                expected=f"epoch {holding.epoch} at server {holding.primary.server_id}",
+                expected=f"epoch {holding.epoch} at server {holding.primary.server_id}"
+                if holding is not None
+                else "no record of it",
                 fix="Fetch the shard map and retry.",
             )
+        is_new = holding.content is ShardContent.NONE
+        if not is_new and self.find(job, shard.shard_id) is None:
+            raise self.why_absent(job, holding)
+
+    def why_absent(self, job: str, holding: Holding) -> ShoalError:
+        """Why nothing of a shard is here, which this server leads by the record."""
+        return why_absent(job, holding, is_kept=self.is_kept(job, holding.shard_id))
+
+    def _compare(self, shard: Shard, expected: Shard) -> None:
         if shard.dtype != expected.dtype:
             raise DtypeMismatch(
                 f"shard {shard.shard_id} has another dtype",
@@ -215,7 +236,9 @@ class Catalog:
         if holding is None:
             return _unknown(job, shard_id, record)
         if holding.primary == self._me:
-            return _not_ready(job, shard_id, "a worker that creates it")
+            if self.find(job, shard_id) is not None:
+                return not_ready(job, shard_id, "this server, which is about to lead it")
+            return self.why_absent(job, holding)
         return WrongEpoch(
             f"shard {shard_id} of job {job} is not here",
             seen=f"server {self._me.server_id}",
@@ -231,10 +254,6 @@ def _wrong_epoch(held: Held, epoch: int) -> WrongEpoch:
         expected=f"{held.epoch + 1}, soon" if held.is_handing_over else str(held.epoch),
         fix="Fetch the shard map and retry.",
     )
-
-
-def _not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
-    return ShardNotReady(f"shard {shard_id} of job {job} has no values yet", expected=expected)
 
 
 def _unknown(job: str, shard_id: int, record: ShardMap | None) -> UnknownShard:

@@ -9,7 +9,15 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import Overloaded, ShoalError, WrongEpoch
-from shoal_server.core.holdings import Holder, Holding, Holdings, in_step, without_backup
+from shoal_server.core.holdings import (
+    Holder,
+    Holding,
+    Holdings,
+    ShardContent,
+    filled,
+    in_step,
+    without_backup,
+)
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
 from shoal_server.parameters.full_peers import FullPeers
@@ -50,6 +58,8 @@ class Copying:
         self._full = FullPeers(patience.full_s, self._offer_again)
         self._level: dict[str, dict[tuple[int, Holder], object]] = defaultdict(dict)
         """Joiners that have their shard: each time one gets there, by a token of its own."""
+        self._formed: dict[str, set[Held]] = defaultdict(set)
+        """By job: shards with first values, of which the record does not tell yet."""
         self._loop = asyncio.get_running_loop()
         self.journaling: Journaling | None = None
         """The disk, as one more that has copies."""
@@ -92,9 +102,27 @@ class Copying:
         held.receipts.require([*holding.backups, *counted])
         safe = held.receipts.safe_version
         is_alone = joining is None or is_put_off
-        if held.is_forming and is_alone and (safe is None or safe > 0):
+        if not held.is_forming or not is_alone or safe == 0:
+            return
+        if holding.content is ShardContent.PRESENT:
             held.is_forming = False
             self._background.start(("notify", held), self._catalog.notify())
+        else:
+            self._formed[held.job].add(held)
+            self._background.start(("fill", held.job), self._fill(held.job))
+
+    async def _fill(self, job: str) -> None:
+        """Write down that shards have values, before anybody sees them or pushes to them: for as
+        many at once as there are by then."""
+        while formed := self._formed.pop(job, None):
+            await self._record.change(job, partial(self._filled, formed))
+
+    def _filled(self, formed: Collection[Held], holdings: Holdings) -> Holdings:
+        for held in formed:
+            if held.role is Role.PRIMARY and self._catalog.find(held.job, held.shard_id) is held:
+                change = partial(filled, primary=self._me, epoch=held.epoch)
+                holdings = holdings.changed([held.shard_id], change)
+        return holdings
 
     def connect(self, holder: Holder) -> None:
         """It is to follow shards from here soon: pushes will wait for it, and not for a stream."""
@@ -109,6 +137,7 @@ class Copying:
     def forget(self, job: str) -> None:
         """The job's record is gone."""
         self._level.pop(job, None)
+        self._formed.pop(job, None)
 
     def _link(self, to: Holder) -> Link:
         link = self._links.get(to)

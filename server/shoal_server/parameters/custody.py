@@ -16,7 +16,7 @@ import structlog
 
 from shoal_proto.errors import WrongEpoch
 from shoal_proto.routes import Route
-from shoal_server.core.holdings import Holder, Holding, Holdings, put_on_disk
+from shoal_server.core.holdings import Holder, Holding, Holdings, ShardContent, emptied, put_on_disk
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.background import Background
 from shoal_server.parameters.catalog import Catalog
@@ -59,6 +59,7 @@ class Custody:
         self._watching = Watching(me, **parts)
         self._handing_over = HandingOver(me, self._record)
         catalog.route = self._route
+        catalog.is_kept = self._is_kept
         self._background = Background()
         self._empty = asyncio.Event()
 
@@ -99,6 +100,10 @@ class Custody:
     def holding(self, job: str, shard_id: int) -> Holding | None:
         """Who holds a shard, as of the newest record seen."""
         return self._record.holding(job, shard_id)
+
+    def _is_kept(self, job: str, shard_id: int) -> bool:
+        journaling = self._copying.journaling
+        return journaling is not None and journaling.keeps(job, shard_id)
 
     def _route(self, job: str, shard_id: int) -> Route | None:
         """Where a shard is led, or is about to be; None where that is not known."""
@@ -194,13 +199,15 @@ class Custody:
         self._look_whether_empty()
 
     def created(self, held: Held) -> None:
-        """A shard has got its first values here. It may be pushed to once its backup has them."""
+        """A shard has got its first values here. It may be pushed to once its backup has them, and
+        the record says that there are some."""
         holding = self.holding(held.job, held.shard_id)
         if holding is not None and holding.primary == self.me:
             held.is_forming = len(holding.holders) > 1
             self._begin_to_lead(held, holding)
 
     def _begin_to_lead(self, held: Held, holding: Holding) -> None:
+        held.is_forming |= holding.content is not ShardContent.PRESENT
         held.state.keep(partial(self._copying.tell, held))
         if self._copying.journaling is not None:
             self._copying.journaling.lead(held)
@@ -247,7 +254,17 @@ class Custody:
 
     def _drop(self, held: Held) -> None:
         self._end(held)
+        # A push that has been let in already must not be applied to what nobody will see.
+        held.state.enter_epoch(held.epoch + 1)
         self._catalog.remove(held)
+
+    async def empty_job(self, job: str) -> int:
+        """Forget all shards of a job because somebody wants it so: they are not lost. How many
+        there were."""
+        shard_ids = [held.shard_id for held in self._catalog.of_job(job)]
+        change = partial(emptied, primary=self.me)
+        await self.change_record(job, partial(Holdings.changed, shard_ids=shard_ids, change=change))
+        return self.drop_job(job)
 
     def drop_job(self, job: str) -> int:
         """Forget all shards of a job; how many there were."""

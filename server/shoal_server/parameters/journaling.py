@@ -198,6 +198,10 @@ class Journaling:
         """Whether this disk may be the only one that has something of what others lead."""
         return bool(self._for_others)
 
+    def keeps(self, job: str, shard_id: int) -> bool:
+        """Whether this disk may have a shard that is not led here."""
+        return (job, shard_id) in self._for_others
+
     def keep(self, keys: Iterable[Key]) -> None:
         """Shards that the last process of this server left in the journal."""
         self._for_others.update(keys)

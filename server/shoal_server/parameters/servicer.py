@@ -119,7 +119,10 @@ class Servicer:
             if inflow.is_complete:
                 make = partial(_new_shard, spec, header, inflow)
                 shard = await self._run(shard_bytes(spec), make)
-                held = Held(header.token.job, shard, Role.PRIMARY, spec.epoch)
+                job = header.token.job
+                held = Held(job, shard, Role.PRIMARY, spec.epoch)
+                # Once more: the shard may have gone elsewhere while its values came in.
+                self._catalog.check_new(job, spec, self._custody.holding(job, shard_id))
                 if self._catalog.add(held):
                     self._custody.created(held)
                     created.append(shard_id)
@@ -253,7 +256,7 @@ class Servicer:
 
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
         await self._fence.check(request.token)
-        return DropReply(dropped=self._custody.drop_job(request.token.job))
+        return DropReply(dropped=await self._custody.empty_job(request.token.job))
 
 
 async def _take_all(

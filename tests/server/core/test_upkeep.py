@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,8 +11,10 @@ from shoal_server.core.holdings import (
     Holder,
     Holding,
     Holdings,
+    ShardContent,
     handed_over,
     in_step,
+    led_from_disk,
     promoted,
     without_backup,
 )
@@ -119,6 +122,38 @@ def test_what_is_lost_for_good_gets_a_new_primary() -> None:
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}))
     (shard,) = upkeep(record, servers, {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (C, 2, ())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ShardContent.NONE, ShardContent.NONE),
+        (ShardContent.LOADING, ShardContent.LOST),
+        (ShardContent.PRESENT, ShardContent.LOST),
+        (ShardContent.LOST, ShardContent.LOST),
+    ],
+)
+def test_what_was_trained_stays_lost_until_it_is_brought_back(
+    before: ShardContent, after: ShardContent
+) -> None:
+    """Only what nobody ever created may be created; a lost shard gets no copies of nothing."""
+    record = holdings(Holding(shard_id=0, epoch=1, primary=A, content=before))
+    servers = Servers(present=frozenset({B, C}), dead=frozenset({A}))
+    tended = upkeep(record, servers, {})
+    assert tended.shards[0].content is after
+    if after is ShardContent.LOST:
+        assert upkeep(tended, servers, {}) == tended
+
+
+def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
+    """That server leads it again, should it come back after all."""
+    trained = Holding(shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT)
+    servers = Servers(present=frozenset({C}), dead=frozenset({A}))
+    (lost,) = upkeep(holdings(trained), servers, {}).shards
+    assert (lost.primary, lost.on_disk) == (C, "a")
+    again = Holder("a", "again")
+    found = led_from_disk(lost, again, present=frozenset({C, again}), dead=frozenset())
+    assert (found.primary, found.epoch, found.content) == (again, 3, ShardContent.PRESENT)
 
 
 def test_a_disk_that_may_come_back_is_waited_for() -> None:

@@ -5,6 +5,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from parameter_servers import ParameterServers, config
@@ -69,13 +70,7 @@ async def name_successors(servers: ParameterServers) -> int:
     assert entry is not None
 
     def named(holding: Holding) -> Holding:
-        return Holding(
-            shard_id=holding.shard_id,
-            epoch=holding.epoch,
-            primary=holding.primary,
-            backups=holding.backups,
-            successor=holding.backups[0],
-        )
+        return replace(holding, joining=None, successor=holding.backups[0])
 
     def all_named(holdings: Holdings) -> Holdings:
         return holdings.changed([h.shard_id for h in holdings.shards], named)

@@ -1,12 +1,13 @@
 """Tables come into being without values: the server that first leads a shard makes it itself."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import structlog
 
-from shoal_proto.errors import MalformedMessage, ShardNotReady, ShoalError
+from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+from shoal_server.core.holdings import ShardContent
 from shoal_server.etcd import shard_map
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.catalog import Catalog
@@ -18,7 +19,6 @@ from shoal_server.parameters.tables.shard import TableShard
 
 log = structlog.get_logger(__name__)
 
-FIRST_EPOCH = 1
 FORMING_S = 10.0
 """How long a call that makes shards waits for the first backup to have them."""
 
@@ -46,12 +46,11 @@ class TableMaker:
             if self._catalog.find(job, shard_id) is None
             and self._catalog.redirect(job, shard_id, epoch) is None
         ]
-        is_lost = bool(missing) and await self._make(job, missing)
+        if missing:
+            await self._make(job)
         found: list[tuple[Held, TableShard] | ShoalError] = []
         for held in await self._catalog.look_up(job, items):
-            if isinstance(held, ShardNotReady) and is_lost:
-                found.append(_lost(job))
-            elif isinstance(held, ShoalError):
+            if isinstance(held, ShoalError):
                 found.append(held)
             elif isinstance(held.state, TableShard):
                 found.append((held, held.state))
@@ -66,34 +65,30 @@ class TableMaker:
 
     async def make_all(self, job: str) -> None:
         """Make all that this server leads and nobody ever had: a snapshot has every shard."""
-        await self._make(job, ())
+        await self._make(job)
 
-    async def _make(self, job: str, shard_ids: Collection[int]) -> bool:
-        """Make all of the job's tables that this server leads and nobody ever had; whether some of
-        the shards named were had by somebody, and nobody has them any more."""
+    async def _make(self, job: str) -> None:
+        """Make all of the job's tables that this server leads and nobody ever had."""
         # What is made must be led as the record says from the start: a watch may be behind.
         await self._custody.refresh(job)
         layout = await shard_map.read(self._store, job)
         if layout is None:
-            return False
-        new, is_lost = [], False
+            return
+        new = []
         for spec in layout.shards:
             holding = self._custody.holding(job, spec.shard_id)
             if not spec.table or holding is None or holding.primary != self._custody.me:
                 continue
-            if holding.epoch != FIRST_EPOCH:
-                is_absent = self._catalog.find(job, spec.shard_id) is None
-                is_lost |= is_absent and spec.shard_id in shard_ids
-                continue
-            if self._catalog.find(job, spec.shard_id) is None:
-                new.append(Held(job, _new(spec, layout), Role.PRIMARY, holding.epoch))
+            is_new = holding.content is ShardContent.NONE
+            if is_new and self._catalog.find(job, spec.shard_id) is None:
+                shard = _new(spec, layout, holding.epoch)
+                new.append(Held(job, shard, Role.PRIMARY, holding.epoch))
         made = self._register(job, new) if new else []
         if made:
             log.info("table_shards_made", job=job, num_shards=len(made))
             await self._catalog.notify()
             await self._catalog.wait_for(job, made, FORMING_S)
             await self._wait_on_disk(job, made)
-        return is_lost
 
     def _register(self, job: str, new: Sequence[Held]) -> list[int]:
         """Lead new shards; their ids. Raises Overloaded, and then leads none of them."""
@@ -117,20 +112,12 @@ class TableMaker:
                 log.warning("table_shard_not_on_disk", job=job, why=str(error))
 
 
-def _new(spec: Shard, layout: ShardMap) -> TableShard:
+def _new(spec: Shard, layout: ShardMap, epoch: int) -> TableShard:
     table = next(table for table in layout.tables if table.name == spec.table)
     first = Shard()
     first.CopyFrom(spec)
-    first.epoch = FIRST_EPOCH
+    first.epoch = epoch
     return TableShard(first, table)
-
-
-def _lost(job: str) -> ShardNotReady:
-    return ShardNotReady(
-        f"rows of a table of job {job} were lost with all the servers that had them",
-        expected="a snapshot to be restored",
-        fix="Run `shoal restore`, and keep two copies of each shard.",
-    )
 
 
 def _dense(held: Held) -> MalformedMessage:
