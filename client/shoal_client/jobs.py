@@ -8,7 +8,13 @@ import grpc
 
 from shoal_client.channel import Coordinators, Method
 from shoal_client.host_reports import parse_coordinators
-from shoal_proto.errors import InvalidSpec, JobFinished, MalformedMessage, UnknownJob
+from shoal_proto.errors import (
+    InvalidSpec,
+    JobFinished,
+    MalformedMessage,
+    StateLost,
+    UnknownJob,
+)
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -64,7 +70,7 @@ def reset_job(addresses: Sequence[str], job: str) -> bool:
 
 
 def check_not_finished(addresses: Sequence[str], job: str) -> None:
-    """Raise JobFinished, with what to do, for a job that nobody can join any more."""
+    """Raise JobFinished or StateLost, with what to do, for a job that nobody can join any more."""
     coordinators = Coordinators(addresses)
     try:
         request = pb.GetJobRequest(job=job)
@@ -75,6 +81,12 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
         return  # an older coordinator, which cannot be asked: its workers are told by themselves
     finally:
         coordinators.close()
+    if standing.phase == "lost":
+        raise StateLost(
+            standing.reason,
+            fix="Run it again with --fresh: from the newest checkpoint, if its script has"
+            " checkpoints=shoal.Checkpoints(...) in distribute(), else from step 0.",
+        )
     if standing.finished:
         raise JobFinished(
             f"job {job} is finished ({standing.reason}): run it again with --fresh, or give"

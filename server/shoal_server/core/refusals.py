@@ -82,8 +82,8 @@ def state_lost(job: str, progress: Progress, seen: str) -> Refusal:
         f" {progress.trained_in}, and nobody holds it any more",
         seen=seen,
         expected="a member that holds it, or a checkpoint that every member sees",
-        fix="Run it with --fresh to start from step 0. With checkpoints=shoal.Checkpoints(...) in"
-        " distribute() it goes on from the newest one.",
+        fix="Run it with --fresh to start from step 0; or, with checkpoints=shoal.Checkpoints(...)"
+        " in distribute(), from the newest one there is.",
     )
 
 

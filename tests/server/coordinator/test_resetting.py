@@ -10,7 +10,7 @@ from coordinator_world import Served, served
 from shoal_client import membership_calls
 from shoal_client.jobs import check_not_finished, reset_job
 from shoal_client.membership import Membership
-from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, Unavailable
+from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, StateLost, Unavailable
 from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -62,6 +62,27 @@ async def test_a_finished_job_begins_anew() -> None:
             *("resets/j", "jobs/j/state", "jobs/j/generations/000000000002"),
             *("members/j/a", "members/j/b"),
         }
+
+
+@pytest.mark.parametrize("new_leader", [False, True])
+async def test_a_job_whose_state_is_lost_begins_anew(new_leader: bool) -> None:
+    """Which nothing else lets it do, a change of leaders neither."""
+    async with served(MemoryStore()) as world:
+        for member in await world.training("a", "b"):
+            await asyncio.to_thread(member.leave, completed=False, reason="killed")
+        late = await world.joined("c", desired=1)
+        with pytest.raises(StateLost, match="--fresh"):
+            await asyncio.to_thread(late.await_generation, 0, 10.0)
+        if new_leader:
+            await world.coordinator.step_down()
+            await world.coordinator.lead(())
+        with pytest.raises(StateLost, match="Run it again with --fresh"):
+            await asyncio.to_thread(check_not_finished, [world.address], "j")
+        with pytest.raises(StateLost, match="in generation 1"):
+            await world.joined("d", desired=1)
+        assert await asyncio.to_thread(reset_job, [world.address], "j")
+        again = await world.training("a", "b")
+        assert {member.token.generation for member in again} == {3}
 
 
 async def test_a_job_that_never_was_is_no_error() -> None:
