@@ -178,14 +178,14 @@ def test_sigterm_drains_a_member_and_breaks_nobodys_generation(cluster: LocalClu
 
 
 def test_sigterm_to_the_only_member_ends_it_at_its_next_step(cluster: LocalCluster) -> None:
-    """There is nobody to hand over to; the job is not completed by that."""
+    """There is nobody to hand over to: the state is gone with it, and nobody begins anew."""
     with Ranks() as ranks:
         run = run_of(cluster, "drain-alone", desired_members=1, epochs=1000)
         alone = start(ranks, run, "a")[0]
         alone.expect("committed")
         alone.send_signal(signal.SIGTERM)
         assert alone.expect("exits")["code"] == 143
-        start(ranks, run, "b")[0].expect("committed")
+        assert start(ranks, run, "b")[0].expect("raised")["error"] == "StateLost"
 
 
 def test_members_without_a_sample_in_a_step_do_not_change_it(cluster: LocalCluster) -> None:

@@ -10,6 +10,7 @@ import rank_bodies
 import shoal
 from shoal.draining import DrainSignal
 from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import StateLost
 
 
 @pytest.fixture(autouse=True)
@@ -40,9 +41,12 @@ def test_a_script_that_learns_of_a_spot_notice_drains_itself(cluster: LocalClust
                 session.drain("spot notice")
     assert raised.value.code == 143
     assert isinstance(raised.value, SystemExit)
-    # The job was not completed by that: another takes it up.
-    with shoal.join("drains-itself", coordinator=cluster.coordinator) as session:
-        assert next(train(session)) == 1
+    # The job was not completed by that, and its state is gone: nobody begins it anew unasked.
+    with (
+        pytest.raises(StateLost, match="--fresh"),
+        shoal.join("drains-itself", coordinator=cluster.coordinator) as session,
+    ):
+        next(train(session))
 
 
 def test_sigterm_is_taken_as_a_wish_only_while_the_session_lasts(cluster: LocalCluster) -> None:
