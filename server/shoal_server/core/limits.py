@@ -40,7 +40,7 @@ class Limits:
                     f"{smaller[0]} ({smaller[1]:g} s) must stay below"
                     f" {larger[0]} ({larger[1]:g} s)."
                     f" join_s is {self.join_s:g}, collective_s {self.collective_s:g},"
-                    f" heartbeat_s {self.heartbeat_s:g}: raise the former or lower the latter."
+                    f" heartbeat_s {self.heartbeat_s:g}. {_remedy(smaller[0])}"
                 )
 
     def hierarchy(self) -> tuple[tuple[tuple[str, float], tuple[str, float]], ...]:
@@ -109,3 +109,10 @@ class Limits:
     def watchdog_s(self) -> float:
         """A process none of whose threads has run for so long is taken for hung."""
         return 2 * self.collective_s
+
+
+def _remedy(smaller: str) -> str:
+    """What to do about a limit that is not below the one it must stay below."""
+    if smaller == "collective_s":
+        return "Raise join_s or lower collective_s."
+    return "Raise join_s or collective_s, or lower heartbeat_s."

@@ -116,7 +116,7 @@ def test_etcd_away_stops_no_running_generation(tmp_path: Path) -> None:
             form(members)
             etcd.process.send_signal(signal.SIGSTOP)
             # Longer than a member's lease: were that enough to declare one lost, it would be now.
-            assert not members[0].wait_broken(1, timeout_s=2.0)
+            assert not members[0].wait_over(1, timeout_s=2.0)
             assert members[0].begin_step(0) is None
             etcd.process.send_signal(signal.SIGCONT)
             job_when_running(only.http, TAKE_OVER_S)
