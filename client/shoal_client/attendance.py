@@ -16,7 +16,7 @@ import grpc
 import structlog
 
 from shoal_client import membership_calls
-from shoal_client.beat_board import BeatSlot, Ending
+from shoal_client.beat_board import BeatSlot, Doing, Ending, beat_of
 from shoal_client.channel import BackOff, Coordinators, Method
 from shoal_client.patience import Patience
 from shoal_client.shown import ShownRoster
@@ -55,6 +55,16 @@ class Change:
     offer: int
     """The first step not begun; none from there on is begun before `stop_at` is known."""
     stop_at: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnPause:
+    """What this member said of its pause, and since when it lasts, by `time.monotonic`."""
+
+    reason: str
+    limit_s: float
+    since_s: float
+    over: bool = False
 
 
 class Attendance:
@@ -108,6 +118,11 @@ class Attendance:
         self._stood_at: pb.SettleRequest | None = None
         """What was said of the stand after the last break, while no generation has followed."""
         self._broken: dict[int, str] = {}
+        self._doing = Doing()
+        self._pausing: Sequence[str] = ()
+        """Whom the others wait for, as the coordinator says."""
+        self._released_s = -math.inf
+        self._own_pause: OwnPause | None = None
         self._waiting_for = "the coordinator to admit this member"
         self._stands_by = False
         self._drain_reason = ""
@@ -124,6 +139,30 @@ class Attendance:
     def failure(self) -> ShoalError | None:
         """What ended the membership, if something did."""
         return self._failure
+
+    @property
+    def held_until_s(self) -> float:
+        """Up to when, by `time.monotonic`, no limit of a wait for others ran.
+
+        That is now while somebody is paused, or no coordinator is there to say so. Any thread.
+        """
+        return time.monotonic() if self._away else self._held_s
+
+    @property
+    def _held_s(self) -> float:
+        """The same, of what a coordinator says."""
+        return time.monotonic() if self._pausing else self._released_s
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no coordinator holds this member's stream at the moment. Free to call."""
+        return self._away
+
+    def does(self, doing: Doing) -> None:
+        """What the trainer does, for the heartbeats. Free to call; any thread."""
+        self._doing = doing
+        if self._member.beat_slot is not None:
+            self._member.beat_slot.does(doing)
 
     def ready(self, record: pb.GenerationRecord) -> None:
         """Say that the first collective of the generation passed, and at which step: see
@@ -185,7 +224,8 @@ class Attendance:
 
     def _give_up_s(self, since_s: float, limit_s: float) -> float:
         """When a wait for the coordinator's word is over: while none is there, no time passes."""
-        return math.inf if self._away else max(since_s, self._attends_since_s) + limit_s
+        began_s = max(since_s, self._attends_since_s, self._held_s)
+        return math.inf if self._away else began_s + limit_s
 
     def _note_away(self, *, away: bool) -> None:
         with self._changed:
@@ -268,7 +308,7 @@ class Attendance:
                 slot.runs()
                 if slot.beaten(within_s=1.5 * self.limits.heartbeat_s):
                     continue
-            beat = pb.Beat(token=self.token, step=self._step)
+            beat = beat_of(self.token, self._step, self._doing)
             try:
                 reply = self._coordinators.call(
                     membership_calls.heartbeat,
@@ -303,6 +343,8 @@ class Attendance:
         elif kind == "break":
             self._take_break(getattr(notice, "break").generation, notice.reason)
             self._stand_still()
+        elif kind == "pauses":
+            self._take_pauses(notice.pauses.member_ids)
         elif kind == "drain":
             self._take_drain(notice.drain.now, notice.reason)
         elif kind == "refused":
@@ -312,6 +354,9 @@ class Attendance:
         with self._changed:
             self.limits, self.http_url = admitted.limits, admitted.http_url
             again, self._admitted = self._admitted, True
+            # Who is paused is told next, if anybody is.
+            self._pausing, self._released_s = (), time.monotonic()
+            own_pause = self._own_pause
             proposal, ready, stood_at = self._proposal, self._ready_generation, self._stood_at
             self._changed.notify_all()
         if self._member.beat_slot is not None:
@@ -326,6 +371,8 @@ class Attendance:
             self._call(
                 membership_calls.propose, pb.ProposeRequest(token=self.token, proposal=proposal)
             )
+        if again and own_pause is not None:
+            self._call(membership_calls.pause, self._pause_request(own_pause))
         if again and stood_at is not None:
             self._call(membership_calls.settle, stood_at)
         elif again and ready and ready == self._generation:
@@ -414,6 +461,20 @@ class Attendance:
                 self._change = replace(change, stop_at=stop.step)
             self._changed.notify_all()
 
+    def _take_pauses(self, member_ids: Sequence[str]) -> None:
+        with self._changed:
+            self._pausing, self._released_s = tuple(member_ids), time.monotonic()
+            self._changed.notify_all()
+
+    def _pause_request(self, pause: OwnPause) -> pb.PauseRequest:
+        return pb.PauseRequest(
+            token=self.token,
+            paused=not pause.over,
+            reason=pause.reason[:1000],
+            limit_s=pause.limit_s,
+            elapsed_s=time.monotonic() - pause.since_s,
+        )
+
     def _take_drain(self, now: bool, reason: str) -> None:
         log.info("drain_noticed", member=self._member.member_id, now=now, reason=reason)
         with self._changed:
@@ -474,4 +535,4 @@ class Attendance:
         self._on_break(generation, reason)
 
 
-__all__ = ["Attendance", "Change", "Member"]
+__all__ = ["Attendance", "Change", "Member", "OwnPause"]

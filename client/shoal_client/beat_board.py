@@ -13,7 +13,10 @@ incarnation.
     16      8      worker      when a thread of it last ran, by the same clock
     24      4      worker      length of the claim; 0: not a member
     28      4      worker      CRC-32 of the claim
-    32      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
+    32      8      worker      what has moved in its bring-up: see `Doing`
+    40      8      worker      0: nothing to say; 1: its trainer waits for others; else since when
+                               it has been in the script's own code, by the same clock
+    48      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
     944     8      both        how the membership ended, an `Ending`
     952     72     both        the worker's lifeline, see `shoal_client.lifeline`
 
@@ -50,12 +53,14 @@ from shoal_proto.errors import (
     ShoalError,
     StateLost,
 )
+from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 SLOT_BYTES = 1024
 """Names are at most 128 characters each; the token takes less than half of it."""
 _NAME = "shoal-beats"
-_BEATEN, _STEP, _RAN, _HEAD, _CLAIM = 0, 8, 16, 24, 32
+_BEATEN, _STEP, _RAN, _HEAD, _MOVED, _DOING, _CLAIM = 0, 8, 16, 24, 32, 40, 48
+_WAITS = 1
 _LIFELINE = SLOT_BYTES - SIZE_BYTES
 _ENDING = _LIFELINE - 8
 _WORD = struct.Struct("@Q")
@@ -96,6 +101,24 @@ _PASSING = (AddressInUse, NoServers, PeersUnreachable)
 
 
 @dataclass(frozen=True, kw_only=True)
+class Doing:
+    """What a member's trainer does, for its heartbeats."""
+
+    moved: int = 0
+    """Changes as long as its bring-up gets on."""
+    waits: bool = False
+    """Whether it waits for other members."""
+    own_code_since_ns: int = 0
+    """Since when it has been in the script's own code, by CLOCK_MONOTONIC; 0: it is not."""
+
+    @property
+    def own_code_s(self) -> float:
+        """For how many seconds it has been there; 0: it is not."""
+        since_ns = self.own_code_since_ns
+        return max(time.monotonic_ns() - since_ns, 0) / 1e9 if since_ns else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Claim:
     """Who asks for beats: a member, and the process that it is."""
 
@@ -103,6 +126,7 @@ class Claim:
     heartbeat_s: float
     token: Token
     step: int
+    doing: Doing
 
 
 class BeatSlot:
@@ -154,8 +178,7 @@ class BeatSlot:
             return  # no name that a coordinator admits is so long: this member beats by itself
         # The launcher may read in between: the checksum tells it.
         self._memory[self._start + _CLAIM : self._start + _CLAIM + len(claim)] = claim
-        head = _HEAD_FORM.pack(len(claim), zlib.crc32(claim))
-        self._memory[self._start + _HEAD : self._start + _CLAIM] = head
+        self._put_head(_HEAD_FORM.pack(len(claim), zlib.crc32(claim)))
 
     def withdraw(self) -> None:
         """No beats any more: the membership is over."""
@@ -164,7 +187,7 @@ class BeatSlot:
 
     def unclaim(self) -> None:
         """No beats any more; the lifeline still tells of the end of the process."""
-        self._memory[self._start + _HEAD : self._start + _CLAIM] = _HEAD_FORM.pack(0, 0)
+        self._put_head(_HEAD_FORM.pack(0, 0))
 
     def end(self, ending: Ending) -> None:
         """The membership ended like this. What says more than that it was fenced stands."""
@@ -179,6 +202,11 @@ class BeatSlot:
         """Steps committed so far, for the next beat."""
         self._put(_STEP, step)
 
+    def does(self, doing: Doing) -> None:
+        """What its trainer does now, for the next beat."""
+        self._put(_MOVED, doing.moved)
+        self._put(_DOING, _WAITS if doing.waits else doing.own_code_since_ns)
+
     def beaten(self, within_s: float) -> bool:
         """Whether the launcher's beats were accepted so lately that others are not needed."""
         return time.monotonic_ns() - self._get(_BEATEN) < within_s * 1e9
@@ -188,7 +216,7 @@ class BeatSlot:
     def claimed(self, pid: int) -> Claim | None:
         """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
         start = self._start
-        length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _CLAIM])
+        length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
         claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
         if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
             return None
@@ -201,7 +229,18 @@ class BeatSlot:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:
             return None
-        return Claim(pid=pid, heartbeat_s=heartbeat_s, token=token, step=self._get(_STEP))
+        doing = self._get(_DOING)
+        return Claim(
+            pid=pid,
+            heartbeat_s=heartbeat_s,
+            token=token,
+            step=self._get(_STEP),
+            doing=Doing(
+                moved=self._get(_MOVED),
+                waits=doing == _WAITS,
+                own_code_since_ns=doing if doing > _WAITS else 0,
+            ),
+        )
 
     def accepted(self, claim: Claim) -> None:
         """A coordinator took the beat for what is claimed here still."""
@@ -224,6 +263,9 @@ class BeatSlot:
         """For the next process of the slot, once that before it is gone."""
         self._memory[self._start : self._start + _LIFELINE] = bytes(_LIFELINE)
         self.lifeline.prepare()
+
+    def _put_head(self, head: bytes) -> None:
+        self._memory[self._start + _HEAD : self._start + _MOVED] = head
 
     def _put(self, offset: int, value: int) -> None:
         _WORD.pack_into(self._memory, self._start + offset, value)
@@ -262,4 +304,11 @@ class BeatBoard:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
 
 
-__all__ = ["BeatBoard", "BeatSlot", "Claim", "Ending"]
+def beat_of(token: Token, step: int, doing: Doing) -> pb.Beat:
+    """One member's heartbeat, as of now."""
+    return pb.Beat(
+        token=token, step=step, moved=doing.moved, waits=doing.waits, own_code_s=doing.own_code_s
+    )
+
+
+__all__ = ["BeatBoard", "BeatSlot", "Claim", "Doing", "Ending", "beat_of"]

@@ -9,7 +9,7 @@ from types import TracebackType
 import structlog
 
 from shoal_client import membership_calls
-from shoal_client.beat_board import BeatSlot, Claim
+from shoal_client.beat_board import BeatSlot, Claim, beat_of
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_detail
@@ -92,7 +92,7 @@ class HostBeats:
 
     def _send(self, claims: Sequence[tuple[BeatSlot, Claim]]) -> None:
         request = pb.HeartbeatRequest(
-            beats=[pb.Beat(token=claim.token, step=claim.step) for _, claim in claims]
+            beats=[beat_of(claim.token, claim.step, claim.doing) for _, claim in claims]
         )
         try:
             reply = self._coordinators.call(

@@ -7,11 +7,12 @@ stands. Its waits have time limits, which stand still while no coordinator is th
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import structlog
 
 from shoal_client import membership_calls
-from shoal_client.attendance import Attendance, Change, Member
+from shoal_client.attendance import Attendance, Change, Member, OwnPause
 from shoal_client.beat_board import Ending
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, ShoalError
@@ -79,9 +80,9 @@ class Membership(Attendance):
         """The next committed record with a number above `above` that has this member in it.
 
         Waits through aborted attempts and stand-by, `timeout_s` at the most; by default the job's
-        join limit, and while no coordinator is there that time stands still. Raises what the
-        coordinator refused this member with (ProposalConflict, JobFinished, StateLost, Fenced ...),
-        or DeadlineExceeded with the reason for the wait.
+        join limit, which stands still while no coordinator is there, somebody is paused, or a
+        bring-up gets on. Raises what the coordinator refused this member with (ProposalConflict,
+        JobFinished, StateLost, Fenced ...), or DeadlineExceeded with the reason for the wait.
         """
         limit_s = timeout_s if timeout_s is not None else self.limits.join_s + ATTEND_TIMEOUT_S
         since_s = time.monotonic()
@@ -143,7 +144,7 @@ class Membership(Attendance):
                     hand_over = None
                     continue
                 since_s = since_s or time.monotonic()
-                give_up_s = since_s + self._boundary_limit_s
+                give_up_s = max(since_s, self._held_s) + self._boundary_limit_s
                 if change.stop_at is None:
                     give_up_s = self._give_up_s(since_s, self._boundary_limit_s)
                 if not self._wait_until(give_up_s):
@@ -177,6 +178,29 @@ class Membership(Attendance):
         self._step = step
         if self._member.beat_slot is not None:
             self._member.beat_slot.progress(step)
+
+    def pause(self, reason: str, limit_s: float) -> None:
+        """Ask the others to wait for what the trainer does next; `resume` ends it.
+
+        A coordinator that cannot be reached now is told when it is there again: until then no limit
+        of the others runs either.
+        """
+        self._say_pause(OwnPause(reason=reason, limit_s=limit_s, since_s=time.monotonic()))
+
+    def resume(self) -> None:
+        """The pause is over."""
+        if self._own_pause is not None:
+            self._say_pause(replace(self._own_pause, over=True))
+
+    def _say_pause(self, pause: OwnPause) -> None:
+        self._own_pause = pause
+        try:
+            self._coordinators.call(
+                membership_calls.pause, self._pause_request(pause), timeout_s=self.limits.lease_s
+            )
+        except ShoalError as error:
+            # What ended the membership is raised where the trainer asks for its next step.
+            log.info("pause_not_told", member=self._member.member_id, reason=str(error))
 
     def is_broken(self, generation: int) -> bool:
         """Whether the generation is over, by a loss or an aborted bring-up. Free to call."""

@@ -31,6 +31,10 @@ def report_broken(channel: grpc.Channel) -> Method[pb.Ack]:
     return MembershipStub(channel).ReportBroken
 
 
+def pause(channel: grpc.Channel) -> Method[pb.Ack]:
+    return MembershipStub(channel).Pause
+
+
 def leave(channel: grpc.Channel) -> Method[pb.Ack]:
     return MembershipStub(channel).Leave
 

@@ -76,6 +76,9 @@ class Crew:
                 coordinators=self.member.coordinators,
                 token=lambda: self.membership.token,
                 limits=self.membership.limits,
+                held_until_s=lambda: self.membership.held_until_s,
+                is_away=lambda: self.membership.is_away,
+                does=self.membership.does,
             )
         )
         self._strategy = strategy
@@ -105,7 +108,11 @@ class Crew:
         while True:
             if not self._stands:
                 self._form(fields)
-            record = self.membership.begin_step(strategy.step, self._hand_over)
+            strategy.asks(begins=True)
+            try:
+                record = self.membership.begin_step(strategy.step, self._hand_over)
+            finally:
+                strategy.asks(begins=False)
             generation = self.generation
             assert generation is not None
             if record is not None:
@@ -165,6 +172,17 @@ class Crew:
             reason=str(error)[:300],
         )
 
+    def pause(self, reason: str, limit_s: float) -> None:
+        """The trainer does something that the others are to wait for."""
+        if self._strategy is not None and not self._strategy.synchronous:
+            # Whoever waits for a clock is not to wait for this member's.
+            self._strategy.rest()
+        self.membership.pause(reason, limit_s)
+
+    def resume(self) -> None:
+        """It is done."""
+        self.membership.resume()
+
     def leave(self, *, completed: bool, reason: str) -> None:
         """End the membership. May be called twice; the first call counts."""
         if self._left:
@@ -188,7 +206,11 @@ class Crew:
             )
         while not self._stands:
             started_s = time.perf_counter()
-            record = self.membership.await_generation(above=self._seen)
+            strategy.asks(begins=True)
+            try:
+                record = self.membership.await_generation(above=self._seen)
+            finally:
+                strategy.asks(begins=False)
             log.info(
                 "generation_agreed",
                 generation=record.roster.generation,
@@ -263,10 +285,11 @@ class Crew:
         membership = self.membership
         if membership.is_broken(number):
             return
+        hang = self.strategy.hang_in(number)
         if not reported:
-            membership.report_broken(f"{type(error).__name__}: {error}")
+            membership.report_broken(hang or f"{type(error).__name__}: {error}")
         if not membership.wait_broken(number, membership.limits.collective_s):
-            raise error
+            raise GenerationBroken(f"generation {number} hung", seen=hang) if hang else error
 
     # --- before a generation ---
 

@@ -22,6 +22,8 @@ Value = str | bytes | Sequence[int]
 
 # The server answers a wait that ran out of time by itself; the call's own deadline comes after it.
 _GRACE_S = 1.0
+CALL_S = 300.0
+"""The longest that one call waits for a key."""
 
 
 class RendezvousStore(Store):
@@ -133,10 +135,14 @@ class RendezvousStore(Store):
         self._call(_set, pb.StoreSetRequest(token=self._token, pairs=stored, append=append))
 
     def _get(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
-        request = pb.StoreGetRequest(token=self._token, keys=keys, timeout_s=timeout_s)
+        # One call waits no longer than a coordinator lets it.
+        rest_s = max(timeout_s - CALL_S, 0.0)
+        request = pb.StoreGetRequest(token=self._token, keys=keys, timeout_s=timeout_s - rest_s)
         try:
-            return self._call(_get, request, timeout_s=timeout_s)
+            return self._call(_get, request, timeout_s=timeout_s - rest_s)
         except DeadlineExceeded as error:
+            if rest_s:
+                return self._get(keys, rest_s)
             # "timeout" is the word by which callers of torch's stores tell this error.
             raise DeadlineExceeded(
                 f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",

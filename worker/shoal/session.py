@@ -1,6 +1,7 @@
 """A member of a job as a training script sees it."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.backends.base import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
 from shoal.crew import Crew
 from shoal.data import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
@@ -23,6 +25,9 @@ from shoal.strategies import find_strategy
 from shoal.strategies.base import Generation, LossFunction, Strategy
 from shoal.validators import Judges, Validator, validators_of
 from shoal_proto.errors import InvalidSpec, ShoalError
+
+PAUSE_S = 1800.0
+"""What a pause may take that states no limit."""
 
 
 class Session:
@@ -43,6 +48,7 @@ class Session:
         self._feed: Feed | None = None
         self._step: Step | None = None
         self._guard: StepGuard | None = None
+        self._paused = False
         self._signal = DrainSignal(self.drain)
 
     def __enter__(self) -> Self:
@@ -205,6 +211,43 @@ class Session:
         batch = step.batch
         with step.guard.computing():
             self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
+
+    @contextmanager
+    def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> Iterator[None]:
+        """Let the others wait for what this member does in the `with` block, between two steps or
+        before the first batch:
+
+            if session.rank == 0:
+                with session.pause("validation"):
+                    evaluate(model)
+
+        Meanwhile no limit runs by which a hang is found: nobody is expelled, no collective of the
+        others runs out of time, and who joins or is to leave waits. A loss is noticed as ever.
+        After `limit_s` seconds, half an hour unless it is given, this member is taken for hung
+        itself: the others go on without it, and its next step raises DeadlineExceeded. Any members
+        may be paused at a time, all of them too. `reason` is what `shoal why` shows.
+
+        Asynchronous strategies wait for nobody, paused or not.
+        """
+        if not reason.strip():
+            raise InvalidSpec("a pause without a reason", expected='session.pause("validation")')
+        if not 0 < limit_s <= LONGEST_S:
+            raise InvalidSpec(
+                "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"
+            )
+        if self._reports is None:
+            raise InvalidSpec(
+                "a pause outside of a session", expected="with shoal.join(...) as session: ..."
+            )
+        if self._paused:
+            raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
+        self._paused = True
+        self._crew.pause(reason, limit_s)
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._crew.resume()
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
         """The forward and backward pass of a batch in one: as

@@ -513,6 +513,7 @@ class Notice(_message.Message):
     STANDBY_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    PAUSES_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """Why this notice came; the same words the log and the page show."""
     @_builtins.property
@@ -533,6 +534,8 @@ class Notice(_message.Message):
     def refused(self) -> _identity_pb2.ErrorDetail: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def pauses(self) -> Global___Pauses: ...
     def __init__(
         self,
         *,
@@ -545,12 +548,13 @@ class Notice(_message.Message):
         standby: Global___Standby | None = ...,
         refused: _identity_pb2.ErrorDetail | None = ...,
         drain: Global___Drain | None = ...,
+        pauses: Global___Pauses | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "prepare", b"prepare", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "pauses", b"pauses", "prepare", b"prepare", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "prepare", b"prepare", "reason", b"reason", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "break", b"break", "drain", b"drain", "kind", b"kind", "outcome", b"outcome", "pauses", b"pauses", "prepare", b"prepare", "reason", b"reason", "refused", b"refused", "running", b"running", "standby", b"standby", "stop_at", b"stop_at"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "prepare", "outcome", "stop_at", "break", "running", "standby", "refused", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["admitted", "prepare", "outcome", "stop_at", "break", "running", "standby", "refused", "drain", "pauses"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -690,6 +694,31 @@ class Standby(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Standby: _TypeAlias = Standby  # noqa: Y015
+
+@_typing.final
+class Pauses(_message.Message):
+    """Who is paused now, of those whom others wait for. Nobody: the limits run again, from their start.
+    Told whenever it changes, on admission if it is somebody, and again and again while the state of
+    a long bring-up is under way: limits that run begin anew with each.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMBER_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        member_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["member_ids", b"member_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Pauses: _TypeAlias = Pauses  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
@@ -965,7 +994,20 @@ class Beat(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    MOVED_FIELD_NUMBER: _builtins.int
+    OWN_CODE_S_FIELD_NUMBER: _builtins.int
+    WAITS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
+    moved: _builtins.int
+    """Counts what came of a bring-up: connections, messages, parts of the state. That it changes is
+    what counts.
+    """
+    own_code_s: _builtins.float
+    """For how many seconds the trainer has been in the script's own code; 0: it is not, or nothing is
+    known of it.
+    """
+    waits: _builtins.bool
+    """Whether the trainer waits for other members."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -973,10 +1015,13 @@ class Beat(_message.Message):
         *,
         token: _identity_pb2.Token | None = ...,
         step: _builtins.int = ...,
+        moved: _builtins.int = ...,
+        own_code_s: _builtins.float = ...,
+        waits: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["moved", b"moved", "own_code_s", b"own_code_s", "step", b"step", "token", b"token", "waits", b"waits"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1155,6 +1200,42 @@ class DrainRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+
+@_typing.final
+class PauseRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_FIELD_NUMBER: _builtins.int
+    PAUSED_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    LIMIT_S_FIELD_NUMBER: _builtins.int
+    ELAPSED_S_FIELD_NUMBER: _builtins.int
+    paused: _builtins.bool
+    """False: it is over."""
+    reason: _builtins.str
+    """What for, in the words of the script."""
+    limit_s: _builtins.float
+    """The longest it may take; then the member is taken for hung."""
+    elapsed_s: _builtins.float
+    """Since when it is paused, where that is said again."""
+    @_builtins.property
+    def token(self) -> _identity_pb2.Token: ...
+    def __init__(
+        self,
+        *,
+        token: _identity_pb2.Token | None = ...,
+        paused: _builtins.bool = ...,
+        reason: _builtins.str = ...,
+        limit_s: _builtins.float = ...,
+        elapsed_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_s", b"elapsed_s", "limit_s", b"limit_s", "paused", b"paused", "reason", b"reason", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PauseRequest: _TypeAlias = PauseRequest  # noqa: Y015
 
 @_typing.final
 class LeaveRequest(_message.Message):

@@ -95,6 +95,11 @@ class MembershipStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.DrainRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
                 _registered_method=True)
+        self.Pause = channel.unary_unary(
+                '/shoal.v1.Membership/Pause',
+                request_serializer=shoal__proto_dot_v1_dot_membership__pb2.PauseRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
+                _registered_method=True)
         self.Leave = channel.unary_unary(
                 '/shoal.v1.Membership/Leave',
                 request_serializer=shoal__proto_dot_v1_dot_membership__pb2.LeaveRequest.SerializeToString,
@@ -206,6 +211,14 @@ class MembershipServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pause(self, request, context):
+        """The trainer runs code of the script's own that the others are to wait for, or has ended it.
+        Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Leave(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -290,6 +303,11 @@ def add_MembershipServicer_to_server(servicer, server):
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
                     request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.DrainRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.SerializeToString,
+            ),
+            'Pause': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pause,
+                    request_deserializer=shoal__proto_dot_v1_dot_membership__pb2.PauseRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_membership__pb2.Ack.SerializeToString,
             ),
             'Leave': grpc.unary_unary_rpc_method_handler(
@@ -615,6 +633,33 @@ class Membership(object):
             target,
             '/shoal.v1.Membership/Drain',
             shoal__proto_dot_v1_dot_membership__pb2.DrainRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pause(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Membership/Pause',
+            shoal__proto_dot_v1_dot_membership__pb2.PauseRequest.SerializeToString,
             shoal__proto_dot_v1_dot_membership__pb2.Ack.FromString,
             options,
             channel_credentials,

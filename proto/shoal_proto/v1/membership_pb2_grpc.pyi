@@ -66,6 +66,10 @@ class MembershipStub:
     """Asks that a member finish its step, hand over and leave. From an operator, or from the member
     itself, which was told to end. The others go on without a break.
     """
+    Pause: _grpc.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]
+    """The trainer runs code of the script's own that the others are to wait for, or has ended it.
+    Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
+    """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
     """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
@@ -113,6 +117,10 @@ class MembershipAsyncStub(MembershipStub):
     Drain: _aio.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """Asks that a member finish its step, hand over and leave. From an operator, or from the member
     itself, which was told to end. The others go on without a break.
+    """
+    Pause: _aio.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]  # type: ignore[assignment]
+    """The trainer runs code of the script's own that the others are to wait for, or has ended it.
+    Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
@@ -224,6 +232,16 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
         """Asks that a member finish its step, hand over and leave. From an operator, or from the member
         itself, which was told to end. The others go on without a break.
+        """
+
+    @_abc_1.abstractmethod
+    def Pause(
+        self,
+        request: _membership_pb2.PauseRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
+        """The trainer runs code of the script's own that the others are to wait for, or has ended it.
+        Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
         """
 
     @_abc_1.abstractmethod

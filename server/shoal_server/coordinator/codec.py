@@ -302,6 +302,8 @@ def notice_to_pb(notice: events.Notice, generation: int, *, with_roster: bool = 
             message.running.CopyFrom(pb.Running(generation=notice.generation))
         case events.StandbyNotice():
             message.standby.CopyFrom(pb.Standby(position=notice.position))
+        case events.PausesNotice():
+            message.pauses.CopyFrom(pb.Pauses(member_ids=notice.member_ids))
         case events.DrainNotice():
             message.drain.CopyFrom(pb.Drain(now=notice.now))
         case events.RefusedNotice():

@@ -28,6 +28,7 @@ from shoal_server.coordinator.streams import Encoder, Stream
 from shoal_server.core.clocks import Who
 from shoal_server.core.events import (
     Admit,
+    Beaten,
     Disconnected,
     Effect,
     Event,
@@ -143,6 +144,10 @@ class JobActor:
         """A heartbeat."""
         self._liveness.beat(member_id, step, self._around.clock())
         self.job.heard_of_step(member_id, incarnation, Step(step))
+
+    def told(self, event: Beaten) -> None:
+        """What a heartbeat says of the member's trainer."""
+        self.job.beaten(event, self._around.clock())
 
     @property
     def last_seen(self) -> Mapping[str, LastSeen]:

@@ -1,5 +1,6 @@
 """The Membership service: decodes a call, hands it to the job's actor, answers."""
 
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
@@ -134,6 +135,18 @@ class Membership(MembershipServicer):
         )
         return await self._submit(request.token, event)
 
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.Ack:
+        who = _identity(request.token)
+        if not request.paused:
+            return await self._submit(request.token, events.Resumed(**who))
+        event = events.Paused(
+            **who,
+            reason=request.reason[:MAX_ERROR],
+            limit_s=_seconds("limit_s", request.limit_s, above=0.0),
+            elapsed_s=_seconds("elapsed_s", request.elapsed_s),
+        )
+        return await self._submit(request.token, event)
+
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.Ack:
         event = events.Left(
             **_identity(request.token), completed=request.completed, reason=request.reason
@@ -186,6 +199,7 @@ class Membership(MembershipServicer):
         except ShoalError as error:
             return pb.BeatReply(error=to_detail(error))
         actor.seen(beat.token.member_id, beat.token.incarnation, beat.step)
+        actor.told(_beaten(beat))
         return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
 
     async def GetGeneration(
@@ -234,6 +248,21 @@ def _check_attendance(request: pb.AttendRequest) -> None:
         )
     if not request.token.incarnation:
         raise Fenced("the token has no incarnation", expected="a fresh UUID for each process start")
+
+
+def _seconds(name: str, value: float, above: float = -1.0) -> float:
+    """A time that a member states; raises InvalidSpec for one that is none."""
+    if not (math.isfinite(value) and value > above):
+        raise InvalidSpec(f"{name} is out of range", seen=f"{value:g}", expected="seconds")
+    return max(value, 0.0)
+
+
+def _beaten(beat: pb.Beat) -> events.Beaten:
+    # Of numbers that make no sense nothing is believed; the beat itself still counts.
+    own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
+    return events.Beaten(
+        **_identity(beat.token), moved=beat.moved, waits=beat.waits, own_code_s=own_code_s
+    )
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:

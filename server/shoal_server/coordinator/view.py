@@ -42,7 +42,12 @@ class CoordinatorView:
         return aside + [self._job(actor) for actor in self._registry.actors()]
 
     def _job(self, actor: JobActor) -> JobView:
-        view = job_view(actor.job, records=actor.records.values(), last_seen=actor.last_seen)
+        view = job_view(
+            actor.job,
+            records=actor.records.values(),
+            last_seen=actor.last_seen,
+            now_s=self._registry.clock(),
+        )
         clocks = self._clocks.clocks(view.job)
         if not clocks:
             return view

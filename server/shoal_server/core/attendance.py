@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from shoal_server.core.events import Refusal
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
+from shoal_server.core.pauses import Pauses
 from shoal_server.core.roster import Proposal, Roster, Step
 
 MAX_EXPELLED = 10_000
@@ -30,6 +31,7 @@ class Attendance:
     were refused with: a call that was under way is answered with the same."""
     unheard: set[str] = field(default_factory=set)
     """Those who were there under another leader, and have not said again what they train."""
+    pauses: Pauses = field(default_factory=Pauses)
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: what is entered later counts from a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)
@@ -49,6 +51,7 @@ class Attendance:
         self._halted.pop(name, None)
         self._unsettled.discard(name)
         self.unheard.discard(name)
+        self.pauses.end(member)
         self.expelled[member.incarnation] = refusal
         if len(self.expelled) > MAX_EXPELLED:
             del self.expelled[next(iter(self.expelled))]
@@ -106,6 +109,10 @@ class Attendance:
         for member in self._disconnected.values():
             assert member.disconnected_s is not None
             member.disconnected_s += by_s
+        self.postpone_drains(by_s)
+
+    def postpone_drains(self, by_s: float) -> None:
+        """Give those who are to leave so much more time."""
         for member in self.draining.values():
             assert member.draining_s is not None
             member.draining_s += by_s

@@ -13,15 +13,18 @@ from shoal_server.core.events import (
     Expel,
     Finish,
     OutcomeNotice,
+    Paused,
     Refusal,
     RefusalKind,
     Refused,
     RefusedNotice,
+    Resumed,
     Settled,
     Write,
 )
 from shoal_server.core.job_state import JobState
 from shoal_server.core.member import Member
+from shoal_server.core.pauses import told
 from shoal_server.core.phases import Phase, Trigger
 from shoal_server.core.roster import (
     NO_GENERATION,
@@ -151,6 +154,40 @@ class Departures(JobState):
                 self.attendance.settle((leaver,), settled=False)
                 self._tell(leaver, self._break_notice(old.generation))
 
+    # --- who is paused ---
+
+    def _asked(self, member: Member, event: DrainAsked | Paused | Resumed, now_s: float) -> None:
+        """What a member, or an operator for it, asks of the others."""
+        match event:
+            case DrainAsked():
+                self._drain_asked(member, event, now_s)
+            case Paused():
+                self._paused(member, event, now_s)
+            case Resumed():
+                self._resumed(member, now_s)
+
+    def _paused(self, member: Member, event: Paused, now_s: float) -> None:
+        known = self.attendance.pauses.of(member)
+        pause = self.attendance.pauses.begin(member, event, now_s)
+        if known is None:
+            text = f"{told(member, self.rank_of(member), pause)}, {pause.limit_s:g} s at the most"
+            self._log("member_paused", text, member)
+
+    def _resumed(self, member: Member, now_s: float) -> None:
+        pause = self.attendance.pauses.end(member)
+        # What it did meanwhile was announced.
+        member.own_code_since_s = None
+        if pause is not None:
+            text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"
+            self._log("member_resumed", text, member)
+
+    def _drop_paused(self, now_s: float) -> None:
+        """Who is paused for longer than it said is taken for hung."""
+        for member, pause in self.attendance.pauses:
+            if now_s >= pause.ends_s and self.members.get(member.member_id) is member:
+                text = told(member, self.rank_of(member), pause, now_s)
+                self._refuse(member, refusals.pause_over(text, pause.limit_s), now_s)
+
     # --- what goes wrong ---
 
     def _broke(self, member: Member, event: Broke, now_s: float) -> None:
@@ -174,14 +211,16 @@ class Departures(JobState):
         if not running.synchronous:
             return
         self.reason = f"a collective failed under {member.member_id}: {event.error}"
-        self._log("collective_failed", self.reason, member)
         if self.suspect_since_s is None:
             self.suspect_since_s = now_s
+        trainers = self.members_of(running)
+        if away := self._who_is_away([m for m in trainers if m is not member], now_s):
+            self.reason = f"{away}; {refusals.AWAY_FIX}"
+        self._log("collective_failed", self.reason, member)
         member.reported_broken = running.generation
         for other in self.members_of(running):
             if other.disconnected_s is not None:
                 self._remove(other, "its stream broke, and so did a collective", now_s)
-        trainers = self.members_of(running)
         if all(m.reported_broken == running.generation for m in trainers):
             # Every one of them is here and says so: there is nobody's loss to wait for.
             self._break((), f"{self.reason}; all members answer", now_s)
@@ -377,9 +416,29 @@ class Departures(JobState):
         elif self.phase is Phase.PREPARE and agreement is not None:
             self._expel_late(agreement.unanswered, "accept or reject the roster", now_s)
         elif self.phase is Phase.COMMITTED and agreement is not None:
-            to_stop = self.running is not None and agreement.stop_at is None
-            late = agreement.unoffered if to_stop and agreement.unoffered else agreement.unready
-            self._expel_late(late, "bring the generation up", now_s)
+            self._bring_up_overdue(agreement, now_s)
+
+    def _bring_up_overdue(self, agreement: Agreement, now_s: float) -> None:
+        """A bring-up in which anything moves is never late, however long its state takes.
+
+        Where it stands still, who waits for others is not to blame.
+        """
+        concerned = self.concerned(agreement.roster)
+        moved_s = max((m.moved_s for m in concerned), default=float("-inf"))
+        if now_s < moved_s + self.limits.bring_up_s:
+            self.deadline_s = moved_s + self.limits.bring_up_s
+            # Who waits for this one to end counts from now on.
+            self._tell_all_pauses()
+            return
+        to_stop = self.running is not None and agreement.stop_at is None
+        late = agreement.unoffered if to_stop and agreement.unoffered else agreement.unready
+        waiting = {m.member_id for m in concerned if m.waits_for_others}
+        if late <= waiting:
+            names = names_of([m for m in concerned if m.member_id in late])
+            limit = f"{self.limits.bring_up_s:g} s"
+            self._abort(f"nothing moved for {limit}, and {names} wait for each other", now_s)
+            return
+        self._expel_late(late - waiting, "bring the generation up", now_s)
 
     def _expel_late(self, names: set[str], task: str, now_s: float) -> None:
         late = [self.members[name] for name in sorted(names) if name in self.members]
@@ -402,7 +461,25 @@ class Departures(JobState):
         for member in self.attendance.unsettled():
             if self.members.get(member.member_id) is member:
                 reason = f"{member.member_id} did not come to a stand within {limit} of the break"
-                self._refuse(member, refusals.timeout(reason), now_s)
+                if away := self._who_is_away([member], now_s):
+                    self._refuse(member, refusals.away(f"{away}: {reason}"), now_s)
+                else:
+                    self._refuse(member, refusals.timeout(reason), now_s)
+
+    def _who_is_away(self, members: list[Member], now_s: float) -> str:
+        """Who among them has been in the script's own code for longer than others wait, or "".
+
+        "rank 0 (vm-0) has been in your code for 54 s", as far as heartbeats tell.
+        """
+        texts = []
+        for member in members:
+            since_s = member.own_code_since_s
+            if since_s is None or now_s < since_s + self.limits.collective_s / 2:
+                continue
+            rank = self.rank_of(member)
+            name = member.member_id if rank is None else f"rank {rank} ({member.member_id})"
+            texts.append(f"{name} has been in your code for {now_s - since_s:.0f} s")
+        return ", ".join(texts[:MAX_NAMES])
 
     def _drop_overdue(self, now_s: float) -> None:
         """Nobody waits for a generation for longer than the join limit."""
@@ -422,7 +499,8 @@ class Departures(JobState):
         self.overdue_check_s = min((self._overdue_s(m) for m in left), default=None)
 
     def _overdue_s(self, member: Member) -> float:
-        return max(member.waiting_since_s, self.phase_since_s) + self.limits.join_s
+        since_s = max(member.waiting_since_s, self.phase_since_s, self.attendance.pauses.released_s)
+        return since_s + self.limits.join_s
 
     # --- the end ---
 

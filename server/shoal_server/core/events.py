@@ -95,6 +95,18 @@ class Disconnected(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Beaten(Event):
+    """What a heartbeat says of the trainer."""
+
+    moved: int = 0
+    """Changes as long as its bring-up gets on."""
+    waits: bool = False
+    """Whether it waits for other members."""
+    own_code_s: float = 0.0
+    """For how long it has been in the script's own code; 0: it is not, or nobody knows."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Halted(Event):
     """A signal halted the process; it may go on."""
 
@@ -109,6 +121,21 @@ class DrainAsked(Event):
     """The member is to finish its step, hand over and leave."""
 
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paused(Event):
+    """The trainer runs code of the script's own, and the others are to wait for it."""
+
+    reason: str
+    limit_s: float
+    elapsed_s: float = 0.0
+    """For how long it has, where that is said again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumed(Event):
+    """The pause is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +188,13 @@ class RunningNotice(Notice):
 @dataclass(frozen=True, kw_only=True)
 class StandbyNotice(Notice):
     position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PausesNotice(Notice):
+    """Who is paused now, of those whom others wait for."""
+
+    member_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from shoal_server.core.events import (
     Admit,
     Answered,
     Attended,
+    Beaten,
     BecameReady,
     Broke,
     Continued,
@@ -47,9 +48,11 @@ from shoal_server.core.events import (
     Lost,
     Offered,
     OutcomeNotice,
+    Paused,
     Proposed,
     Refusal,
     Refused,
+    Resumed,
     RunningNotice,
     Save,
     Settled,
@@ -80,15 +83,18 @@ class Job(Departures):
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Take one event in and say what follows from it."""
+        self._keep_limits(now_s)
         if isinstance(event, Attended):
             self._attended(event, now_s)
         else:
             self._heard(self._known(event), event, now_s)
         self._advance(now_s)
+        self._tell_pauses(now_s)
         return self._take_effects()
 
     def tick(self, now_s: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
+        self._keep_limits(now_s)
         for member, reason in self.attendance.overdue(now_s):
             if self.members.get(member.member_id) is member:
                 self._remove(member, reason, now_s)
@@ -98,8 +104,23 @@ class Job(Departures):
             self._drop_unsettled(now_s)
         if self.overdue_check_s is not None and now_s >= self.overdue_check_s:
             self._drop_overdue(now_s)
+        self._drop_paused(now_s)
         self._advance(now_s)
+        self._tell_pauses(now_s)
         return self._take_effects()
+
+    def beaten(self, event: Beaten, now_s: float) -> None:
+        """Take in what a heartbeat tells of the member's trainer. Nothing follows from it at once.
+
+        It is called for every beat, so it costs next to nothing.
+        """
+        member = self.members.get(event.member_id)
+        if member is None or member.incarnation != event.incarnation:
+            return
+        if event.moved != member.moved:
+            member.moved, member.moved_s = event.moved, now_s
+        member.waits_for_others = event.waits
+        member.own_code_since_s = now_s - event.own_code_s if event.own_code_s > 0 else None
 
     def next_deadline_s(self) -> float | None:
         """When `tick` should be called next, if no event comes before."""
@@ -140,8 +161,8 @@ class Job(Departures):
                 self._disconnected(member, now_s)
             case Halted() | Continued():
                 self._halted(member, event, now_s)
-            case DrainAsked():
-                self._drain_asked(member, event, now_s)
+            case DrainAsked() | Paused() | Resumed():
+                self._asked(member, event, now_s)
             case Lost():
                 self._remove(member, event.reason, now_s)
             case Left():
@@ -182,6 +203,8 @@ class Job(Departures):
         self.attendance.admit(member)
         self._do(Admit(member_id=member.member_id, incarnation=member.incarnation))
         self._log("member_attended", f"{member.member_id} attends from {event.info.host}", member)
+        if self._told_paused:
+            self._tell(member, self._pauses_notice())
 
     def _disconnected(self, member: Member, now_s: float) -> None:
         self.attendance.disconnect(member, now_s)
@@ -257,6 +280,8 @@ class Job(Departures):
             if self.phase is Phase.COLLECT:
                 self._to(Trigger.CHANGE_DROPPED, "who wanted the change is gone", now_s)
             return
+        if self.pausing():
+            return  # they would stop for nothing: the change comes when all can take part in it
         if self.phase is Phase.RUNNING:
             self._to(Trigger.CHANGE_WANTED, wanted, now_s)
         # Members that have not proposed yet are on their way: one stop takes them along.
@@ -532,12 +557,18 @@ class Job(Departures):
     def _deadlines(self) -> Iterator[float]:
         yield from self.attendance.deadlines()
         yield from self.setbacks.next_release_s(self.attendance.candidates)
+        yield from (pause.ends_s for _, pause in self.attendance.pauses)
+        if self.suspect_since_s is not None:
+            yield self.suspect_since_s + self.limits.reconnect_s
+        if not self.pausing():
+            yield from self._limits_that_run()
+
+    def _limits_that_run(self) -> Iterator[float]:
+        """Those that a pause holds up."""
         if self.deadline_s is not None:
             yield self.deadline_s
         if self.broken_since_s is not None:
             yield self.broken_since_s + self.limits.collective_s
-        if self.suspect_since_s is not None:
-            yield self.suspect_since_s + self.limits.reconnect_s
         if self.overdue_check_s is not None:
             yield self.overdue_check_s
         for member in self.attendance.draining.values():

@@ -11,6 +11,7 @@ from shoal_server.core.events import (
     Log,
     Notice,
     OutcomeNotice,
+    PausesNotice,
     PrepareNotice,
     Refusal,
     RunningNotice,
@@ -19,6 +20,7 @@ from shoal_server.core.events import (
 )
 from shoal_server.core.limits import Limits
 from shoal_server.core.member import Member
+from shoal_server.core.pauses import Pause, told
 from shoal_server.core.phases import Phase, Trigger, after
 from shoal_server.core.progress import Progress
 from shoal_server.core.roster import (
@@ -72,6 +74,7 @@ class JobState:
     """Of a job whose state is lost: what everybody is refused with."""
     attendance: Attendance = field(init=False)
     _effects: list[Effect] = field(default_factory=list)
+    _told_paused: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.attendance = Attendance(limits=self.limits)
@@ -130,6 +133,71 @@ class JobState:
         self.attendance.postpone(by_s)
         self.setbacks.postpone(by_s)
 
+    # --- pauses ---
+
+    def pausing(self) -> list[tuple[Member, Pause]]:
+        """Who is paused, of those whom others wait for."""
+        return [each for each in self.attendance.pauses if self._is_waited_for(each[0])]
+
+    def _is_waited_for(self, member: Member) -> bool:
+        if self.completing or not self.attempt_is_synchronous:
+            return False
+        if self.running is None:
+            return member.is_in(self.attempt or self.previous) or self.previous is None
+        return member.is_in(self.running) or member.is_in(self.attempt)
+
+    @property
+    def attempt_is_synchronous(self) -> bool:
+        """Whether members wait for each other, in what runs or is to; True while nothing is."""
+        roster = self.running or self.attempt or self.previous
+        return roster is None or roster.synchronous
+
+    def rank_of(self, member: Member) -> int | None:
+        """The member's rank in what runs, is to run or ran last."""
+        rosters = (self.running, self.attempt, self.previous)
+        roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
+        return roster.ranks[member.member_id] if roster is not None else None
+
+    def why_paused(self, now_s: float | None = None) -> str:
+        """Whom all wait for, and until when at most; empty while nobody is paused."""
+        pausing = self.pausing()
+        texts = [told(member, self.rank_of(member), pause, now_s) for member, pause in pausing[:3]]
+        more = [f"and {len(pausing) - 3} more"] if len(pausing) > 3 else []
+        return "; ".join(texts + more)
+
+    def _keep_limits(self, now_s: float) -> None:
+        """Before anything is looked at: what passed while somebody was paused counts for no limit.
+
+        Whatever tells of a loss goes on as ever: broken streams, halts, a collective that failed.
+        """
+        by_s = self.attendance.pauses.hold(now_s, held=bool(self.pausing()))
+        if not by_s:
+            return
+        for name in ("deadline_s", "broken_since_s", "overdue_check_s", "first_proposal_s"):
+            since_s: float | None = getattr(self, name)
+            if since_s is not None:
+                setattr(self, name, since_s + by_s)
+        self.attendance.postpone_drains(by_s)
+
+    def _tell_pauses(self, now_s: float) -> None:
+        """After anything that may change it: tell all whom they wait for, if that is news."""
+        paused = tuple(sorted(member.member_id for member, _ in self.pausing()))
+        self.attendance.pauses.hold(now_s, held=bool(paused))
+        if paused == self._told_paused:
+            return
+        self._told_paused = paused
+        self._tell_all_pauses()
+
+    def _tell_all_pauses(self) -> None:
+        """Let the limits of all members begin anew, or stand still while somebody is paused."""
+        notice = self._pauses_notice()
+        for member in self.members.values():
+            self._tell(member, notice)
+
+    def _pauses_notice(self) -> PausesNotice:
+        reason = self.why_paused() or self.reason
+        return PausesNotice(reason=reason, member_ids=self._told_paused)
+
     # --- effects ---
 
     def _do(self, effect: Effect) -> None:
@@ -171,6 +239,8 @@ class JobState:
         elif not member.settled:
             # It missed the break of the last generation it was part of.
             self._tell(member, self._break_notice(self.last_generation))
+        if self._told_paused:
+            self._tell(member, self._pauses_notice())
 
     def _break_notice(self, generation: Generation) -> BreakNotice:
         return BreakNotice(reason=self.reason, generation=generation, lost_member_ids=())

@@ -34,6 +34,14 @@ class Member:
     drain_reason: str = ""
     failed_in: Generation = NO_GENERATION
     """The newest generation that it could not bring up by its own failure."""
+    moved: int = 0
+    """Counts what its bring-up has brought about, as its newest heartbeat told."""
+    moved_s: float = float("-inf")
+    """When that was last seen to change."""
+    own_code_since_s: float | None = None
+    """Since when its trainer has been in the script's own code, as far as is known."""
+    waits_for_others: bool = False
+    """Whether its trainer is known to wait for other members."""
     let_go: bool = False
     """Was told to leave at its next step boundary."""
     waiting_for: str = "its own model: it has not proposed yet"

@@ -149,6 +149,31 @@ def unreachable(job: str, member_id: str, seen: str) -> Refusal:
     )
 
 
+AWAY_FIX = (
+    'put what takes so long between steps into `with session.pause("validation"):`,'
+    " and the others wait for it"
+)
+
+
+def away(reason: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.TIMEOUT,
+        what=reason,
+        expected="the next step, or session.pause",
+        fix=AWAY_FIX[0].upper() + AWAY_FIX[1:] + ".",
+    )
+
+
+def pause_over(paused: str, limit_s: float) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.TIMEOUT,
+        what=paused,
+        seen="no end of it",
+        expected=f"session.pause to end within its limit_s={limit_s:g}",
+        fix="Give session.pause(reason, limit_s=...) the time that the code within it takes.",
+    )
+
+
 def timeout(reason: str) -> Refusal:
     return Refusal(kind=RefusalKind.TIMEOUT, what=reason)
 

@@ -1,10 +1,11 @@
 """Views made of the core's own types, so that a coordinator need not spell them out."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from shoal_server.core.job import Job
 from shoal_server.core.member import Member
+from shoal_server.core.pauses import Pause
 from shoal_server.core.phases import Phase
 from shoal_server.core.roster import Record, Roster
 from shoal_server.core.samples import LedgerCounts
@@ -37,13 +38,16 @@ def job_view(
     records: Iterable[Record],
     last_seen: Mapping[str, LastSeen],
     to_unix_s: Callable[[float], float] = lambda at_s: at_s,
+    now_s: float | None = None,
 ) -> JobView:
     """A job as it stands.
 
     `records` are its decided generations in any order, of which the newest 100 are shown;
     `last_seen` maps member ids to heartbeats; `to_unix_s` turns the core's clock into Unix time
-    (a record's `decided_s` is on that clock too).
+    (a record's `decided_s` is on that clock too). With `now_s`, on the core's clock, it is said for
+    how long somebody has been paused.
     """
+    paused = job.why_paused(now_s)
     roster = job.attempt or job.running or job.previous
     newest = sorted(records, key=lambda record: -record.roster.generation)[:MAX_GENERATIONS]
     return JobView(
@@ -58,7 +62,12 @@ def job_view(
         synchronous=roster.synchronous if roster else True,
         fields=dict(roster.fields) if roster else {},
         members=tuple(
-            _member_view(job, member, last_seen.get(member.member_id), to_unix_s)
+            _while_paused(
+                _member_view(job, member, last_seen.get(member.member_id), to_unix_s),
+                job.attendance.pauses.of(member),
+                paused,
+                to_unix_s,
+            )
             for member in job.members.values()
         ),
         generations=tuple(generation_view(record, to_unix_s) for record in newest),
@@ -140,6 +149,19 @@ def _member_view(
         joined_unix_s=to_unix_s(member.attended_s),
         last_seen_unix_s=to_unix_s(last_seen_s),
     )
+
+
+def _while_paused(
+    view: MemberView, own: Pause | None, paused: str, to_unix_s: Callable[[float], float]
+) -> MemberView:
+    """The same member, if somebody is paused: then all wait for that one."""
+    if own is not None:
+        text = f"the end of its own pause: {own.reason}, {own.limit_s:g} s at the most"
+        state = "paused" if view.state == "training" else view.state
+        return replace(
+            view, state=state, waiting_for=text, waiting_since_unix_s=to_unix_s(own.since_s)
+        )
+    return replace(view, waiting_for=paused) if paused else view
 
 
 def _roster_of(job: Job, member: Member) -> Roster | None:

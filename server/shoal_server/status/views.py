@@ -40,8 +40,8 @@ class MemberView(View):
     incarnation: str
     """UUID of this process start."""
     state: str
-    """joining, waiting, standby, preparing, bringing-up, ready, training, settling, draining,
-    halted or disconnected."""
+    """joining, waiting, standby, preparing, bringing-up, ready, training, paused, settling,
+    draining, halted or disconnected."""
     waiting_for: str
     """What the member waits for, in words."""
     waiting_since_unix_s: float

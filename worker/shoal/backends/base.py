@@ -8,6 +8,9 @@ from torch._C._distributed_c10d import Store
 
 from shoal_proto.errors import InvalidSpec
 
+LONGEST_S = 24 * 3600.0
+"""Time limit of what a transport does where a session's own watch finds a hang."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
@@ -56,6 +59,9 @@ class Backend(Protocol):
     """Makes groups of one kind."""
 
     name: str
+    is_watched: bool
+    """Whether a session's own watch finds a collective that hangs, so that the transport's limits
+    need not."""
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 

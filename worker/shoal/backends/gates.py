@@ -25,6 +25,8 @@ class Gates:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._lock = threading.Lock()
         self._gates: list[Gate] = []
+        self.num_ended = 0
+        """Of all gates so far. Any thread."""
         if group is not None:
             self.attach(group)
 
@@ -47,7 +49,11 @@ class Gates:
     @property
     def waits(self) -> bool:
         """Whether anything is still on its way. Any thread."""
-        return any(not gate.done() for gate in list(self._gates))
+        return bool(self.shut())
+
+    def shut(self) -> list[Gate]:
+        """What is on its way. Any thread."""
+        return [gate for gate in list(self._gates) if not gate.done()]
 
     def give_up(self, reason: str) -> None:
         """Let nobody wait for Gloo any longer. Any thread."""
@@ -78,6 +84,7 @@ class Gates:
     def _open(self, gate: Gate, reason: str) -> None:
         with self._lock:
             if not gate.done():
+                self.num_ended += 1
                 gate.set_result(reason)
 
     def _forget(self) -> None:

@@ -53,6 +53,7 @@ class GlooBackend:
     """See the module."""
 
     name = "gloo"
+    is_watched = True
 
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
         return GlooGroup(seat, store)

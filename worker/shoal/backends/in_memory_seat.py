@@ -27,6 +27,7 @@ class InMemoryBackend:
     """See `shoal.backends.base.Backend`: members that are threads of this process."""
 
     name = "in-memory"
+    is_watched = True
 
     def group(self, seat: Seat, store: Store) -> "InMemorySeat":
         return InMemorySeat(seat, store)

@@ -26,6 +26,7 @@ class NcclBackend:
     """See `shoal.backends.base.Backend`."""
 
     name = "nccl"
+    is_watched = False
 
     def __init__(self) -> None:
         if not dist.is_nccl_available() or not torch.cuda.is_available():

@@ -22,7 +22,7 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-CHUNK_BYTES = 16 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
 """A copy travels in messages of this size, each of which must come within a time limit."""
 
 
@@ -79,6 +79,8 @@ class PeerCopies:
         self._slots = (Slot(), Slot())
         """The older one first."""
         self._changed = threading.Condition()
+        self.num_moved = 0
+        """Messages that have come through. Any thread."""
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -228,6 +230,7 @@ class PeerCopies:
     def _wait(self, works: Sequence[Any]) -> None:
         for work in works:
             work.wait() if self._limit is None else work.wait(self._limit)
+            self.num_moved += 1
 
 
 def _chunks(memory: Tensor) -> list[Tensor]:

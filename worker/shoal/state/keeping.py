@@ -106,6 +106,12 @@ class Keeping:
             self._copies.offer(holding)
             self._copies.flush()
 
+    @property
+    def num_moved(self) -> int:
+        """Messages of copies that have come through in this generation. Any thread."""
+        copies = self._copies
+        return copies.num_moved if copies is not None else 0
+
     def interrupt(self) -> None:
         """Let nobody wait for a copy any longer. Any thread."""
         copies = self._copies

@@ -208,6 +208,14 @@ class Strategy(ABC):
             expected="with shoal.join(...) as session: session.distribute(...)",
         )
 
+    def hang_in(self, generation: int) -> str:
+        """What hung in the generation, if this member ended it for that; else nothing."""
+        return ""
+
+    def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
+        """The trainer asks the coordinator what comes next, or has the answer: it waits for others
+        meanwhile. Free to call."""
+
     def is_failure(self, error: BaseException) -> bool:
         """Whether the error tells that a peer failed to answer, rather than the user's own code.
 

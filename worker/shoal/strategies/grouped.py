@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.backends.base import Backend, Group, Seat
+from shoal.backends.base import LONGEST_S, Backend, Group, Seat
 from shoal.backends.choice import backend_for
 from shoal.backends.gates import finish, gates_in
 from shoal.backends.gloo import GlooBackend
@@ -28,6 +28,7 @@ from shoal.state.exchange import gather
 from shoal.state.pieces import Holding
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal.strategies.buffers import BufferMemory
+from shoal.strategies.watch import HangWatch, Stage, Surroundings
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import (
     CheckpointFailed,
@@ -76,6 +77,9 @@ class GroupedStrategy(Strategy):
         self._weighted = False
         self._computes = False
         self._buffers = BufferMemory()
+        self._watch: HangWatch | None = None
+        self._hang = (0, "")
+        """The newest generation in which a collective hung, and how."""
 
     # --- what a subclass answers for ---
 
@@ -98,13 +102,51 @@ class GroupedStrategy(Strategy):
     def attach(self, context: Context) -> None:
         super().attach(context)
         self._coordinators = Coordinators(context.coordinators)
+        if self._backend.is_watched:
+            self._watch = HangWatch(
+                Surroundings(
+                    limit_s=context.limits.collective_s,
+                    leaderless_s=context.limits.bring_up_s,
+                    is_away=context.is_away,
+                    num_moved=self.num_moved,
+                    held_until_s=context.held_until_s,
+                    does=context.does,
+                    hung=self._hung,
+                )
+            )
+            self._watch.start()
+
+    def num_moved(self) -> int:
+        """Counts what moves between members beside the group's collectives. Any thread."""
+        return 0
+
+    def _hung(self, generation: int, reason: str) -> None:
+        log.warning("collective_hung", generation=generation, reason=reason)
+        self._hang = (generation, reason)
+        self.cut(generation)
+
+    def hang_in(self, generation: int) -> str:
+        number, reason = self._hang
+        return reason if number == generation else ""
+
+    def asks(self, *, begins: bool) -> None:
+        if self._watch is not None:
+            self._watch.waits_inside(begins=begins)
+
+    def _stands_at(
+        self, stage: Stage, number: int = 0, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if self._watch is not None:
+            self._watch.stage(stage, number, group)
 
     def enter(self, generation: Generation) -> None:
         started_s = time.perf_counter()
         group = self._new_group(generation)
+        self._stands_at(Stage.BRINGING_UP, generation.number)
         try:
             self._opened = process_group = group.open()
             opened_s = time.perf_counter()
+            self._stands_at(Stage.BRINGING_UP, generation.number, process_group)
             self._bring_up(generation, process_group)
         except RuntimeError as error:
             if self._cut_up_to >= generation.number:
@@ -114,6 +156,7 @@ class GroupedStrategy(Strategy):
                 ) from None
             raise
         self._process_group = process_group
+        self._stands_at(Stage.TRAINING, generation.number, process_group)
         self._has_state = True
         log.info(
             "generation_entered",
@@ -151,7 +194,18 @@ class GroupedStrategy(Strategy):
         timer.daemon = True
         timer.start()
 
+    def hand_over(self) -> None:
+        group = self._process_group
+        if group is not None:
+            # As slow as its state is large: judged as a bring-up is.
+            self._stands_at(Stage.BRINGING_UP, self._number, group)
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """See `Strategy.hand_over`."""
+
     def abandon(self) -> None:
+        self._stands_at(Stage.AWAY)
         if self._in_step:
             self._in_step = False
             self._buffers.restore()
@@ -166,17 +220,18 @@ class GroupedStrategy(Strategy):
     def _new_group(self, generation: Generation) -> Group:
         limits, me = self.context.limits, generation.me
         peers = generation.record.roster.entries
+        watched = self._backend.is_watched
         one_host = len({(entry.host, entry.address) for entry in peers}) == 1
         seat = Seat(
             generation=generation.number,
             rank=generation.rank,
             world_size=generation.world_size,
             address=LOOPBACK if one_host else me.address,
-            bring_up_s=limits.bring_up_s,
-            collective_s=limits.collective_s,
+            bring_up_s=LONGEST_S if watched else limits.bring_up_s,
+            collective_s=LONGEST_S if watched else limits.collective_s,
         )
         assert self._coordinators is not None, "attach comes before enter"
-        store = RendezvousStore(self._coordinators, generation.token, timeout_s=limits.bring_up_s)
+        store = RendezvousStore(self._coordinators, generation.token, timeout_s=seat.bring_up_s)
         with self._lock:
             self._group = group = self._backend.group(seat, store)
             self._number = generation.number
@@ -250,6 +305,8 @@ class GroupedStrategy(Strategy):
 
     def _open_step(self, model: nn.Module) -> None:
         """A step begins: remember what a forward pass changes, so that it can be undone."""
+        if self._watch is not None:
+            self._watch.sign()
         self._buffers.keep(model)
         self._in_step, self._weighted = True, False
 
@@ -275,6 +332,8 @@ class GroupedStrategy(Strategy):
             )
 
     def _commit_step(self) -> None:
+        if self._watch is not None:
+            self._watch.sign()
         self._step += 1
         self._in_step = False
         self._buffers.clear()
@@ -302,6 +361,8 @@ class GroupedStrategy(Strategy):
         return self._has_state
 
     def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
         if self._group is not None:
             self.abandon()
         if self._coordinators is not None:

@@ -169,7 +169,10 @@ class LaidOut(GroupedStrategy):
         self._whole = True
         bound.layout.release()
 
-    def hand_over(self) -> None:
+    def num_moved(self) -> int:
+        return self._keeping.num_moved
+
+    def _hand_over(self) -> None:
         if self._bound is not None:
             self._keeping.hand_over(self._bound.collect(self._step))
 

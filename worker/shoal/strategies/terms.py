@@ -1,11 +1,13 @@
 """What session and strategy tell each other: where a member lives, with whom, and its state."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import Tensor
 
+from shoal_client.beat_board import Doing
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
@@ -24,6 +26,12 @@ class Context:
     """The member's token with the generation it has entered. Free to call; any thread."""
     limits: Limits
     """Every time limit in force, in seconds."""
+    held_until_s: Callable[[], float] = lambda: -math.inf
+    """Up to when no limit of a wait for others ran, by `time.monotonic`. Any thread."""
+    is_away: Callable[[], bool] = lambda: False
+    """Whether no coordinator is there at the moment. Any thread."""
+    does: Callable[[Doing], None] = lambda doing: None
+    """Takes what the trainer does, for the heartbeats. Any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,20 +5,24 @@ the model judge whether they fit.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.courier import Courier
+from shoal.backends.courier import Awaited, Courier
 from shoal.state.dtypes import DTYPES, name_of
 from shoal.strategies.base import State
 from shoal_proto.errors import MalformedMessage
 
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 BUCKET_BYTES = 32 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
+"""What travels in one message: over 1 Mb/s it takes half a minute."""
+CHUNKS_IN_FLIGHT = 2
 # Every tensor starts at a multiple of this in its bucket, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 16
 
@@ -31,7 +35,7 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
     manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
     courier = Courier(group, torch.device("cpu"))
-    _send(torch.tensor([text.numel()]), receivers, courier)
+    courier.exchange([(torch.tensor([text.numel()]), rank) for rank in receivers])
     _send(text, receivers, courier)
     tensors = list(state.tensors.values())
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
@@ -56,13 +60,13 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
             expected=f"1 to {MAX_MANIFEST_BYTES}",
         )
     text = torch.zeros(num_bytes, dtype=torch.uint8)
-    courier.exchange([], [(text, source)])
+    _receive(text, source, courier)
     manifest: Any = json.loads(text.numpy().tobytes())
     entries = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
     tensors: dict[str, Tensor] = {}
     for bucket in _buckets([_num_bytes(dtype, shape) for _, dtype, shape in entries]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
-        courier.exchange([], [(packed, source)])
+        _receive(packed, source, courier)
         for index, start, _ in bucket:
             name, dtype, shape = entries[index]
             stop = start + _num_bytes(dtype, shape)
@@ -71,7 +75,35 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
 
 
 def _send(tensor: Tensor, receivers: Sequence[int], courier: Courier) -> None:
-    courier.exchange([(tensor, rank) for rank in receivers])
+    _in_turn([courier.send([chunk], rank) for rank in receivers] for chunk in _chunks(tensor))
+
+
+def _receive(tensor: Tensor, source: int, courier: Courier) -> None:
+    _in_turn([courier.recv([chunk], source)] for chunk in _chunks(tensor))
+
+
+def _in_turn(begun: Iterable[Sequence[Awaited]]) -> None:
+    """Wait for messages, which begin as they are asked for, a few at a time.
+
+    Each that ends shows that the transfer gets on.
+    """
+    under_way: deque[Sequence[Awaited]] = deque()
+    for messages in begun:
+        under_way.append(messages)
+        if len(under_way) == CHUNKS_IN_FLIGHT:
+            _await(under_way.popleft())
+    for messages in under_way:
+        _await(messages)
+
+
+def _await(messages: Sequence[Awaited]) -> None:
+    for message in messages:
+        message.wait()
+
+
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+    starts = range(0, tensor.numel(), CHUNK_BYTES)
+    return [tensor[start : start + CHUNK_BYTES] for start in starts]
 
 
 def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

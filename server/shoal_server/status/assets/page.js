@@ -9,7 +9,7 @@ const SVG = "http://www.w3.org/2000/svg";
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
   collect: "warn", prepare: "info", preparing: "info", "bringing-up": "info", joining: "info",
-  waiting: "warn", settling: "warn", aborted: "bad", disconnected: "bad", halted: "bad", draining: "info", unreachable: "bad",
+  waiting: "warn", settling: "warn", aborted: "bad", disconnected: "bad", halted: "bad", draining: "info", paused: "info", unreachable: "bad",
   gone: "bad", lost: "bad", set_aside: "bad",
 };
 

@@ -1,0 +1,223 @@
+"""`session.pause`: what one member does of its own while the others wait, and what else is a hang.
+
+Real members, a real coordinator; its limits are shorter than the usual ones.
+"""
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pause_bodies
+import pytest
+from pause_bodies import LIMITS, Pausing
+from ranks import Rank, Ranks
+from served_process import awaited
+
+from shoal_client import membership_calls
+from shoal_client.channel import Coordinators
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_proto.v1.membership_pb2 import DrainRequest
+
+COLLECTIVE_S = LIMITS["--collective-s"]
+JOIN_S = LIMITS["--join-s"]
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A cluster that takes a collective for hung after 5 s."""
+    directory = tmp_path_factory.mktemp("quick")
+    config = LocalClusterConfig(directory=directory, num_parameter_servers=0, limits=LIMITS)
+    with LocalCluster(config) as running:
+        yield running
+
+
+class Play:
+    """A job of members "a", "b" ...; "a" is away at step 3 until `come_back`."""
+
+    def __init__(self, cluster: LocalCluster, ranks: Ranks, job: str, path: Path, **run: Any):
+        self._cluster, self._ranks, self._path = cluster, ranks, path
+        self.run = Pausing(
+            coordinator=cluster.coordinator,
+            job=job,
+            member_id="",
+            at_step=3,
+            gate=str(path / "gate"),
+            stop_file=str(path / "stop"),
+            **run,
+        )
+
+    def start(self, name: str, **changes: Any) -> Rank:
+        run = replace(self.run, member_id=name, **changes)
+        return self._ranks.start(pause_bodies.refused, run)
+
+    def come_back(self) -> None:
+        (self._path / "gate").touch()
+
+    def stop(self, at_step: int) -> None:
+        """Written at once: a member reads it whenever it likes."""
+        (self._path / "new").write_text(str(at_step))
+        (self._path / "new").rename(self._path / "stop")
+
+    def why(self, name: str) -> str:
+        """What `shoal why` says that the member waits for."""
+        url = f"{self._cluster.http_url}/api/v1/jobs/{self.run.job}/members/{name}/why"
+        answer = httpx.get(url)
+        return str(answer.json()["waiting_for"]) if answer.status_code == httpx.codes.OK else ""
+
+    def events(self) -> str:
+        url = f"{self._cluster.http_url}/api/v1/jobs/{self.run.job}/events"
+        return httpx.get(url).text
+
+
+def drain(cluster: LocalCluster, play: Play, name: str) -> None:
+    """As `shoal drain` asks for it."""
+    coordinators = Coordinators([cluster.coordinator])
+    request = DrainRequest(job=play.run.job, member_id=name, reason="spot notice")
+    coordinators.call(membership_calls.drain, request, timeout_s=WAIT_S)
+    coordinators.close()
+
+
+def in_generation(rank: Rank, number: int) -> dict[str, Any]:
+    """Its first committed step of the generation, or of a later one."""
+    while (step := rank.expect("committed"))["generation"] < number:
+        pass
+    return step
+
+
+def generations(rank: Rank) -> set[int]:
+    return {data["generation"] for kind, data in rank.seen if kind == "committed"}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
+    quick: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """For twice as long as a collective may take, and longer than a hang would be found in:
+    the generation is the same before and after it."""
+    with Ranks() as ranks:
+        play = Play(
+            quick, ranks, f"wait-{strategy}", tmp_path, desired_members=3, strategy=strategy
+        )
+        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
+        crew[0].expect("away")
+        until_s = time.monotonic() + 2.0 * COLLECTIVE_S
+        said = awaited(lambda: play.why("b") or None, WAIT_S, "b waits")
+        while time.monotonic() < until_s:
+            said = play.why("b")
+            assert "(a) is paused: validation, for " in said
+        assert said.endswith(" s of 600 s")
+        assert "its own pause: validation" in play.why("a")
+        play.come_back()
+        crew[0].expect("back")
+        play.stop(30)
+        assert [rank.expect("finished")["step"] for rank in crew] == [30] * 3
+        assert [generations(rank) for rank in crew] == [{1}] * 3
+
+
+def test_who_is_away_without_a_pause_is_found_and_told_of_it(
+    quick: LocalCluster, tmp_path: Path
+) -> None:
+    """It is named with its time, and so is the remedy; the others go on without it."""
+    with Ranks() as ranks:
+        play = Play(quick, ranks, "away", tmp_path, desired_members=3)
+        crew = [play.start("a", is_away=True, pauses=False), play.start("b"), play.start("c")]
+        crew[0].expect("away")
+        assert in_generation(crew[1], 2)["world_size"] == 2
+        play.come_back()
+        text = crew[0].expect("refused")["text"]
+        assert "(a) has been in your code for " in text
+        assert 'session.pause("validation")' in text
+        assert ".cc:" not in text
+        assert "(a) has been in your code for " in play.events()
+        play.stop(10_000)
+
+
+def test_a_pause_that_outlasts_its_own_limit_is_a_hang(quick: LocalCluster, tmp_path: Path) -> None:
+    """The others go on without it at that moment; it is told what its limit was."""
+    with Ranks() as ranks:
+        play = Play(quick, ranks, "over", tmp_path, desired_members=2)
+        crew = [play.start("a", is_away=True, limit_s=2.0), play.start("b")]
+        crew[0].expect("away")
+        assert in_generation(crew[1], 2)["world_size"] == 1
+        play.come_back()
+        text = crew[0].expect("refused")["text"]
+        assert "(a) is paused: validation, for 2 s of 2 s" in text
+        assert "limit_s" in text
+
+
+def test_a_killed_waiter_is_noticed_during_the_pause_and_the_rest_go_on_after_it(
+    quick: LocalCluster, tmp_path: Path
+) -> None:
+    """However long the pause goes on after that."""
+    with Ranks() as ranks:
+        play = Play(quick, ranks, "waiter", tmp_path, desired_members=3)
+        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
+        crew[0].expect("away")
+        awaited(lambda: "is paused" in play.why("b") or None, WAIT_S, "b waits")
+        crew[2].send_signal(signal.SIGKILL)
+        awaited(lambda: "member_removed" in play.events() or None, 5.0, "c is missed")
+        until_s = time.monotonic() + 2.0 * COLLECTIVE_S
+        while time.monotonic() < until_s:
+            assert "(a) is paused" in play.why("b")
+        play.come_back()
+        assert in_generation(crew[1], 2)["world_size"] == 2
+        assert in_generation(crew[0], 2)["world_size"] == 2
+
+
+def test_a_killed_member_that_was_paused_is_waited_for_no_longer(
+    quick: LocalCluster, tmp_path: Path
+) -> None:
+    with Ranks() as ranks:
+        play = Play(quick, ranks, "pausing", tmp_path, desired_members=3)
+        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
+        crew[0].expect("away")
+        awaited(lambda: "is paused" in play.why("b") or None, WAIT_S, "b waits")
+        crew[0].send_signal(signal.SIGKILL)
+        killed_s = time.monotonic()
+        assert in_generation(crew[1], 2)["world_size"] == 2
+        assert time.monotonic() - killed_s < 2 * COLLECTIVE_S
+        assert "is paused" not in play.why("b")
+
+
+def test_who_joins_or_is_to_leave_during_a_pause_waits_for_its_end(
+    quick: LocalCluster, tmp_path: Path
+) -> None:
+    """The joiner is told why; then one change takes it in and lets the other go, and no step is
+    repeated."""
+    with Ranks() as ranks:
+        play = Play(quick, ranks, "join", tmp_path, desired_members=3)
+        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
+        crew[0].expect("away")
+        crew.append(play.start("d"))
+        drain(quick, play, "c")
+        until_s = time.monotonic() + 1.5 * COLLECTIVE_S
+        awaited(lambda: "is paused" in play.why("d") or None, WAIT_S, "d waits")
+        while time.monotonic() < until_s:
+            assert "(a) is paused: validation" in play.why("d")
+            time.sleep(0.1)
+        play.come_back()
+        assert crew[3].expect("committed")["world_size"] == 3
+        assert crew[2].join() == 128 + signal.SIGTERM
+        crew[0].expect("committed")
+        crew[0].catch_up()
+        steps = [data["step"] for kind, data in crew[0].seen if kind == "committed"]
+        assert steps == list(range(len(steps)))
+
+
+def test_a_pause_before_the_first_batch_is_waited_for(quick: LocalCluster, tmp_path: Path) -> None:
+    """And the last call, after which a first generation forms without who is missing, too."""
+    with Ranks() as ranks:
+        play = Play(quick, ranks, "early", tmp_path, desired_members=2)
+        crew = [play.start("a", is_away=True, early=True), play.start("b")]
+        crew[0].expect("away")
+        awaited(lambda: "a is paused" in play.why("b") or None, WAIT_S, "b waits")
+        until_s = time.monotonic() + JOIN_S / 4 + 1.0
+        while time.monotonic() < until_s:
+            assert "a is paused: validation" in play.why("b")
+        play.come_back()
+        assert [rank.expect("committed")["world_size"] for rank in crew] == [2, 2]
