@@ -105,6 +105,7 @@ def all_garbage() -> list[Garbage]:
         add(f"generation: {name}", keys.JOBS + "{job}/generations/" + number, value)
         add(f"member: {name}", keys.MEMBERS + "{job}/w0", value)
         add(f"samples: {name}", keys.JOBS + "{job}/samples", value)
+        add(f"reset: {name}", keys.RESETS + "{job}", value)
         for family in ("shards", "lineage"):
             add(f"{family}: {name}", keys.JOBS + "{job}/" + family, value, is_fatal=False)
         add(f"holdings: {name}", keys.HOLDINGS + "{job}", value, is_fatal=False)

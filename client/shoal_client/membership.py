@@ -207,14 +207,19 @@ class Membership(Attendance):
         return generation in self._broken
 
     def wait_broken(self, generation: int, timeout_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed; whether it is over.
+        """Wait for the break of a generation in which a collective failed; whether it is over."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: generation in self._broken or self._failure is not None, timeout_s
+            )
 
-        While no coordinator is there, who would tell, the time stands still.
-        """
+    def await_break(self, generation: int, limit_s: float) -> bool:
+        """As `wait_broken`, where only the coordinator's word ends the wait: while none is there
+        to tell, the time stands still."""
         since_s = time.monotonic()
         with self._changed:
             while generation not in self._broken and self._failure is None:
-                if not self._wait_until(self._give_up_s(since_s, timeout_s)):
+                if not self._wait_until(self._give_up_s(since_s, limit_s)):
                     return False
             return True
 

@@ -1,4 +1,7 @@
-"""How every gRPC service of Shoal answers: one interceptor, one way to bind, one way to stop."""
+"""How every gRPC service of Shoal answers: one interceptor, one way to bind, one way to stop.
+
+No servicer sees a request that does not parse, or that `bounds` does not let through.
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -10,8 +13,9 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import MAX_MESSAGE_BYTES
-from shoal_proto.errors import AddressInUse, InternalError, MalformedMessage, ShoalError
+from shoal_proto.errors import AddressInUse, InternalError, MalformedMessage, NotLeader, ShoalError
 from shoal_proto.status import to_status
+from shoal_server.bounds import Bounds
 
 log = structlog.get_logger(__name__)
 
@@ -46,6 +50,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self) -> None:
+        self._bounds = Bounds()
         # By method: what its handler became. As many as the server has methods.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
 
@@ -65,17 +70,16 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             known = self._wrapped[method] = (handler, self._wrap(method, handler))
         return known[1]
 
-    @staticmethod
-    def _wrap(method: str, handler: Any) -> "grpc.RpcMethodHandler[Any, Any]":
+    def _wrap(self, method: str, handler: Any) -> "grpc.RpcMethodHandler[Any, Any]":
         parse: Parser = handler.request_deserializer
         # grpcio's handlers are named tuples, though its types do not say so.
         replace: Callable[..., grpc.RpcMethodHandler[Any, Any]] = handler._replace
         # One request is parsed before the handler is called, a stream of them as it comes.
         decode: Callable[[Any], Any]
         if handler.unary_unary or handler.unary_stream:
-            decode = partial(_parse, parse, method)
+            decode = partial(_parse, parse, self._bounds, method)
         else:
-            decode = partial(_parsed, parse, method)
+            decode = partial(_parsed, parse, self._bounds, method)
         kind = next(k for k in _KINDS if getattr(handler, k))
         answering = _many if kind.endswith("_stream") else _once
         call = answering(method, decode, getattr(handler, kind))
@@ -86,9 +90,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
-def _parse(parse: Parser, method: str, data: bytes) -> Message:
+def _parse(parse: Parser, bounds: Bounds, method: str, data: bytes) -> Message:
     try:
-        return parse(data)
+        message = parse(data)
     except DecodeError as error:
         expected = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)
         name = expected.full_name if expected is not None else "the method's request type"
@@ -98,6 +102,8 @@ def _parse(parse: Parser, method: str, data: bytes) -> Message:
             expected=name,
             fix="Send a message of that type; the .proto files are in the package shoal_proto.",
         ) from error
+    bounds.check(message)
+    return message
 
 
 def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> bytes:
@@ -105,14 +111,20 @@ def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> b
     return reply if isinstance(reply, bytes) else serialize(reply)
 
 
-async def _parsed(parse: Parser, method: str, data: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+async def _parsed(
+    parse: Parser, bounds: Bounds, method: str, data: AsyncIterator[bytes]
+) -> AsyncIterator[Message]:
     async for item in data:
-        yield _parse(parse, method, item)
+        yield _parse(parse, bounds, method, item)
 
 
 def refusal_of(method: str, error: Exception) -> ShoalError:
     """What a caller is told of what its call raised, which is logged. To be called where it is
     caught."""
+    if isinstance(error, NotLeader):
+        # Whoever has only this address asks again and again until somebody leads.
+        log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))
+        return error
     if isinstance(error, ShoalError):
         log.info("call_refused", method=method, kind=type(error).__name__, reason=str(error))
         return error

@@ -93,7 +93,7 @@ async def test_a_broken_generation_is_reported_when_a_coordinator_is_back() -> N
         def recover(name: int) -> bool:
             member = members[name]
             member.report_broken("a collective failed")
-            return member.wait_broken(1, LIMITS.collective_s)
+            return member.await_break(1, LIMITS.collective_s)
 
         async with away(store, world) as come_back:
             both = asyncio.gather(*(asyncio.to_thread(recover, name) for name in range(2)))

@@ -288,7 +288,7 @@ class Crew:
         hang = self.strategy.hang_in(number)
         if not reported:
             membership.report_broken(hang or f"{type(error).__name__}: {error}")
-        if not membership.wait_broken(number, membership.limits.collective_s):
+        if not membership.await_break(number, membership.limits.collective_s):
             raise GenerationBroken(f"generation {number} hung", seen=hang) if hang else error
 
     # --- before a generation ---

@@ -141,6 +141,9 @@ class Turns:
         self._store = store
         self._address = candidate.address
         self._election = Election(store, candidate, ttl_s=leader_lease_s)
+        self._election.on_trouble = self._note_trouble
+        self._election.on_leader = self._note
+        coordinator.view.address = candidate.address
         self.leader_known = asyncio.Event()
         """Set once this coordinator leads, or has seen who does."""
 
@@ -166,7 +169,11 @@ class Turns:
             lost = asyncio.create_task(leadership.lost.wait())
             await asyncio.wait((deposed, lost), return_when=asyncio.FIRST_COMPLETED)
             await _ended(deposed, lost)
-            log.warning("deposed", reason=coordinator.why_deposed or leadership.reason)
+            reason = coordinator.why_deposed or leadership.reason
+            log.warning("deposed", reason=reason)
+            coordinator.registry.why_nobody = (
+                f"nobody is known to lead: this one's term has ended ({reason})"
+            )
         except ShoalError as error:
             log.error("could_not_lead", reason=str(error))
             return False
@@ -175,6 +182,12 @@ class Turns:
             await coordinator.step_down()
             await leadership.resign()
         return True
+
+    def _note_trouble(self, reason: str) -> None:
+        """Who led when etcd was last heard may lead no longer: nobody is pointed there."""
+        registry = self._coordinator.registry
+        registry.leader = ""
+        registry.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"
 
     async def _follow(self) -> None:
         watching: asyncio.Task[None] | None = None
@@ -191,9 +204,11 @@ class Turns:
                 await _ended(watching)
 
     def _note(self, leader: Leader | None) -> None:
-        self._coordinator.registry.leader = leader.address if leader else ""
-        self._coordinator.view.why_not_ready = (
-            f"the coordinator at {leader.address} leads" if leader else "nobody leads yet"
-        )
+        registry = self._coordinator.registry
+        registry.leader = leader.address if leader and leader.address != self._address else ""
+        if leader is None:
+            registry.why_nobody = "nobody leads: the next leader is being elected"
+        elif not registry.leader:
+            registry.why_nobody = "this coordinator was elected, and reads what etcd holds of jobs"
         if leader is not None:
             self.leader_known.set()

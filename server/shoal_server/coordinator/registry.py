@@ -74,7 +74,9 @@ class Registry:
         self._resetting: set[str] = set()
         self._leads = False
         self.leader = ""
-        """host:port of the coordinator that leads, as far as this one knows."""
+        """host:port of the coordinator that leads, if that is another one and known."""
+        self.why_nobody = "nobody leads yet: etcd has not answered"
+        """Where no other coordinator is known to lead: why."""
 
     @property
     def leads(self) -> bool:
@@ -88,8 +90,9 @@ class Registry:
         survey = await self._around.stored.survey()
         for name, why in survey.set_aside.items():
             self._note_aside(name, why)
-        self._unread = {n: state for n, state in survey.states.items() if not state.finished}
-        self._finished = [state for state in survey.states.values() if state.finished]
+        states = {n: state for n, state in survey.states.items() if n not in self._aside}
+        self._unread = {n: state for n, state in states.items() if not state.finished}
+        self._finished = [state for state in states.values() if state.finished]
         self._prepare = prepare
         await self._around.jobs.apply_all([Delete(key) for key in survey.strays])
         attended = [name for name in self._unread if name in survey.attended]
@@ -196,9 +199,15 @@ class Registry:
         if not self._leads:
             raise NotLeader(
                 "this coordinator does not lead",
+                seen=self.who_leads,
                 expected=f"a call to {self.leader}" if self.leader else "a leader to be elected",
                 details={"leader": self.leader},
             )
+
+    @property
+    def who_leads(self) -> str:
+        """In words. Never this coordinator itself."""
+        return f"the coordinator at {self.leader} leads" if self.leader else self.why_nobody
 
     def actors(self) -> list[JobActor]:
         return list(self._actors.values())

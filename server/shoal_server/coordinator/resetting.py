@@ -10,12 +10,14 @@ from collections.abc import Sequence
 
 import structlog
 
+from shoal_proto.errors import InternalError
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.durable import DurableJobs
 from shoal_server.coordinator.earlier_runs import EarlierRuns, check_unused, from_json
 from shoal_server.coordinator.registry import Registry
 from shoal_server.coordinator.rendezvous import Rendezvous
 from shoal_server.coordinator.samples import SamplesService
+from shoal_server.coordinator.stored_json import Unreadable, named_under, set_aside, taken_apart
 from shoal_server.core.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, KeyValueStore, Operation, Put
@@ -49,8 +51,16 @@ class Resetting:
         """Learn which jobs were begun anew: to be called before the registry takes jobs over."""
         found = {}
         for item in (await self._store.range(keys.RESETS)).items:
-            job = item.key.removeprefix(keys.RESETS)
-            found[job] = from_json(job, item.value)
+            job = named_under(keys.RESETS, item.key)
+            if job is None:
+                log.warning("key_of_no_job", key=item.key)
+                continue
+            try:
+                with taken_apart():
+                    found[job] = from_json(job, item.value)
+            except (Unreadable, InternalError) as error:
+                # Whom an earlier run expelled is not known: nobody may come in.
+                self._registry.set_aside(job, set_aside(job, item.key, error))
         self._registry.earlier_runs = found
 
     def ended_unix_s(self, job: str) -> float:

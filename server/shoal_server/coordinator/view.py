@@ -26,13 +26,14 @@ class CoordinatorView:
         self._samples = samples
         self._clocks = clocks
         self._shards = shards
-        self.why_not_ready = "nobody leads yet: etcd has not answered"
+        self.address = ""
+        """host:port under which others reach this coordinator."""
 
     def readiness(self) -> Readiness:
-        leads, leader = self._registry.leads, self._registry.leader
-        if leads:
-            return Readiness(ready=True, reason="this coordinator leads", leader=leader)
-        return Readiness(ready=False, reason=self.why_not_ready, leader=leader)
+        registry = self._registry
+        if registry.leads:
+            return Readiness(ready=True, reason="this coordinator leads", leader=self.address)
+        return Readiness(ready=False, reason=registry.who_leads, leader=registry.leader)
 
     def jobs(self) -> Sequence[JobView]:
         aside = [

@@ -142,6 +142,10 @@ class Election:
         self._store = store
         self._candidate = candidate
         self._ttl_s = ttl_s
+        self.on_trouble: Callable[[str], None] = lambda reason: None
+        """Told why a campaign does not come to anything for now."""
+        self.on_leader: Callable[[Leader], None] = lambda leader: None
+        """Told who leads, whenever a campaign finds somebody."""
 
     async def end_predecessor(self) -> None:
         """End the term of a former process at this candidate's address, if the key names one.
@@ -164,12 +168,14 @@ class Election:
             try:
                 leader, revision = await read(self._store)
                 if leader is not None:
+                    self.on_leader(leader)
                     await self._until_vacant(leader, revision)
                     continue
                 term = await self._try()
                 if term is not None:
                     return term
             except RetryError as error:
+                self.on_trouble(str(error))
                 log.warning("campaign_interrupted", reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
 
@@ -189,6 +195,7 @@ class Election:
             try:
                 return await read(self._store)
             except RetryError as error:
+                self.on_trouble(str(error))
                 log.warning("leader_unknown", reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
 

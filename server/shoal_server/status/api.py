@@ -29,7 +29,7 @@ REPORT_REFUSED: Responses = {
     413: {"model": ErrorBody, "description": "The body is larger than 64 KiB."},
     422: {"model": ErrorBody, "description": "A field is missing, unknown or out of range."},
 }
-AWAY: Responses = {503: {"model": ErrorBody, "description": "etcd cannot be reached."}}
+AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or etcd is away."}}
 
 
 def router(reading: Reading) -> APIRouter:
@@ -42,10 +42,10 @@ def router(reading: Reading) -> APIRouter:
 
 
 def _add_jobs(api: APIRouter, reading: Reading) -> None:
-    @api.get("/jobs", summary="All jobs", tags=["jobs"])
+    @api.get("/jobs", summary="All jobs", tags=["jobs"], responses=AWAY)
     async def jobs() -> list[JobSummary]:
         """Every job this coordinator knows, by name."""
-        found = sorted(reading.source.jobs(), key=lambda job: job.job)
+        found = sorted(reading.jobs(), key=lambda job: job.job)
         return [reading.summary(job) for job in found]
 
     @api.get("/jobs/{job}", summary="One job", tags=["jobs"], responses=NOT_FOUND)

@@ -1,9 +1,10 @@
 """Answers made of source and board; the API, the metrics and the page share them."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal_proto.errors import Fenced, UnknownGeneration, UnknownJob, UnknownMember
+from shoal_proto.errors import Fenced, NotLeader, UnknownGeneration, UnknownJob, UnknownMember
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
 from shoal_server.status.source import StatusSource
@@ -102,9 +103,21 @@ class Reading:
         self.source = source
         self.board = board
 
+    def jobs(self) -> Sequence[JobView]:
+        """All jobs. Raises NotLeader where they are not known: the leader has them."""
+        readiness = self.source.readiness()
+        if not readiness.ready:
+            raise NotLeader(
+                "this coordinator does not lead",
+                seen=readiness.reason,
+                expected="a request to the coordinator that leads",
+                details={"leader": readiness.leader},
+            )
+        return self.source.jobs()
+
     def job(self, name: str) -> JobView:
-        """The job of that name. Raises UnknownJob."""
-        jobs = {job.job: job for job in self.source.jobs()}
+        """The job of that name. Raises UnknownJob, NotLeader."""
+        jobs = {job.job: job for job in self.jobs()}
         if name not in jobs:
             raise UnknownJob(
                 f"there is no job {name}",

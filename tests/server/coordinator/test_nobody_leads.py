@@ -1,0 +1,57 @@
+"""A coordinator that does not lead says who does, or that it knows of nobody, and why."""
+
+import signal
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+from coordinator_processes import CoordinatorProcess
+from etcd_fixture import etcd_processes
+from served_process import awaited
+
+from shoal_proto.errors import NotLeader
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1.membership_pb2 import GetGenerationRequest
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+WITHIN_S = 60.0
+JOBS = "/api/v1/jobs"
+
+
+def refused(coordinator: CoordinatorProcess) -> NotLeader:
+    """What a call is refused with there."""
+    with grpc.insecure_channel(coordinator.grpc) as channel, pytest.raises(grpc.RpcError) as raised:
+        MembershipStub(channel).GetGeneration(GetGenerationRequest(job="j"), timeout=WITHIN_S)
+    error = from_rpc_error(raised.value, coordinator.grpc)
+    assert isinstance(error, NotLeader), error
+    return error
+
+
+def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
+    """Neither who led last nor this one itself; and once etcd is back, the leader again."""
+    with etcd_processes(tmp_path) as (supervisor, (etcd,)):
+        first = CoordinatorProcess(supervisor, tmp_path, "first", etcd.endpoint).ready()
+        awaited(first.leads, WITHIN_S, "the first leads")
+        second = CoordinatorProcess(supervisor, tmp_path, "second", etcd.endpoint).ready()
+        assert refused(second).details["leader"] == first.grpc
+        assert httpx.get(f"{second.http}{JOBS}").json()["kind"] == "NotLeader"
+        etcd.process.send_signal(signal.SIGSTOP)
+        try:
+            awaited(lambda: not first.leads(), WITHIN_S, "the first knows that it leads no more")
+            awaited(
+                lambda: "etcd does not answer" in httpx.get(f"{first.http}/readyz").text,
+                WITHIN_S,
+                "it says why",
+            )
+            told = refused(first)
+            assert told.details["leader"] == ""
+            assert first.grpc not in told.seen + told.expected
+            assert "etcd" in told.seen
+            answer = httpx.get(f"{first.http}{JOBS}")
+            assert (answer.status_code, answer.json()["kind"]) == (503, "NotLeader")
+        finally:
+            etcd.process.send_signal(signal.SIGCONT)
+        awaited(lambda: first.leads() or second.leads(), WITHIN_S, "one of them leads")
+        leader, other = (first, second) if first.leads() else (second, first)
+        awaited(lambda: other.follows(leader.grpc), WITHIN_S, "the other names it")
