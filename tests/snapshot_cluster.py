@@ -9,6 +9,7 @@ from typing import Any
 from parameter_servers import ParameterServers
 
 from shoal_client.parameters import ParameterClient
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.coordinator.server_calls import ServerCalls
@@ -85,7 +86,7 @@ class Pusher:
         self.client.create(optimizer, buffers(0.0))
         self.values = buffers(0.0)
         self.client.pull(self.values)
-        self.session = f"/shoal/v1/members/job/{name}#one"
+        self.session = f"/shoal/v1/members/job/{name}#{public_id('one')}"
         self.num_pushed = 0
         self._gradient = buffers(weight)
         self._stop = threading.Event()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.views import (
     ConflictView,
@@ -63,7 +64,7 @@ def member(member_id: str, rank: int | None = None, **fields: object) -> MemberV
     now_s = time.time()
     known: dict[str, object] = {
         "member_id": member_id,
-        "incarnation": f"incarnation-of-{member_id}",
+        "public_id": public_id(f"incarnation-of-{member_id}"),
         "state": "standby" if rank is None else "training",
         "waiting_for": "nothing: it trains",
         "waiting_since_unix_s": now_s - 40,
@@ -91,7 +92,7 @@ def generation(number: int, member_ids: Sequence[str], **fields: object) -> Gene
         "members": tuple(
             RosterEntryView(
                 member_id=member_id,
-                incarnation=f"incarnation-of-{member_id}",
+                public_id=public_id(f"incarnation-of-{member_id}"),
                 rank=rank,
                 host=f"node-{rank // 2}",
                 address=f"10.0.1.{10 + rank}",
@@ -194,7 +195,7 @@ def conflict() -> ConflictView:
 def health(member_id: str, **fields: object) -> HealthView:
     """A report as it is kept."""
     known: dict[str, object] = {
-        "incarnation": f"incarnation-of-{member_id}",
+        "public_id": public_id(f"incarnation-of-{member_id}"),
         "received_unix_s": time.time(),
         "step": 1200,
         "loss": 0.25,

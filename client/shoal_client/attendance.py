@@ -22,6 +22,7 @@ from shoal_client.patience import Patience
 from shoal_client.shown import ShownRoster
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import MemberDrained, RetryError, ShoalError
+from shoal_proto.incarnation import public_id
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -182,8 +183,8 @@ class Attendance:
         return pb.ReadyRequest(token=self._token(generation), step=self._step)
 
     def _is_in(self, record: pb.GenerationRecord) -> bool:
-        own = (self._member.member_id, self._member.incarnation)
-        return any((e.member_id, e.incarnation) == own for e in record.roster.entries)
+        own = (self._member.member_id, public_id(self._member.incarnation))
+        return any((e.member_id, e.public_id) == own for e in record.roster.entries)
 
     def _start(self, name: str, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

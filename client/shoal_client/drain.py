@@ -62,9 +62,9 @@ def _drain(options: argparse.Namespace) -> int:
     try:
         with StatusClient(options.http) as status:
             # Of this process: one that comes after it under the same name is to stay.
-            incarnation = status.member(job, member_id)["member"]["incarnation"]
+            process = status.member(job, member_id)["member"]["public_id"]
             request = DrainRequest(
-                job=job, member_id=member_id, incarnation=incarnation, reason=options.reason
+                job=job, member_id=member_id, public_id=process, reason=options.reason
             )
             detail = _drained(request, coordinators, status, started_s + options.timeout)
     finally:
@@ -93,7 +93,7 @@ def _drained(
             seen, asked = str(error), False
         else:
             members = [entry["member"] for entry in detail["members"]]
-            left = [each for each in members if each["incarnation"] == request.incarnation]
+            left = [each for each in members if each["public_id"] == request.public_id]
             if not left:
                 return detail
             seen = f"it is {left[0]['state']}, and waits for: {left[0]['waiting_for']}"

@@ -19,6 +19,7 @@ from ipaddress import ip_address
 
 import structlog
 
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, Roster, RosterEntry
 
 log = structlog.get_logger(__name__)
@@ -30,9 +31,9 @@ PAUSE_S = 0.1
 CHOICES = ("auto", "always", "never")
 
 
-def greeting(member_id: str, incarnation: str) -> bytes:
-    """What the listener of this process says. The incarnation cannot be read from it."""
-    identity = hashlib.sha256(f"{member_id}\0{incarnation}".encode()).hexdigest()
+def greeting(member_id: str, process: str) -> bytes:
+    """What the listener of this process says; `process` is the public id of its incarnation."""
+    identity = hashlib.sha256(f"{member_id}\0{process}".encode()).hexdigest()
     return f"shoal-probe {identity}\n".encode()
 
 
@@ -44,7 +45,7 @@ class ProbeListener:
     """
 
     def __init__(self, address: str, member_id: str, incarnation: str) -> None:
-        self._greeting = greeting(member_id, incarnation)
+        self._greeting = greeting(member_id, public_id(incarnation))
         self._socket = _bind(address)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._greet, name="shoal-probe", daemon=True)
@@ -214,7 +215,7 @@ def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None
         attempt.connected = True
         selector.modify(caller, selectors.EVENT_READ, attempt)
         return None
-    expected = greeting(peer.member_id, peer.incarnation)
+    expected = greeting(peer.member_id, peer.public_id)
     try:
         part = caller.recv(len(expected) - len(attempt.heard))
     except OSError as error:

@@ -18,6 +18,7 @@ from shoal_proto.errors import (
     ShardNotReady,
     Unavailable,
 )
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -223,7 +224,7 @@ def test_a_fenced_member_changes_nothing(servers: ParameterServers) -> None:
     servers.expel("w0")
     successor = connect(servers, servers.admit("w0", incarnation="two"))
     successor.fetch_map()
-    with pytest.raises(Fenced, match="incarnation one"):
+    with pytest.raises(Fenced, match=f"process {public_id('one')}"):
         client.push(filled(-1.0))
     values = filled(9.0)
     successor.pull(values)

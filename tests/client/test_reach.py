@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from shoal_client.reach import MAX_PEERS, ProbeListener, check, peers_to_check, ring
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 
 KEEP, RECEIVE = pb.STATE_ACTION_KEEP, pb.STATE_ACTION_RECEIVE
@@ -16,7 +17,11 @@ SHORT_S = 0.3
 
 
 def entry(name: str, port: int = 1, **fields: object) -> pb.RosterEntry:
-    given = {"incarnation": f"start of {name}", "address": "127.0.0.1", "host": name} | fields
+    given = {
+        "public_id": public_id(f"start of {name}"),
+        "address": "127.0.0.1",
+        "host": name,
+    } | fields
     return pb.RosterEntry(member_id=name, probe_port=port, **given)  # type: ignore[arg-type]
 
 
@@ -75,7 +80,7 @@ def test_each_peer_that_cannot_be_reached_is_named_with_what_was_seen() -> None:
 def test_a_port_that_another_process_has_taken_over_is_not_the_peer() -> None:
     """Another incarnation of the same member neither."""
     with listening("a") as a:
-        a.incarnation = "an earlier start of a"
+        a.public_id = public_id("an earlier start of a")
         assert "another process answers" in check([a], LIMIT_S)["a"]
 
 

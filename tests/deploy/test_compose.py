@@ -79,7 +79,7 @@ class Training:
 
 def roster(generation: dict[str, Any]) -> dict[str, str]:
     """Who is in a generation: incarnation by member id."""
-    return {entry["member_id"]: entry["incarnation"] for entry in generation["members"]}
+    return {entry["member_id"]: entry["public_id"] for entry in generation["members"]}
 
 
 @pytest.mark.parametrize("strategy", ["async-sgd", "ddp"])
@@ -94,11 +94,11 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
     assert set(members) == set(containers), "a worker's member id is its container's host name"
     # Rank 0: the one that the others lean on most.
     victim = min(members, key=lambda member: members[member]["rank"])
-    survivors = {name: members[name]["incarnation"] for name in members if name != victim}
+    survivors = {name: members[name]["public_id"] for name in members if name != victim}
 
     run("docker", "kill", "--signal", "KILL", containers[victim]["Id"])
     after = stack.wait_for("agreed anew", lambda: training.committed(number) or None, 60)[0]
-    assert members[victim]["incarnation"] not in roster(after).values()
+    assert members[victim]["public_id"] not in roster(after).values()
     assert survivors.items() <= roster(after).items(), "survivors keep their processes"
 
     # `docker kill` keeps Docker from starting it again; a container that failed it would.
@@ -108,7 +108,7 @@ def test_trains_through_the_loss_of_a_worker(stack: Stack, strategy: str) -> Non
         lambda: [g for g in training.committed(number) if victim in roster(g)] or None,
         120,
     )[0]
-    assert roster(back)[victim] != members[victim]["incarnation"]
+    assert roster(back)[victim] != members[victim]["public_id"]
     assert survivors.items() <= roster(back).items()
     stack.wait_for("going on", lambda: training.job()["summary"]["step"] > step or None, 60)
 
@@ -150,7 +150,7 @@ def test_a_stopped_worker_drains(stack: Stack) -> None:
     training.start()
     job = stack.wait_for("training with three workers", training.under_way, 180)
     incarnations = {
-        each["member"]["member_id"]: each["member"]["incarnation"] for each in job["members"]
+        each["member"]["member_id"]: each["member"]["public_id"] for each in job["members"]
     }
     for member in incarnations:
         asked = ("shoal", "why", member, f"--job={training.name}")

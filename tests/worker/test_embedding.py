@@ -66,7 +66,7 @@ def start(servers: ParameterServers, model: nn.Module, *, rank: int = 0) -> Asyn
     strategy.attach(
         Context(job="job", coordinators=[servers.coordinator], token=lambda: token, limits=LIMITS)
     )
-    entry = RosterEntry(member_id=f"w{rank}", incarnation=f"i{rank}", rank=rank)
+    entry = RosterEntry(member_id=f"w{rank}", rank=rank)
     record = GenerationRecord(roster=Roster(generation=1, entries=[entry]))
     strategy.enter(Generation(record=record, token=token))
     return strategy

@@ -14,6 +14,7 @@ from ranks import Rank, Ranks
 
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.reach import check
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1.membership_pb2 import RosterEntry
 
 NOWHERE = "255.255.255.255"
@@ -103,7 +104,7 @@ def test_a_host_whose_answers_are_lost_on_the_way_is_not_reached() -> None:
             assert process.stdout is not None
             port = int(process.stdout.readline())
             peer = RosterEntry(
-                member_id="far", incarnation="start of far", address=other, probe_port=port
+                member_id="far", public_id=public_id("start of far"), address=other, probe_port=port
             )
             assert check([peer], 30.0) == {}
             ip("-n", namespace, "route", "add", "blackhole", f"{own}/32")

@@ -309,15 +309,14 @@ class RosterEntry(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MEMBER_ID_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PROBE_PORT_FIELD_NUMBER: _builtins.int
+    PUBLIC_ID_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
-    incarnation: _builtins.str
     rank: _builtins.int
     host: _builtins.str
     address: _builtins.str
@@ -326,21 +325,25 @@ class RosterEntry(_message.Message):
     """Optimizer steps behind the member's state when the roster was frozen."""
     probe_port: _builtins.int
     """See MemberInfo."""
+    public_id: _builtins.str
+    """Tells this process start from others of the same member: 16 hexadecimal digits of a hash of
+    its incarnation, which nobody else is to know.
+    """
     def __init__(
         self,
         *,
         member_id: _builtins.str = ...,
-        incarnation: _builtins.str = ...,
         rank: _builtins.int = ...,
         host: _builtins.str = ...,
         address: _builtins.str = ...,
         state: Global___StateAction.ValueType = ...,
         step: _builtins.int = ...,
         probe_port: _builtins.int = ...,
+        public_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "incarnation", b"incarnation", "member_id", b"member_id", "probe_port", b"probe_port", "rank", b"rank", "state", b"state", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "host", b"host", "member_id", b"member_id", "probe_port", b"probe_port", "public_id", b"public_id", "rank", b"rank", "state", b"state", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1180,11 +1183,14 @@ class DrainRequest(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    PUBLIC_ID_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     member_id: _builtins.str
     incarnation: _builtins.str
-    """Empty: whichever process is that member now. Else another one is left alone."""
+    """Both empty: whichever process is that member now. Else another one is left alone."""
     reason: _builtins.str
+    public_id: _builtins.str
+    """As rosters and the status endpoint have it."""
     def __init__(
         self,
         *,
@@ -1192,10 +1198,11 @@ class DrainRequest(_message.Message):
         member_id: _builtins.str = ...,
         incarnation: _builtins.str = ...,
         reason: _builtins.str = ...,
+        public_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "member_id", b"member_id", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "job", b"job", "member_id", b"member_id", "public_id", b"public_id", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

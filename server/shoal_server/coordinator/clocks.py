@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 import structlog
 
 from shoal_proto.errors import Fenced, MalformedMessage, NotLeader
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
 from shoal_proto.v1.identity_pb2 import Token
@@ -154,7 +155,7 @@ class ClocksService(ClocksServicer):
         except NoClock:
             raise Fenced(
                 f"{who.member_id} is not a member of job {token.job} any more",
-                seen=f"incarnation {who.incarnation}",
+                seen=f"process {public_id(who.incarnation)}",
                 fix="It may have been declared lost: join again.",
             ) from None
         if job.clocks.horizon != before:

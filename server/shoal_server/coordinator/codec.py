@@ -2,12 +2,14 @@
 
 import json
 import math
+from collections.abc import Mapping
 
-from google.protobuf.json_format import MessageToJson, Parse
+from google.protobuf.json_format import MessageToDict, ParseDict
 
 from shoal_proto import errors
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import InternalError, ShoalError
+from shoal_proto.incarnation import public_id
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.stored_json import MAX_COUNT, Fields, Unreadable, taken_apart
@@ -110,7 +112,7 @@ def _roster_to_pb(roster: Roster) -> pb.Roster:
     entries = [
         pb.RosterEntry(
             member_id=e.member_id,
-            incarnation=e.incarnation,
+            public_id=public_id(e.incarnation),
             rank=e.rank,
             host=e.host,
             address=e.address,
@@ -131,11 +133,12 @@ def _roster_to_pb(roster: Roster) -> pb.Roster:
     )
 
 
-def roster_from_pb(roster: pb.Roster) -> Roster:
+def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster:
+    """`incarnations`: by member id; a message does not have them."""
     entries = tuple(
         RosterEntry(
             member_id=e.member_id,
-            incarnation=e.incarnation,
+            incarnation=incarnations[e.member_id],
             rank=e.rank,
             host=e.host,
             address=e.address,
@@ -184,7 +187,7 @@ def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRe
 def stored_record(job: str, number: int, data: bytes) -> Record:
     """The decided record that lies at the key of that generation of the job. Raises Unreadable."""
     with taken_apart():
-        record = record_from_pb(record_from_json(data))
+        record = record_from_json(data)
     if record.job != job or record.roster.generation != number:
         raise Unreadable(
             f"a record of generation {record.roster.generation} of job {record.job[:128]!r};"
@@ -202,14 +205,14 @@ def stored_record(job: str, number: int, data: bytes) -> Record:
     return record
 
 
-def record_from_pb(record: pb.GenerationRecord) -> Record:
+def record_from_pb(record: pb.GenerationRecord, incarnations: Mapping[str, str]) -> Record:
     conflicts = tuple(
         Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
         for c in record.conflicts
     )
     return Record(
         job=record.job,
-        roster=roster_from_pb(record.roster),
+        roster=roster_from_pb(record.roster, incarnations),
         verdict=_VERDICT_FROM_PB[record.verdict],
         reason=record.reason,
         digest=record.digest,
@@ -218,13 +221,29 @@ def record_from_pb(record: pb.GenerationRecord) -> Record:
     )
 
 
-def record_to_json(record: pb.GenerationRecord) -> bytes:
-    """The record as it lies in etcd: JSON, so that a person can read it with etcdctl."""
-    return MessageToJson(record, preserving_proto_field_name=True, indent=None).encode()
+def record_to_json(record: Record) -> bytes:
+    """The record as it lies in etcd: JSON, so that a person can read it with etcdctl.
+
+    Beside the message, which members see, are the incarnations, which they do not.
+    """
+    value = MessageToDict(record_to_pb(record), preserving_proto_field_name=True)
+    incarnations = {entry.member_id: entry.incarnation for entry in record.roster.entries}
+    return json.dumps({**value, "incarnations": incarnations}).encode()
 
 
-def record_from_json(data: bytes) -> pb.GenerationRecord:
-    return Parse(data.decode(), pb.GenerationRecord(), ignore_unknown_fields=True)
+def record_from_json(data: bytes) -> Record:
+    """What `record_to_json` wrote, in an earlier release too. Raises whatever the bytes give rise
+    to: see `stored_record`."""
+    value = json.loads(data)
+    message = ParseDict(value, pb.GenerationRecord(), ignore_unknown_fields=True)
+    incarnations = value.get("incarnations")
+    if incarnations is None:
+        # Earlier releases kept each with its entry.
+        entries = value.get("roster", {}).get("entries", ())
+        incarnations = {entry["member_id"]: entry["incarnation"] for entry in entries}
+    if not all(isinstance(each, str) for each in incarnations.values()):
+        raise Unreadable("incarnations that are no strings")
+    return record_from_pb(message, incarnations)
 
 
 def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
@@ -267,7 +286,7 @@ def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)
     if refusal.replaced_by:
-        details["replaced_by"] = refusal.replaced_by
+        details["replaced_by"] = public_id(refusal.replaced_by)
     error: ShoalError = kind(
         refusal.what,
         seen=refusal.seen,

@@ -144,9 +144,8 @@ def state_put(job: Job, *, finished: bool) -> Put:
 
 
 def record_put(record: Record) -> Put:
-    message = codec.record_to_pb(record)
     key = keys.generation(record.job, record.roster.generation)
-    return Put(key, codec.record_to_json(message))
+    return Put(key, codec.record_to_json(record))
 
 
 def member_delete(job: str, member_id: str) -> Delete:

@@ -19,6 +19,7 @@ from shoal_server.core.roster import Generation
 MAX_EXPELLED = 1000
 """The newest incarnations that are remembered: 40 bytes each."""
 MAX_SHOWN = 8
+_SEEN = "a process of an earlier run"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class EarlierRuns:
         """Let a new run of the job begin where these ended."""
         job.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
-            over = refusals.of_an_earlier_run(self.job, f"incarnation {incarnation}")
+            over = refusals.of_an_earlier_run(self.job, _SEEN)
             job.attendance.expelled.setdefault(incarnation, over)
 
     def refusal(self, token: Token) -> Refusal | None:
@@ -56,7 +57,7 @@ class EarlierRuns:
             seen = f"generation {token.generation}; now they begin at {self.last_generation + 1}"
             return refusals.of_an_earlier_run(self.job, seen)
         if token.incarnation in self.expelled:
-            return refusals.of_an_earlier_run(self.job, f"incarnation {token.incarnation}")
+            return refusals.of_an_earlier_run(self.job, _SEEN)
         return None
 
     def to_json(self) -> bytes:

@@ -18,6 +18,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import codec, durable
@@ -169,11 +170,13 @@ class JobActor:
         if member is None or member.incarnation != token.incarnation:
             if refusal := self.job.attendance.expelled.get(token.incarnation):
                 raise codec.refusal_to_error(refusal, self.job.last_generation)
-            replaced = {"replaced_by": member.incarnation} if member else {}
+            replaced = {"replaced_by": public_id(member.incarnation)} if member else {}
             raise Fenced(
                 f"{token.member_id} is not a member of job {token.job}",
-                seen=f"incarnation {token.incarnation}",
-                expected=f"incarnation {member.incarnation}" if member else "a member that attends",
+                seen=f"process {public_id(token.incarnation)}",
+                expected=f"process {public_id(member.incarnation)}"
+                if member
+                else "a member that attends",
                 fix="It may have been declared lost: join again.",
                 details={"generation": str(self.job.last_generation), **replaced},
             )

@@ -13,6 +13,7 @@ from shoal_proto.errors import (
     ShoalError,
     UnknownMember,
 )
+from shoal_proto.incarnation import public_id
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -177,11 +178,11 @@ class Membership(MembershipServicer):
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
         actor = self._registry.find(request.job)
         member = actor.job.members.get(request.member_id)
-        if member is None or request.incarnation not in ("", member.incarnation):
+        if member is None or not _is_meant(request, member):
             known = sorted(actor.job.members)
             raise UnknownMember(
                 f"job {request.job} has no member {request.member_id!r} that could be drained",
-                seen=f"incarnation {request.incarnation}" if member else request.member_id,
+                seen=f"process {_meant(request)}" if member else request.member_id,
                 expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
             )
         reason = request.reason[:MAX_ERROR] or "asked to"
@@ -273,6 +274,15 @@ def _check_not_expelled(actor: JobActor, token: Token) -> None:
     """
     if token.generation and not actor.job.completing:
         actor.authorize(token)
+
+
+def _is_meant(request: pb.DrainRequest, member: Member) -> bool:
+    """Whether the request is for whoever is that member, or for that very process."""
+    return _meant(request) in ("", public_id(member.incarnation))
+
+
+def _meant(request: pb.DrainRequest) -> str:
+    return request.public_id or (request.incarnation and public_id(request.incarnation))
 
 
 def _identity(who: Token | Member) -> dict[str, str]:

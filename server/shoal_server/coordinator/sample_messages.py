@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from shoal_proto.errors import InvalidSpec, MalformedMessage, Overloaded
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import samples_pb2
 from shoal_server.core.ledger import MAX_HELD_RANGES, Ledger
 from shoal_server.core.samples import Request, SampleRange, StaleRequest, TooManyRanges
@@ -44,7 +45,8 @@ def answer(ledger: Ledger, request: samples_pb2.LeaseRequest) -> samples_pb2.Lea
         found = ledger.answer(
             Request(
                 member_id=request.token.member_id,
-                incarnation=request.token.incarnation,
+                # The books go into snapshots, which others may read.
+                incarnation=public_id(request.token.incarnation),
                 sequence=request.sequence,
                 completed=ranges_of(request.completed),
                 held=ranges_of(request.held),

@@ -28,6 +28,7 @@ from shoal_proto.errors import (
     RetryError,
     ShoalError,
 )
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator import sample_messages
@@ -111,7 +112,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         book = self._books.get(job)
         if book is None:
             return  # the loss is remembered for when the books are opened
-        num_samples = book.ledger.give_back(member_id, incarnation)
+        num_samples = book.ledger.give_back(member_id, public_id(incarnation))
         self._note_change(book)
         if num_samples:
             log.info("samples_returned", job=job, member=member_id, num_samples=num_samples)
@@ -172,7 +173,10 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         if self._losses.get((token.job, token.member_id, token.incarnation), 0) > num_losses:
             # It was lost while this call waited: a range leased now would never come back.
             book.ledger.ignore(sample_messages.ranges_of(request.completed))
-            raise Fenced(f"{token.member_id} was declared lost", seen=token.incarnation)
+            raise Fenced(
+                f"{token.member_id} was declared lost",
+                seen=f"process {public_id(token.incarnation)}",
+            )
         reply = sample_messages.answer(book.ledger, request)
         self._note_change(book)
         return reply
@@ -245,7 +249,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 incarnation = Fields.parsed(item.value).text("incarnation")
             except Unreadable as error:
                 raise set_aside(job, item.key, error) from error
-            present.add((item.key.removeprefix(prefix), incarnation))
+            present.add((item.key.removeprefix(prefix), public_id(incarnation)))
         return {who for who in present if (job, *who) not in self._losses}
 
     def _note_change(self, book: _Book) -> None:

@@ -9,7 +9,7 @@ def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,
         what=f"{event.member_id} is not a member of job {job}",
-        seen=f"incarnation {event.incarnation}",
+        seen="a process that never attended, or was declared lost",
         expected=f"a member that attends; the current generation is {generation}",
         fix="It may have been declared lost: join again.",
     )
@@ -19,8 +19,8 @@ def replaced(event: Event, incarnation: str, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,
         what=f"{event.member_id} was replaced by a newer process",
-        seen=f"incarnation {event.incarnation}",
-        expected=f"incarnation {incarnation}; the current generation is {generation}",
+        seen="an earlier process of that name",
+        expected=f"its newest process; the current generation is {generation}",
         fix="End this process.",
         replaced_by=incarnation,
     )

@@ -8,6 +8,7 @@ from contextlib import aclosing
 import structlog
 
 from shoal_proto.errors import Fenced, MalformedMessage, RetryError
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.etcd import keys
@@ -51,7 +52,7 @@ class Fence:
         await asyncio.shield(self._task)
 
     async def check(self, token: Token) -> str:
-        """The session of the token's holder: its job, name and incarnation.
+        """The session of the token's holder: its job, name and the public id of its process.
 
         Raises Fenced if that incarnation is not a member (any more).
         """
@@ -59,7 +60,7 @@ class Fence:
             raise MalformedMessage(
                 "the token names no member",
                 seen=f"job {token.job!r}, member {token.member_id!r},"
-                f" incarnation {token.incarnation!r}",
+                f" {'an' if token.incarnation else 'no'} incarnation",
                 expected=f"an incarnation, and names of {NAME_RULE}",
             )
         key = keys.member(token.job, token.member_id)
@@ -68,12 +69,13 @@ class Fence:
             current = self._incarnations.get(key)
             if current != token.incarnation:
                 raise await self._fenced(token, current)
-        return f"{key}#{token.incarnation}"
+        return f"{key}#{public_id(token.incarnation)}"
 
     def is_live(self, session: str) -> bool:
         """Whether a session's incarnation is known as not fenced. Any thread."""
-        key, _, incarnation = session.partition("#")
-        return self._incarnations.get(key) == incarnation
+        key, _, process = session.partition("#")
+        incarnation = self._incarnations.get(key)
+        return incarnation is not None and public_id(incarnation) == process
 
     async def _ask(self, key: str) -> None:
         found = await self._store.get(key)
@@ -87,8 +89,8 @@ class Fence:
         generation = _number(state.value, "last_generation") if state else 0
         return Fenced(
             f"member {token.member_id} of job {token.job} may not change anything any more",
-            seen=f"incarnation {token.incarnation} of generation {token.generation}",
-            expected=f"incarnation {current}" if current else "a member that is present",
+            seen=f"process {public_id(token.incarnation)} of generation {token.generation}",
+            expected=f"process {public_id(current)}" if current else "a member that is present",
             fix="Join again to go on.",
             details={"generation": str(generation)},
         )

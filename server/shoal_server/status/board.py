@@ -81,7 +81,7 @@ class StatusBoard:
         """Keep a member's health report; the caller has checked that the member exists."""
         board = self._board(job)
         known = board.health.get(member_id)
-        if known is None or known.latest.incarnation != health.incarnation:
+        if known is None or known.latest.public_id != health.public_id:
             known = board.health[member_id] = _MemberHealth(latest=health)
         known.latest = health
         board.num_reports += 1
@@ -94,14 +94,14 @@ class StatusBoard:
                 known.losses.pop()  # the step was redone, or reported twice
             known.losses.append((health.step, health.loss))
 
-    def health(self, job: str, member_id: str, incarnation: str) -> HealthView | None:
-        """The latest report of that very incarnation."""
-        known = self._health(job, member_id, incarnation)
+    def health(self, job: str, member_id: str, process: str) -> HealthView | None:
+        """The latest report of that very process, by its public id."""
+        known = self._health(job, member_id, process)
         return known.latest if known else None
 
-    def losses(self, job: str, member_id: str, incarnation: str) -> Sequence[tuple[int, float]]:
-        """(step, loss) of that incarnation's last reports."""
-        known = self._health(job, member_id, incarnation)
+    def losses(self, job: str, member_id: str, process: str) -> Sequence[tuple[int, float]]:
+        """(step, loss) of that process' last reports."""
+        known = self._health(job, member_id, process)
         return tuple(known.losses) if known else ()
 
     def num_reports(self, job: str) -> int:
@@ -114,10 +114,10 @@ class StatusBoard:
         board = self._jobs.get(job)
         return board.highest_step if board else 0
 
-    def _health(self, job: str, member_id: str, incarnation: str) -> _MemberHealth | None:
+    def _health(self, job: str, member_id: str, process: str) -> _MemberHealth | None:
         board = self._jobs.get(job)
         known = board.health.get(member_id) if board else None
-        return known if known and known.latest.incarnation == incarnation else None
+        return known if known and known.latest.public_id == process else None
 
     def _board(self, job: str) -> _JobBoard:
         board = self._jobs.setdefault(job, _JobBoard())

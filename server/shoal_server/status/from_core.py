@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from shoal_proto.incarnation import public_id
 from shoal_server.core.job import Job
 from shoal_server.core.member import Member
 from shoal_server.core.pauses import Pause
@@ -100,7 +101,7 @@ def generation_view(
         members=tuple(
             RosterEntryView(
                 member_id=entry.member_id,
-                incarnation=entry.incarnation,
+                public_id=public_id(entry.incarnation),
                 rank=entry.rank,
                 host=entry.host,
                 address=entry.address,
@@ -133,7 +134,7 @@ def _member_view(
     last_seen_s = max(member.attended_s, seen.at_s if seen else member.attended_s)
     return MemberView(
         member_id=member.member_id,
-        incarnation=member.incarnation,
+        public_id=public_id(member.incarnation),
         state=_state(job, member),
         waiting_for=member.waiting_for,
         waiting_since_unix_s=to_unix_s(member.waiting_since_s),

@@ -2,6 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from shoal_proto.incarnation import public_id
 from shoal_server.status.views import HealthView
 
 MAX_COUNT = 2**53 - 1
@@ -35,7 +36,8 @@ class HealthReport(BaseModel):
     )
 
     incarnation: str = Field(min_length=1, max_length=64)
-    """UUID of the process start that reports; another one than the member's is refused."""
+    """UUID of the process start that reports; another one than the member's is refused. A
+    secret of that process: it is not shown."""
     step: int | None = Field(None, ge=0, le=MAX_COUNT)
     """Optimizer steps so far."""
     loss: float | None = None
@@ -59,4 +61,6 @@ class HealthReport(BaseModel):
 
     def view(self, received_unix_s: float) -> HealthView:
         """The report as it is kept and shown."""
-        return HealthView(received_unix_s=received_unix_s, **self.model_dump())
+        fields = self.model_dump(exclude={"incarnation"})
+        process = public_id(self.incarnation)
+        return HealthView(received_unix_s=received_unix_s, public_id=process, **fields)

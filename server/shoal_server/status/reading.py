@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal_proto.errors import Fenced, NotLeader, UnknownGeneration, UnknownJob, UnknownMember
+from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
 from shoal_server.status.source import StatusSource
@@ -174,7 +175,7 @@ class Reading:
 
     def step(self, job: JobView, member: MemberView) -> int:
         """The member's newest step, from heartbeat or health report."""
-        health = self.board.health(job.job, member.member_id, member.incarnation)
+        health = self.board.health(job.job, member.member_id, member.public_id)
         return max(member.step, (health.step or 0) if health else 0)
 
     def detail(self, job: JobView) -> JobDetail:
@@ -194,7 +195,7 @@ class Reading:
 
     def member_detail(self, job: JobView, member: MemberView) -> MemberDetail:
         """The member with its last health report."""
-        key = (job.job, member.member_id, member.incarnation)
+        key = (job.job, member.member_id, member.public_id)
         return MemberDetail(
             member=member,
             health=self.board.health(*key),
@@ -204,7 +205,7 @@ class Reading:
     def why(self, name: str, member_id: str) -> Why:
         """What the member waits for. Raises UnknownJob, UnknownMember."""
         job, member = self.member(name, member_id)
-        health = self.board.health(name, member_id, member.incarnation)
+        health = self.board.health(name, member_id, member.public_id)
         return Why(
             job=name,
             member_id=member_id,
@@ -221,11 +222,12 @@ class Reading:
     def report(self, name: str, member_id: str, report: HealthReport) -> None:
         """Keep a health report. Raises UnknownJob, UnknownMember, Fenced."""
         job, member = self.member(name, member_id)
-        if member.incarnation != report.incarnation:
+        process = public_id(report.incarnation)
+        if member.public_id != process:
             raise Fenced(
                 f"{member_id} is another process by now",
-                seen=f"incarnation {report.incarnation}",
-                expected=f"incarnation {member.incarnation}",
+                seen=f"process {process}",
+                expected=f"process {member.public_id}",
                 fix="Join the job again: this process was declared lost or replaced.",
                 details={"generation": str(job.generation)},
             )

@@ -37,8 +37,8 @@ class MemberView(View):
     """A member, as the coordinator knows it from its stream and heartbeats."""
 
     member_id: str
-    incarnation: str
-    """UUID of this process start."""
+    public_id: str
+    """Tells this process start from others of the same member: 16 hexadecimal digits."""
     state: str
     """joining, waiting, standby, preparing, bringing-up, ready, training, paused, settling,
     draining, halted or disconnected."""
@@ -70,7 +70,7 @@ class RosterEntryView(View):
     """One place in a generation's roster."""
 
     member_id: str
-    incarnation: str
+    public_id: str
     rank: int
     host: str = ""
     address: str = ""
@@ -140,7 +140,7 @@ class JobView(View):
 class HealthView(View):
     """A member's last health report."""
 
-    incarnation: str
+    public_id: str
     received_unix_s: float
     step: int | None = None
     loss: float | None = None

@@ -67,7 +67,7 @@ async def test_changes_that_wait_for_a_write_go_into_the_next_together() -> None
     """Who arrives while one is under way costs no write of its own, and hears after it."""
     store = GatedStore()
     async with served(store) as world:
-        store.waits.clear()
+        store.waits.clear()  # a leader writes where snapshots may lie
         store.gate.clear()
         first = submitted(world, arrival("a"))
         await at_gate(store)

@@ -80,7 +80,7 @@ def old_job(name: str, *, finished: bool) -> list[Operation]:
             digest=codec.digest_of(roster),
             decided_s=1.0,
         )
-        value = codec.record_to_json(codec.record_to_pb(record))
+        value = codec.record_to_json(record)
         operations.append(Put(keys.generation(name, number), value))
     return operations
 

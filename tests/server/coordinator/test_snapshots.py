@@ -28,6 +28,7 @@ from shoal_proto.errors import (
     SnapshotFailed,
     Unavailable,
 )
+from shoal_proto.incarnation import public_id
 from shoal_proto.row_hash import shard_of
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import snapshots_pb2 as pb
@@ -230,7 +231,7 @@ def test_a_push_that_its_dead_member_left_half_done_is_told(
     member.push()
     manifest = snapshots.take().manifest
     (told, *others) = manifest.partial_steps
-    assert "push 1 of /shoal/v1/members/job/dead#one lacks parts at" in told
+    assert f"push 1 of /shoal/v1/members/job/dead#{public_id('one')} lacks parts at" in told
     assert len(others) <= 1
     taken = images(snapshots.library, manifest)
     assert [each.version for each in taken] == [3, 2, 2, 2, 2, 2]

@@ -19,6 +19,7 @@ from table_specs import OPTIMIZERS
 
 from shoal_client.layouts import of_tables
 from shoal_proto.errors import SnapshotFailed, Unavailable
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_proto.v1.tables_pb2 import Initialiser, TableSpec
 from shoal_server.etcd import holdings
@@ -187,7 +188,9 @@ def test_what_a_step_lacks_is_known_where_its_beginning_went(
     await_everything_on(servers, "ps-2")
     servers.expel("m")
     manifest = snapshots.take().manifest
-    assert manifest.partial_steps == ["push 1 of /shoal/v1/members/job/m#one lacks parts at ps-2"]
+    assert manifest.partial_steps == [
+        f"push 1 of /shoal/v1/members/job/m#{public_id('one')} lacks parts at ps-2"
+    ]
 
 
 def await_everything_on(

@@ -28,6 +28,7 @@ from shoal_proto.errors import (
     UnsupportedOptimizer,
     WrongEpoch,
 )
+from shoal_proto.incarnation import public_id
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
@@ -321,7 +322,7 @@ async def test_fenced_at_once(world: World) -> None:
     await world.store.put(keys.member(JOB, "w0"), json.dumps({"incarnation": "two"}).encode())
     successor = Token(job=JOB, member_id="w0", incarnation="two")
     await push(world, header(SMALL, token=successor), parts)
-    with pytest.raises(Fenced, match="incarnation one") as fenced:
+    with pytest.raises(Fenced, match=f"process {public_id('one')}") as fenced:
         await push(world, header(SMALL), [], hold=True)
     assert fenced.value.details == {"generation": "8"}
 

@@ -11,6 +11,7 @@ import status_world
 from status_world import World
 
 from shoal_proto.errors import Unavailable
+from shoal_proto.incarnation import public_id
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.views import Readiness
 
@@ -139,12 +140,13 @@ async def test_a_loss_that_is_not_a_number_gets_through(http: httpx.AsyncClient)
 
 
 async def test_another_incarnations_report_is_refused(http: httpx.AsyncClient) -> None:
-    """409 with both incarnations, and what is shown stays as it was."""
+    """409 with the public ids of both, and what is shown stays as it was."""
     await http.post(HEALTH, json=REPORT)
     late = await http.post(HEALTH, json={**REPORT, "incarnation": "old", "step": 1})
     body = body_of_error(late, 409, "Fenced")
-    assert "old" in body["seen"]
-    assert "incarnation-of-w1" in body["expected"]
+    assert public_id("old") in body["seen"]
+    assert public_id("incarnation-of-w1") in body["expected"]
+    assert "incarnation-of-w1" not in late.text
     entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
     assert entry["health"]["step"] == 1300
 
@@ -154,7 +156,7 @@ async def test_a_restarted_member_does_not_inherit_health(
 ) -> None:
     """The report of an incarnation that is gone is not shown as the new one's."""
     await http.post(HEALTH, json=REPORT)
-    world.change("digits", members=(status_world.member("w1", 1, incarnation="new"),))
+    world.change("digits", members=(status_world.member("w1", 1, public_id="new"),))
     entry = (await http.get("/api/v1/jobs/digits/members/w1")).json()
     assert (entry["health"], entry["losses"]) == (None, [])
 

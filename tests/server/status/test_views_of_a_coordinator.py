@@ -12,6 +12,7 @@ from parameter_servers import ParameterServers
 from shoal_client.membership import Membership
 from shoal_client.parameters import ParameterClient
 from shoal_proto.errors import ProposalConflict
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.samples import EpochCounts, LedgerCounts
@@ -45,7 +46,7 @@ async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
         assert {m["rank"] for m in shown.values()} == {0, 1}
         for member in members:
             token = member.token
-            assert shown[token.member_id]["incarnation"] == token.incarnation
+            assert shown[token.member_id]["public_id"] == public_id(token.incarnation)
             assert shown[token.member_id]["generation"] == token.generation
         (record,) = (await http.get("/api/v1/jobs/j/generations")).json()
         assert record["verdict"] == "committed"
