@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from shoal_client.channel import Coordinators, Method
-from shoal_client.host_reports import parse_coordinators
+from shoal_client.host_reports import check_reachable, parse_coordinators
 from shoal_proto.errors import (
     InvalidSpec,
     JobFinished,
@@ -50,7 +50,9 @@ def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> No
 def _remove(options: argparse.Namespace) -> int:
     if not is_name(options.job):
         raise InvalidSpec("bad name of a job", seen=repr(options.job), expected=NAME_RULE)
-    if not reset_job(parse_coordinators(options.coordinator), options.job):
+    addresses = parse_coordinators(options.coordinator)
+    check_reachable(addresses, ANSWER_WITHIN_S)
+    if not reset_job(addresses, options.job):
         raise UnknownJob(f"there is no job {options.job!r}", expected="one of `shoal status`")
     print(f"job {options.job} is gone")
     return 0

@@ -68,7 +68,7 @@ def test_the_worker_is_started_by_shoal_run(compose: dict[str, Any]) -> None:
     setting, execute, *command = shlex.split(script.replace("$$", "$"))
     assert setting == "SHOAL_MEMBER_ID=$HOSTNAME"
     assert [execute, command[0]] == ["exec", "shoal"]
-    settings = worker["environment"]
+    settings = {name: _by_default(value) for name, value in worker["environment"].items()}
     words = [*command[1:-1], *worker["command"]]
     options = [re.sub(r"\$([A-Z_]+)$", lambda match: settings[match[1]], each) for each in words]
     run = read_config(build_parser().parse_args(options), settings["SHOAL_COORDINATOR"])
@@ -78,6 +78,11 @@ def test_the_worker_is_started_by_shoal_run(compose: dict[str, Any]) -> None:
     assert bounds == tuple(int(settings[name]) for name in names)
     assert run.target[:2] == ("-m", "shoal.demo.digits")
     assert run.grace_s + 10 <= float(worker["stop_grace_period"].removesuffix("s"))
+
+
+def _by_default(setting: str) -> str:
+    """What Compose makes of `${NAME:-value}` where the name is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", str(setting))
 
 
 def test_one_image_and_no_privileges(compose: dict[str, Any]) -> None:
