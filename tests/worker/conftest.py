@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pause_bodies import LIMITS
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
@@ -13,5 +14,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """etcd, a coordinator and a parameter server."""
     directory: Path = tmp_path_factory.mktemp("cluster")
     config = LocalClusterConfig(directory=directory, num_parameter_servers=1)
+    with LocalCluster(config) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """A cluster that takes a collective for hung after 5 s, and a bring-up that stands still for
+    9 s."""
+    directory = tmp_path_factory.mktemp("quick")
+    config = LocalClusterConfig(directory=directory, num_parameter_servers=0, limits=LIMITS)
     with LocalCluster(config) as running:
         yield running

@@ -5,7 +5,6 @@ Real members, a real coordinator; its limits are shorter than the usual ones.
 
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,21 +18,12 @@ from served_process import awaited
 
 from shoal_client import membership_calls
 from shoal_client.channel import Coordinators
-from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.cluster import LocalCluster
 from shoal_proto.v1.membership_pb2 import DrainRequest
 
 COLLECTIVE_S = LIMITS["--collective-s"]
 JOIN_S = LIMITS["--join-s"]
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """A cluster that takes a collective for hung after 5 s."""
-    directory = tmp_path_factory.mktemp("quick")
-    config = LocalClusterConfig(directory=directory, num_parameter_servers=0, limits=LIMITS)
-    with LocalCluster(config) as running:
-        yield running
 
 
 class Play:

@@ -1,0 +1,54 @@
+"""State that takes longer to arrive than a bring-up may stand still."""
+
+import time
+from dataclasses import replace
+
+import pause_bodies
+import pytest
+from pause_bodies import LIMITS, Slow
+from ranks import Ranks
+
+from shoal_client.local.cluster import LocalCluster
+
+
+def _joins(cluster: LocalCluster, job: str, transfer_s: float) -> None:
+    """c joins a and b, and takes over their state in no less than so many seconds."""
+    with Ranks() as ranks:
+        run = Slow(
+            coordinator=cluster.coordinator,
+            job=job,
+            member_id="",
+            desired_members=2,
+            transfer_s=transfer_s,
+            stop_file="/nowhere",
+        )
+        body = pause_bodies.train_slowly
+        crew = [ranks.start(body, replace(run, member_id=name)) for name in "ab"]
+        for rank in crew:
+            assert rank.expect("committed", 120)["world_size"] == 2
+        begun_s = time.monotonic()
+        crew.append(ranks.start(body, replace(run, member_id="c")))
+        first = crew[2].expect("committed", 4 * transfer_s + 60)
+        took_s = time.monotonic() - begun_s
+        assert took_s > transfer_s
+        print(f"c trained {took_s:.1f} s after it was started")
+        # In the generation behind the one that trained, at the step where that stopped.
+        assert first["world_size"] == 3
+        assert first["generation"] == 2
+        assert first["step"] > 0
+        for rank in crew[:2]:
+            while rank.expect("committed")["generation"] == 1:
+                pass
+            assert rank.seen[-1][1] == first
+
+
+def test_a_transfer_of_more_than_twice_the_limit_expels_nobody(quick: LocalCluster) -> None:
+    """The newcomer never forms a generation alone, and nobody's generation is tried again."""
+    _joins(quick, "slow", 2.2 * LIMITS["--join-s"] / 4)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_transfer_of_more_than_a_minute_expels_nobody(cluster: LocalCluster) -> None:
+    """With the limits that a cluster has by default."""
+    _joins(cluster, "slow-minute", 66.0)
