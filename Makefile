@@ -1,4 +1,5 @@
-# Everything sets itself up: the first call makes .venv, later ones start at once.
+# Everything sets itself up: the first call makes .venv, later ones start at once. The demo needs less
+# than half of what the checks need, so .venv begins with that and grows when they are asked for.
 PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON_BIN := $(BIN)/python
@@ -9,14 +10,23 @@ export PYTHON_BIN := $(BIN)/python
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
 
-.venv/.installed: pyproject.toml constraints.txt
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.venv/.demo: pyproject.toml constraints.txt | .venv/bin/pip
+	$(PIP_INSTALL) -e '.[demo]'
+	@touch $@
+
+# It holds the demo's too.
+.venv/.installed: pyproject.toml constraints.txt | .venv/bin/pip
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch .venv/.demo $@
+
+.venv/bin/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Shoal needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	@touch $@
 
-demo: .venv/.installed ## train on a local cluster, kill a worker on the way, print what happened
+demo: .venv/.demo ## train on a local cluster, kill a worker on the way, print what happened
 	$(BIN)/shoal demo
 
 # Two files at a time; then, one test after the other, those that start a dozen processes each. A part

@@ -118,3 +118,13 @@ def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
     sources = {item.rstrip("/") for copy in copies if "--from" not in copy[0] for item in copy}
     assert sources == admitted
     assert all((ROOT / source).exists() for source in sources)
+
+
+def test_the_build_names_no_package_index(compose: dict[str, Any]) -> None:
+    """pip's own configuration and the build arguments do, which compose passes on if they are set."""
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
+    assert "://" not in dockerfile
+    passed = compose["services"]["coordinator"]["build"]["args"]
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"):
+        assert f"\nARG {name}\n" in dockerfile, "without a default"
+        assert passed[name] is None
