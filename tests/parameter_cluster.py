@@ -204,10 +204,15 @@ class ParameterCluster:
                 awaited(lambda s=server: s.is_ready, START_S, f"{server.server_id} serves")
                 server.incarnation = self._incarnation(server.server_id)
 
+    def _registered(self, server_id: str) -> dict[str, object]:
+        # On a machine that is busy a lease runs out now and then, and the server registers again.
+        key = keys.server(server_id)
+        record = awaited(lambda: self._read(key), START_S, f"{server_id} is registered")
+        found: dict[str, object] = json.loads(record)
+        return found
+
     def _incarnation(self, server_id: str) -> str:
-        record = self._read(keys.server(server_id))
-        assert record is not None, f"{server_id} is not registered"
-        incarnation = json.loads(record)["incarnation"]
+        incarnation = self._registered(server_id)["incarnation"]
         assert isinstance(incarnation, str)
         return incarnation
 
@@ -229,9 +234,7 @@ class ParameterCluster:
 
     def address(self, server_id: str) -> str:
         """Where a server is reached."""
-        record = self._read(keys.server(server_id))
-        assert record is not None, f"{server_id} is not registered"
-        address = json.loads(record)["address"]
+        address = self._registered(server_id)["address"]
         assert isinstance(address, str)
         return address
 
