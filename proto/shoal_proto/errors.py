@@ -135,6 +135,19 @@ class ProposalConflict(RefusedError):
     """
 
 
+class UnequalPasses(RefusedError):
+    """The members made different numbers of backward passes in a step, which was not committed.
+
+    `details` maps each member to its number.
+    """
+
+
+class HyperparametersDiffer(RefusedError):
+    """The members would apply other learning rates, or the like, than each other in a step, or than
+    when it was taken before; it was not committed. `details` names the fields and who has what.
+    """
+
+
 class PeersUnreachable(RefusedError):
     """This member and others cannot reach each other over the network; `details` names them."""
 

@@ -151,6 +151,11 @@ class Layout(ABC):
         self.backward(loss, weight)
         return loss.detach()
 
+    def meets_in_forward(self, *, is_first_step: bool) -> bool:
+        """Whether a forward pass with gradients communicates with other ranks, in the first step
+        of a generation or in a later one."""
+        return True
+
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
         """Complete the gradients: from here on those of `parameters` are the global batch's."""
 

@@ -98,6 +98,9 @@ class Replicated(Layout):
         self.exchange.begin_pass()
         super().backward(loss, weight)
 
+    def meets_in_forward(self, *, is_first_step: bool) -> bool:
+        return meets_in_forward(self._ddp, is_first_step=is_first_step)
+
     def begin(self) -> None:
         self.exchange.begin(self.step)
 
@@ -226,10 +229,24 @@ def _strides(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, device="meta").stride()
 
 
+def meets_in_forward(ddp: DistributedDataParallel, *, is_first_step: bool) -> bool:
+    """Whether a forward pass with gradients communicates: it sends buffers, if there are any, and
+    the second one of all tells the order of buckets."""
+    syncs: bool = ddp.will_sync_module_buffers()  # type: ignore[no-untyped-call]
+    return is_first_step or syncs
+
+
 def check_bucket(bucket_mb: float) -> None:
     """Raise InvalidSpec for a size that no bucket can have."""
     if not bucket_mb > 0:
         raise InvalidSpec("bucket_mb is out of range", seen=f"{bucket_mb}", expected="above 0")
 
 
-__all__ = ["Replicated", "Zero1", "check_bucket", "lay_in_one_piece", "partition"]
+__all__ = [
+    "Replicated",
+    "Zero1",
+    "check_bucket",
+    "lay_in_one_piece",
+    "meets_in_forward",
+    "partition",
+]

@@ -17,7 +17,7 @@ from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.binding import Blueprint
 from shoal.layouts.buffers import RunningBuffers
-from shoal.layouts.replicated import Replicated
+from shoal.layouts.replicated import Replicated, meets_in_forward
 from shoal.layouts.replicated_figures import ReplicatedFigures
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.whole import on_host
@@ -34,6 +34,7 @@ from shoal.strategies.grouped import (
     receivers_of,
     refuse_lbfgs,
 )
+from shoal.strategies.hyperparameters import Hyperparameters
 from shoal.strategies.replica import replica_of
 from shoal.strategies.state import ReplicatedState
 from shoal.strategies.transfer import receive, send
@@ -87,6 +88,7 @@ class DDP(GroupedStrategy):
             "compression": str(self._compression or "none"),
         }
         self._model, self._optimizer = model, optimizer
+        self._hyperparameters = Hyperparameters(optimizer)
         return replica_of(model, lambda: self.module), optimizer
 
     def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
@@ -170,14 +172,21 @@ class DDP(GroupedStrategy):
     def module(self) -> nn.Module:
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
         if self._in_step and self._ddp is not None and torch.is_grad_enabled():
+            first = self._accord is not None and self._accord.is_first_step
+            if meets_in_forward(self._ddp, is_first_step=first):
+                self._announce()
             return self._ddp
         return self._model
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        if self._exchange is not None:
-            self._exchange.begin_pass()
         with self._weighing():
+            if self._exchange is not None:
+                self._exchange.begin_pass()
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        return norm
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         group = self._process_group
@@ -186,7 +195,10 @@ class DDP(GroupedStrategy):
         self._check_weighted()
         if not self._exchange.complete:
             raise self._not_averaged()
+        # On its way while this member looks at its gradients.
+        self._propose()
         self._exchange.check(self._step)
+        self._settle()
         # Before the optimizer steps: what fails here leaves the state of the last step.
         self._running.share(group)
         self._optimizer.step()

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import structlog
 import torch
@@ -26,9 +27,11 @@ from shoal.checkpoint.samples import check_samples, with_samples
 from shoal.rendezvous import RendezvousStore
 from shoal.state.exchange import gather
 from shoal.state.pieces import Holding
+from shoal.strategies.accord import Accord
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal.strategies.buffers import BufferMemory
 from shoal.strategies.watch import HangWatch, Stage, Surroundings
+from shoal.strategies.hyperparameters import Hyperparameters
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import (
     CheckpointFailed,
@@ -57,6 +60,8 @@ class GroupedStrategy(Strategy):
     """
 
     synchronous = True
+    passes_meet: ClassVar[bool] = True
+    """Whether members communicate in the passes of a step."""
 
     def __init__(self) -> None:
         self._backend: Backend = GlooBackend()
@@ -80,6 +85,8 @@ class GroupedStrategy(Strategy):
         self._watch: HangWatch | None = None
         self._hang = (0, "")
         """The newest generation in which a collective hung, and how."""
+        self._hyperparameters: Hyperparameters | None = None
+        self._accord: Accord | None = None
 
     # --- what a subclass answers for ---
 
@@ -141,6 +148,8 @@ class GroupedStrategy(Strategy):
 
     def enter(self, generation: Generation) -> None:
         started_s = time.perf_counter()
+        if self._hyperparameters is not None:
+            self._hyperparameters.entering()
         group = self._new_group(generation)
         self._stands_at(Stage.BRINGING_UP, generation.number)
         try:
@@ -158,6 +167,9 @@ class GroupedStrategy(Strategy):
         self._process_group = process_group
         self._stands_at(Stage.TRAINING, generation.number, process_group)
         self._has_state = True
+        if self._hyperparameters is not None:
+            members = [entry.member_id for entry in generation.entries]
+            self._accord = Accord(process_group, members, self._hyperparameters)
         log.info(
             "generation_entered",
             generation=generation.number,
@@ -209,6 +221,9 @@ class GroupedStrategy(Strategy):
         if self._in_step:
             self._in_step = False
             self._buffers.restore()
+            if self._hyperparameters is not None:
+                self._hyperparameters.failed(self._step)
+        self._accord = None
         self._buffers.forget()
         self._let_go()
         self._process_group = self._opened = None
@@ -309,6 +324,8 @@ class GroupedStrategy(Strategy):
             self._watch.sign()
         self._buffers.keep(model)
         self._in_step, self._weighted = True, False
+        if self._accord is not None:
+            self._accord.begin(self._step)
 
     def _ours(self) -> bool:
         """Whether a gradient that comes now was asked for through the session, if it has to be."""
@@ -316,12 +333,32 @@ class GroupedStrategy(Strategy):
 
     @contextmanager
     def _weighing(self) -> Iterator[None]:
-        """Within, gradients come of a loss that is weighed with this member's share."""
+        """Within, gradients come of a loss that is weighed with this member's share.
+
+        Raises UnequalPasses, on all members, if not all of them make this backward pass.
+        """
+        if self._accord is not None and self.passes_meet:
+            self._accord.passing()
         self._weighted = self._computes = True
         try:
             yield
         finally:
             self._computes = False
+
+    def _announce(self) -> None:
+        """A forward pass that communicates begins: see `Accord.announce`."""
+        if self._accord is not None:
+            self._accord.announce()
+
+    def _propose(self) -> None:
+        """All passes of the step were made."""
+        if self._accord is not None:
+            self._accord.propose()
+
+    def _settle(self) -> None:
+        """See `Accord.settle`: from here on nobody makes a further pass in this step."""
+        if self._accord is not None:
+            self._accord.settle()
 
     def _check_weighted(self) -> None:
         if not self._weighted:

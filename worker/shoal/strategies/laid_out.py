@@ -26,6 +26,7 @@ from shoal.strategies.grouped import (
     receivers_of,
     refuse_lbfgs,
 )
+from shoal.strategies.hyperparameters import Hyperparameters
 from shoal.strategies.replica import replica_of, retarget, take_modes
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
@@ -86,6 +87,7 @@ class LaidOut(GroupedStrategy):
         }
         self._device = next(model.parameters()).device
         self._optimizer = optimizer
+        self._hyperparameters = Hyperparameters(optimizer)
         self._replica = replica_of(model, lambda: self.module)
         return self._replica, optimizer
 
@@ -184,6 +186,9 @@ class LaidOut(GroupedStrategy):
         if not self._in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
+        first = self._accord is not None and self._accord.is_first_step
+        if layout.meets_in_forward(is_first_step=first):
+            self._announce()
         return layout.module
 
     def _layout(self) -> Layout:
@@ -229,12 +234,18 @@ class LaidOut(GroupedStrategy):
     def _reduce(self) -> Layout:
         layout = self._layout()
         if not self._reduced:
+            self._propose()
+            if layout.verdict is not None:
+                # Reducing means meeting others, and perhaps not all of them.
+                self._settle()
             layout.reduce()
             self._reduced = True
         return layout
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        return clip(self._reduce(), max_norm)
+        layout = self._reduce()
+        self._settle()
+        return clip(layout, max_norm)
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         bound = self._bound
@@ -252,6 +263,7 @@ class LaidOut(GroupedStrategy):
                 fix="Of several losses, pass the sum to session.backward.",
             )
         layout.check()
+        self._settle()
         self._whole = False
         local_step.step(self._optimizer)
         layout.stepped()

@@ -30,6 +30,7 @@ from shoal.strategies.base import (
 )
 from shoal.strategies.gradients import watch_parameters
 from shoal.strategies.grouped import GroupedStrategy, receivers_of, refuse_lbfgs
+from shoal.strategies.hyperparameters import Hyperparameters, Values
 from shoal.strategies.outer import OuterStep
 from shoal.strategies.rounds import Rounds
 from shoal.strategies.rounds_figures import RoundsFigures
@@ -55,6 +56,7 @@ class LocalSGD(GroupedStrategy):
     """
 
     name = "local-sgd"
+    passes_meet = False
 
     def __init__(
         self, *, every_steps: int = 16, compression: str | Compression | None = None
@@ -69,6 +71,9 @@ class LocalSGD(GroupedStrategy):
         self._compression = None if compression is None else find_compression(compression)
         self._weight = 0.0
         self._weights = 0.0
+        self._applied: dict[int, Values] = {}
+        """In each step of the round so far."""
+        self._conflict = ""
         self._rank = 0
         self._watching: list[RemovableHandle] = []
         self._unacknowledged: list[Callable[[], None]] = []
@@ -89,6 +94,7 @@ class LocalSGD(GroupedStrategy):
             "rounds": f"{self._every_steps} steps, {self._outer}",
         }
         self._model, self._optimizer = model, optimizer
+        self._hyperparameters = Hyperparameters(optimizer)
         self._watching = watch_parameters(model.parameters(), self._ours)
         return model, optimizer
 
@@ -148,6 +154,8 @@ class LocalSGD(GroupedStrategy):
         moved = self._in_step
         super().abandon()
         self._weights = 0.0
+        self._applied.clear()
+        self._conflict = ""
         self._unacknowledged.clear()
         if self._rounds.has_agreed and (moved or self._step != self._rounds.agreed.step):
             self._rounds.go_back()
@@ -184,6 +192,7 @@ class LocalSGD(GroupedStrategy):
                 fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
                 details={"parameter": fault, "step": str(self._step)},
             )
+        self._note_hyperparameters()
         self._optimizer.step()
         self._weights += self._weight
         self._commit_step()
@@ -196,11 +205,21 @@ class LocalSGD(GroupedStrategy):
         self._write_checkpoint(self._rounds.holding, lambda _: self._rank == 0)
         self._backend.tidy()
 
+    def _note_hyperparameters(self) -> None:
+        hyper = self._hyperparameters
+        assert hyper is not None, "distribute made it"
+        self._conflict = self._conflict or hyper.conflict(self._step)
+        hyper.apply(self._step)
+        self._applied[self._step] = hyper.now()
+
     def _meet(self, group: dist.ProcessGroup) -> None:
         """End the round here, if it has any steps."""
         num_steps = self._step - self._rounds.agreed.step
         if not num_steps:
             return
+        if self._accord is not None:
+            self._accord.settle_round(self._applied, self._conflict)
+        self._applied.clear()
         # In each step the members' weights average to one, and so do these.
         self._rounds.synchronise(self._step, self._weights / num_steps, group)
         self._weights = 0.0

@@ -82,7 +82,9 @@ class Rounds(Gates):
         agreed = self.agreed
         velocity = {_OUTER + name: tensor for name, tensor in self._velocity.items()}
         tensors = {**agreed.tensors, **velocity}
-        return State(step=agreed.step, tensors=tensors, values=agreed.values)
+        # The groups as they are now: a schedule may have moved them since the round ended.
+        groups = self.state.collect(agreed.step).values["groups"]
+        return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
 
     def take(self, given: State) -> None:
         """Make another member's `outgoing` the present state, its optimizer's included.

@@ -1,0 +1,197 @@
+"""Members that would take a step in different ways are told so by name, all of them, before it is
+committed by any."""
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import step_bodies
+import torch
+from elastic_schedule import Schedule
+from ranks import Rank, Ranks
+from step_bodies import Steps
+
+from shoal_client.local.cluster import LocalCluster
+
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
+TOLERANCE = 1e-5
+
+
+def steps(cluster: LocalCluster, strategy: str, **changes: Any) -> Steps:
+    options = {"min_split_bytes": 0} if strategy in ("tensor", "hybrid") else {}
+    if strategy in ("local-sgd", "diloco"):
+        options = {"every_steps": 4}
+    return Steps(
+        coordinator=cluster.coordinator,
+        job=f"alike-{secrets.token_hex(4)}",
+        member_id="",
+        strategy=strategy,
+        options=options,
+        **{"desired_members": 3, "batch_size": 100, **changes},
+    )
+
+
+def told(schedule: Schedule, error: str) -> list[str]:
+    """What each member raises."""
+    found = []
+    for rank in schedule.alive:
+        _, data = rank.expect_any("raised")
+        assert data["error"] == error, data["trace"]
+        found.append(data["text"])
+    assert len(set(found)) == 1, "not the same on all"
+    return found
+
+
+def committed(ranks: list[Rank]) -> set[int]:
+    return {data["step"] for rank in ranks for kind, data in rank.seen if kind == "committed"}
+
+
+def check_weights(finished: Mapping[str, Any], run: Steps, *, scheduled: bool) -> None:
+    expected = step_bodies.one_process(run.batch_size, finished["step"], scheduled=scheduled)
+    for name, tensor in expected.items():
+        own = torch.tensor(finished["weights"][name])
+        assert torch.allclose(own, tensor, rtol=0, atol=TOLERANCE), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_unequal_numbers_of_passes_are_refused_by_name(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """With how many each made. Nobody commits the step: without the further passes of one member
+    its gradients are others."""
+    run = steps(cluster, strategy, parts="more on the first")
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        for _ in range(3):
+            schedule.add()
+        text, *_ = told(schedule, "UnequalPasses")
+        assert "4 or more by" in text
+        assert "3 by" in text
+        assert "tensor_split" in text
+        assert not committed(schedule.all)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_parts_of_a_fixed_size_are_refused_where_shares_differ(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """100 samples on 3 members, 11 in each part: 4, 3 and 3 passes."""
+    run = steps(cluster, strategy, parts="fixed size", in_one_call=False)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        for _ in range(3):
+            schedule.add()
+        assert "4 or more by" in told(schedule, "UnequalPasses")[0]
+        assert not committed(schedule.all)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "local-sgd"])
+def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Parts weighed by their samples: the result is that of one process."""
+    options = {"options": {"every_steps": 1}} if strategy == "local-sgd" else {}
+    run = steps(cluster, strategy, parts="fixed number", batch_size=34)
+    run = replace(run, **options)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        schedule.start(3)
+        if strategy != "local-sgd":
+            check_weights(schedule.finish(), run, scheduled=False)
+        else:
+            schedule.alive[0].expect("committed")
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "local-sgd", "diloco"])
+def test_hyperparameters_that_differ_are_refused_by_field_and_member(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """In the first step (under local SGD: round) in which they do, which nobody commits."""
+    run = steps(cluster, strategy, rates="own")
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        for _ in range(3):
+            schedule.add()
+        text, *_ = told(schedule, "HyperparametersDiffer")
+        assert "in step 5;" in text
+        assert "lr of group 0: 0.02 by" in text
+        assert "0.0125 by" in text
+        assert "batch.step" in text
+        round_ends = 7 if strategy == "local-sgd" else 99
+        assert max(committed(schedule.all)) <= (4 if strategy in STRATEGIES else round_ends)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
+def test_a_scheduler_that_a_joiner_began_anew_is_told(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """Its first step is right: its groups are those of the others. Its scheduler is not."""
+    run = steps(cluster, strategy, rates="scheduler by its own count, if committed")
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
+        schedule.start(2)
+        while max(committed(schedule.all)) < 12:
+            schedule.alive[0].expect("committed")
+        joiner = schedule.add()
+        assert "lr of group 0" in told(schedule, "HyperparametersDiffer")[0]
+        first = next(data for kind, data in joiner.seen if kind == "tried")
+        others = [
+            data["lr"]
+            for rank in schedule.all
+            for kind, data in rank.seen
+            if kind == "tried" and data["step"] == first["step"]
+        ]
+        assert len(others) >= 3
+        assert set(others) == {first["lr"]} != {0.02}
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("rates", ["step", "closed form"])
+def test_a_rate_that_follows_from_the_step_is_exact_over_changes(
+    cluster: LocalCluster, tmp_path: Path, strategy: str, rates: str
+) -> None:
+    run = steps(cluster, strategy, rates=rates, batch_size=24)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=2, body=step_bodies.train)
+        schedule.start(3)
+        schedule.kill()
+        schedule.join()
+        schedule.drain()
+        check_weights(schedule.finish(), run, scheduled=True)
+
+
+@pytest.mark.timeout(180)
+def test_a_scheduler_that_counts_committed_steps_survives_losses(
+    cluster: LocalCluster, tmp_path: Path
+) -> None:
+    run = steps(cluster, "ddp", rates="scheduler if committed", batch_size=24)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=3, body=step_bodies.train)
+        schedule.start(2)
+        schedule.drain()
+        check_weights(schedule.finish(), run, scheduled=True)
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_step_that_is_taken_again_with_another_rate_is_refused(
+    cluster: LocalCluster, tmp_path: Path, strategy: str
+) -> None:
+    """A scheduler that is stepped whether or not the step happened has counted it twice."""
+    run = steps(cluster, strategy, rates="scheduler", batch_size=24)
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, tmp_path, seed=4, body=step_bodies.train)
+        schedule.start(2)
+        schedule.add(fault="never").expect("committed")
+        victim = schedule.alive.pop()
+        victim.process.kill()
+        victim.join()
+        for rank in schedule.alive:
+            _, data = rank.expect_any("raised")
+            assert data["error"] == "HyperparametersDiffer", data["trace"]

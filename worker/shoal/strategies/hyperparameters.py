@@ -1,0 +1,162 @@
+"""What an optimizer's groups say in each step, and whether a step taken again says the same."""
+
+import json
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+Values = tuple[Mapping[str, Any], ...]
+"""The hyperparameters of each group, by name."""
+
+KEPT_STEPS = 1024
+"""So many steps back it is known what was applied; copies at peers go back by 20, by default."""
+TOLERANCE = 1e-9
+"""Relative: hosts with another libm compute the last bit of a schedule otherwise."""
+
+
+class Hyperparameters:
+    """Those of one optimizer, now and in the steps that may be taken again. Over all generations.
+
+    A step that did not happen, or was gone back on, is to be the same when it is taken again. What
+    counts its own calls, as torch's schedulers do, has counted on meanwhile.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._applied: OrderedDict[int, Values] = OrderedDict()
+        self._failed: tuple[int, Values] | None = None
+        self._conflict = ""
+        self._now: Values = ()
+        self._digest = 0
+
+    def now(self) -> Values:
+        """As they are; the same object for as long as nothing changes."""
+        own = self._optimizer.defaults
+        found = tuple(
+            {
+                key: _plain(value)
+                for key, value in group.items()
+                if key != "params" and (not own or key in own)
+            }
+            for group in self._optimizer.param_groups
+        )
+        if found != self._now or not self._digest:
+            self._now = found
+            self._digest = digest_of(found)
+        return self._now
+
+    def digest(self) -> int:
+        """A positive number below 2**56 that stands for `now`."""
+        self.now()
+        return self._digest
+
+    def failed(self, step: int) -> None:
+        """An attempt at the step after `step` committed ones did not come to its end."""
+        self._failed = (step, self.now())
+
+    def entering(self) -> None:
+        """A generation is entered, whose state may bring others.
+
+        Since an attempt that failed no batch was handed out, so what has changed was changed for a
+        step that did not happen.
+        """
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            step, values = failed
+            found = _changed(step, {"when it failed": values, "behind it": self.now()})
+            self._conflict = self._conflict or found
+
+    def conflict(self, step: int) -> str:
+        """Why the step cannot be taken as it was, or is not the one it was, in words; or ""."""
+        conflict, self._conflict = self._conflict, ""
+        return conflict or self.again(step)
+
+    def again(self, step: int) -> str:
+        """What differs from when this step was committed before, in words; "" if nothing."""
+        before = self._applied.get(step)
+        if before is None or before == self.now():
+            return ""
+        return _changed(step, {"the first time": before, "now": self.now()})
+
+    def apply(self, step: int) -> None:
+        """They are applied in this step."""
+        self._applied[step] = self.now()
+        self._applied.move_to_end(step)
+        while len(self._applied) > KEPT_STEPS:
+            self._applied.popitem(last=False)
+
+
+def digest_of(values: Any) -> int:
+    """A positive number below 2**56."""
+    text = json.dumps(values, default=repr).encode()
+    return int.from_bytes(blake2b(text, digest_size=7).digest(), "big") or 1
+
+
+def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Each field that is not the same for all holders, with what each of them has."""
+    first, *others = by_holder.values()
+    fields = {
+        (index, key) for groups in by_holder.values() for index, g in enumerate(groups) for key in g
+    }
+    found = {}
+    for index, key in sorted(fields):
+        values = [_at(groups, index, key) for groups in (first, *others)]
+        if not all(_same(values[0], value) for value in values[1:]):
+            found[f"{key} of group {index}"] = dict(zip(by_holder, values, strict=True))
+    return found
+
+
+def in_words(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """As `differences` found them: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
+    return ". ".join(f"{field}: {by_value(values)}" for field, values in found.items())
+
+
+def _changed(step: int, versions: Mapping[str, Values]) -> str:
+    found = differences(versions)
+    words = (
+        f"{field} " + " and ".join(f"{value} {when}" for when, value in values.items())
+        for field, values in found.items()
+    )
+    return f"in step {step} {', '.join(words)}" if found else ""
+
+
+def by_value(values: Mapping[str, Any], most: int = 8) -> str:
+    """Who has which value; of many holders the first few are named."""
+    holders: dict[str, list[str]] = {}
+    for name, value in values.items():
+        holders.setdefault(str(value), []).append(name)
+    parts = []
+    for value, names in holders.items():
+        more = f" and {len(names) - most} more" if len(names) > most else ""
+        parts.append(f"{value} by {', '.join(names[:most])}{more}")
+    return "; ".join(parts)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _plain(value.tolist())
+    if isinstance(value, bool) or not isinstance(value, float):
+        return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
+    return float(value)
+
+
+def _at(groups: Sequence[Mapping[str, Any]], index: int, key: str) -> Any:
+    return groups[index].get(key) if index < len(groups) else None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return all(map(_same, one, other))
+    numbers = (int, float)
+    if isinstance(one, numbers) and isinstance(other, numbers):
+        both_nan = math.isnan(one) and math.isnan(other)
+        return both_nan or math.isclose(one, other, rel_tol=TOLERANCE)
+    return bool(one == other)
+
+
+__all__ = ["Hyperparameters", "Values", "by_value", "differences", "digest_of", "in_words"]
