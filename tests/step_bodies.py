@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import elastic_bodies
 import torch
-from elastic_bodies import Elastic, build, data, is_over
+from elastic_bodies import Elastic, build, is_over
+from elastic_bodies import numbers as data
 from rank_bodies import session_of
 from ranks import Report
 from torch import Tensor
@@ -54,7 +55,7 @@ def cut(run: Steps, batch: Batch, rank: int) -> Iterator[tuple[Batch, float]]:
 
 def train(report: Report, run: Steps) -> None:
     """Steps until the stop; then the whole model."""
-    model, optimizer = build(run.optimizer)
+    model, optimizer = build(run.optimizer, "layers")
     schedule = scheduler_of(run, optimizer)
     with session_of(run) as session:
         model, optimizer = session.distribute(
@@ -114,7 +115,7 @@ def take(
 
 def one_process(batch_size: int, num_steps: int, *, scheduled: bool) -> dict[str, Tensor]:
     """The model after the same steps without any distribution."""
-    model, optimizer = build("sgd")
+    model, optimizer = build("sgd", "layers")
     order = Order(
         num_samples=elastic_bodies.NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS
     )

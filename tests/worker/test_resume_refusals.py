@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from elastic_bodies import build, data
+from elastic_bodies import build
+from elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
 
 import shoal
@@ -30,7 +31,7 @@ def trained(
     **changes: Any,
 ) -> list[int]:
     """The steps that a lone member of a new job takes, at most so many."""
-    model, optimizer = build("sgd")
+    model, optimizer = build("sgd", "layers")
     taken = []
     job = f"resume-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:
@@ -78,7 +79,7 @@ def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Those of earlier versions, and of plain torch: there is nothing to compare."""
-    model, _ = build("sgd")
+    model, _ = build("sgd", "layers")
     own = {"format": 1, "step": 4, "values": {}, "checksums": False}
     saved = {"model": model.state_dict(), "shoal": {"state": json.dumps(own)}}
     dcp.save(saved, checkpoint_id=tmp_path / "step-00000004", no_dist=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_bodies import build, data
+from elastic_bodies import build
+from elastic_bodies import numbers as data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -24,7 +25,7 @@ Body = Callable[[Session, Any, torch.optim.Optimizer, shoal.Batch], None]
 
 def run(cluster: LocalCluster, strategy: str, body: Body, num_steps: int = 3) -> dict[str, Tensor]:
     """A lone member's steps; its model afterwards."""
-    model, optimizer = build("sgd")
+    model, optimizer = build("sgd", "layers")
     job = f"guard-{secrets.token_hex(4)}"
     with shoal.join(job, coordinator=cluster.coordinator) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy)
