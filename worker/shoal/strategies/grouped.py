@@ -30,8 +30,8 @@ from shoal.state.pieces import Holding
 from shoal.strategies.accord import Accord
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal.strategies.buffers import BufferMemory
-from shoal.strategies.watch import HangWatch, Stage, Surroundings
 from shoal.strategies.hyperparameters import Hyperparameters
+from shoal.strategies.watch import HangWatch, Stage, Surroundings
 from shoal_client.channel import Coordinators
 from shoal_proto.errors import (
     CheckpointFailed,
