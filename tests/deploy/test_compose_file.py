@@ -121,7 +121,7 @@ def test_ignored_by_the_build(compose: dict[str, Any]) -> None:
 
 
 def test_the_build_names_no_package_index(compose: dict[str, Any]) -> None:
-    """pip's own configuration and the build arguments do, which compose passes on if they are set."""
+    """pip's own configuration and build arguments do, which compose passes on if they are set."""
     dockerfile = (ROOT / "deploy" / "Dockerfile").read_text()
     assert "://" not in dockerfile
     passed = compose["services"]["coordinator"]["build"]["args"]
