@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
 
-from shoal_proto.errors import NotLeader
+from shoal_proto.errors import NotLeader, ShoalError
 from shoal_proto.v1 import (
     clocks_pb2_grpc,
     membership_pb2_grpc,
@@ -91,8 +91,8 @@ class Coordinator:
             self.samples.member_lost(job, member_id, incarnation)
             self.clocks.member_lost(job, member_id, incarnation)
 
-        def failed(job: str, error: Exception) -> None:
-            self.registry.set_aside(job, error)
+        def failed(job: str, error: Exception) -> ShoalError:
+            return self.registry.set_aside(job, error)
 
         def changed(job: str) -> None:
             self.rendezvous.drop_dead(job)

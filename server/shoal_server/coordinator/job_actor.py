@@ -60,8 +60,8 @@ class Surroundings:
     board: StatusBoard
     clock: Callable[[], float]
     on_lost_leadership: Callable[[str], None]
-    on_failed: Callable[[str, Exception], None]
-    """(job, why) of one that cannot go on, which concerns no other job."""
+    on_failed: Callable[[str, Exception], ShoalError]
+    """(job, why) of one that cannot go on, which concerns no other: what its callers are told."""
     on_member_lost: Callable[[str, str, str], None]
     """(job, member_id, incarnation), for each member that is gone."""
     on_change: Callable[[str], None]
@@ -342,7 +342,7 @@ class JobActor:
             self._around.on_lost_leadership(str(error))
         else:
             log.error("effects_failed", job=self.job.spec.job, error=repr(error))
-            self._around.on_failed(self.job.spec.job, error)
+            self._failure = self._around.on_failed(self.job.spec.job, error)
 
     async def _carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

@@ -158,8 +158,9 @@ class Registry:
             # It is over; only who asks for what cannot be read has to know.
             log.warning("finished_job_unreadable", job=name, reason=str(error))
 
-    def set_aside(self, name: str, error: Exception) -> None:
-        """Go on without this job, which something of its own keeps from going on."""
+    def set_aside(self, name: str, error: Exception) -> JobSetAside:
+        """Go on without this job, which something of its own keeps from going on; what is told of
+        it from now on."""
         actor, task = self._actors.pop(name, None), self._tasks.pop(name, None)
         why = self._note_aside(name, error)
         if task is not None:
@@ -168,6 +169,7 @@ class Registry:
             ending = asyncio.ensure_future(actor.end(why))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
+        return why
 
     def _note_aside(self, name: str, error: Exception) -> JobSetAside:
         why = error if isinstance(error, JobSetAside) else _failed(name, error)

@@ -1,0 +1,53 @@
+"""What etcd refuses to keep stops the job that it is of, and no other; nor does the leader go."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from coordinator_world import propose, served
+
+from shoal_client.membership import Member, Membership
+from shoal_proto.errors import JobSetAside, RefusedError
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
+from shoal_server.etcd.memory import MemoryStore
+
+
+class SmallStore(MemoryStore):
+    """Refuses records of generations of one job, as etcd does with what is above its limit."""
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        if any(isinstance(op, Put) and op.key.startswith(keys.generations("huge")) for op in then):
+            raise RefusedError("etcd refused the request", seen="request is too large")
+        return await super().transact(compares, then, otherwise)
+
+
+async def test_only_the_job_whose_record_is_too_large_is_set_aside() -> None:
+    async with served(SmallStore()) as world:
+        trainers = await world.training("a", "b")
+        member = Member(
+            coordinators=[world.address],
+            spec=pb.JobSpec(job="huge", min_members=1, max_members=1, desired_members=1),
+            member_id="c",
+            incarnation=new_incarnation(),
+            info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
+        )
+        client = Membership(member)
+        world.clients.append(client)
+        await asyncio.to_thread(client.attend)
+        with pytest.raises(JobSetAside, match="request is too large"):
+            await asyncio.to_thread(propose, client)
+            await asyncio.to_thread(client.await_generation, 0, 10.0)
+        assert not world.coordinator.deposed.is_set()
+        (shown,) = [view for view in world.coordinator.view.jobs() if view.job == "huge"]
+        assert (shown.phase, "request is too large" in shown.reason) == ("set_aside", True)
+        job = world.coordinator.registry.find("j").job
+        assert (job.phase.value, sorted(job.members)) == ("running", ["a", "b"])
+        assert all(not trainer.is_broken(1) for trainer in trainers)
