@@ -111,6 +111,10 @@ def _positional(model: nn.Module) -> list[str]:
 @contextmanager
 def _creators_traced() -> Iterator[None]:
     """Let torch.zeros(size of an input) stand in the trace too."""
+    # `with torch.device(...)` knows these functions by identity, from its first use in the process
+    # on. That must not be while others stand in their places: it would never see the real ones.
+    with torch.device("cpu"):
+        torch.empty(0)
     originals = {name: getattr(torch, name) for name in _CREATORS}
 
     def traced(original: Callable[..., Any]) -> Callable[..., Any]:
