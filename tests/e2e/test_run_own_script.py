@@ -106,7 +106,9 @@ def test_up_serves_until_ctrl_c(shoal_command: Shoal, script: Path) -> None:
     )
     code, output = finish(again)
     assert code == 1
-    assert "JobFinished" in output
+    assert "job first is finished" in output
+    assert "--fresh" in output
+    assert "Traceback" not in output
     up.send_signal(signal.SIGINT)
     code, output = finish(up)
     assert code == 0, output
