@@ -145,7 +145,7 @@ async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: 
         await alone.line("over: Fenced")
         after = world.member(launched_pid)
         assert joined is not None and after is not None, world.reasons()
-        assert after.incarnation == joined.incarnation
+        assert after.public_id == joined.public_id
         assert after.step == 7
         assert world.member(alone_pid) is None
 
