@@ -34,8 +34,8 @@ from history.campaign import campaign, judge
 from history.checker import Kind, Report
 from history.events import now_s
 from history.workers import OPTIMIZERS, Success, Work, Worker
-from parameter_cluster import ParameterCluster
 from rows import Row, publish, spread
+from support.clusters.parameter_cluster import ParameterCluster
 
 NUM_KILLS, NUM_MOVES = 200, 100
 NUM_SERVERS, NUM_WORKERS = 3, 3

@@ -6,7 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import arena as client_arena
 from shoal_client.parameters import ParameterClient

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import grpc
 import pytest
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import connection as client_connection
 from shoal_client.bulk.connection import Connection

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 
 import pytest
-from coordinator_world import Served, served
+from support.clusters.coordinator_world import Served, served
 
 from shoal_client import drain
 from shoal_client.membership import Membership

@@ -5,7 +5,7 @@ import random
 from array import array
 
 import pytest
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client import parameter_calls
 from shoal_client.bulk.connection import Connection

@@ -5,7 +5,7 @@ import threading
 
 import grpc.aio
 import pytest
-from coordinator_world import Served, entered, propose, served
+from support.clusters.coordinator_world import Served, entered, propose, served
 
 from shoal_client.membership import Membership
 from shoal_proto.errors import MemberDrained, NotLeader, StateLost

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from coordinator_world import served
+from support.clusters.coordinator_world import served
 
 from shoal_client.beat_board import BeatBoard, BeatSlot, Ending
 from shoal_client.membership import Membership

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from coordinator_world import Served, entered, propose, served
+from support.clusters.coordinator_world import Served, entered, propose, served
 
 from shoal.leases import Leases
 from shoal_client import membership

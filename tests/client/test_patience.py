@@ -4,7 +4,7 @@ import asyncio
 import socket
 from dataclasses import replace
 
-from coordinator_world import served
+from support.clusters.coordinator_world import served
 
 from shoal_client.membership import Membership
 from shoal_client.patience import Patience

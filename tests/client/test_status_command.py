@@ -8,8 +8,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import status_world
-from status_world import World
+from support.clusters import status_world
+from support.clusters.status_world import World
 
 from shoal_client import status
 from shoal_proto.errors import Unavailable, UnknownJob, UnknownMember

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from coordinator_processes import CoordinatorProcess
 from e2e.conftest import Shoal, finish, read_until
-from etcd_fixture import running_etcd
-from served_process import ServedProcess, awaited
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.etcd_fixture import running_etcd
+from support.processes.served_process import ServedProcess, awaited
 
 from shoal_client.local.process import Supervisor
 

@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from itertools import count
 
 import pytest
-from coordinator_processes import Replicas
-from etcd_fixture import etcd_processes
-from fault_world import Cast, Etcd
-from network import Network
-from ranks import Ranks
+from support.clusters.coordinator_processes import Replicas
+from support.clusters.etcd_fixture import etcd_processes
+from support.clusters.fault_world import Cast, Etcd
+from support.network.gates import Network
+from support.processes.ranks import Ranks
 
 from shoal_client.local.process import Supervisor
 

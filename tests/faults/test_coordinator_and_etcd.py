@@ -6,10 +6,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import pytest
-from coordinator_processes import Replica, Replicas
-from fault_world import Etcd
-from held_jobs import HELD, Held
-from served_process import awaited
+from support.clusters.coordinator_processes import Replica, Replicas
+from support.clusters.fault_world import Etcd
+from support.members.held_jobs import HELD, Held
+from support.processes.served_process import awaited
 
 from .conftest import NUM_REPLICAS, new_cast
 

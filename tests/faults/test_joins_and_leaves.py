@@ -3,7 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from fault_world import Cast
+from support.clusters.fault_world import Cast
 
 from shoal_proto.errors import ProposalConflict
 from shoal_proto.v1 import membership_pb2 as pb

@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 
 import pytest
-from coordinator_processes import Replicas
-from losable_members import LOSABLE, Losable
+from support.clusters.coordinator_processes import Replicas
+from support.members.losable_members import LOSABLE, Losable
 
 from .conftest import NUM_REPLICAS, new_cast
 

@@ -8,8 +8,8 @@ import pytest
 from history.campaign import row_campaign
 from history.row_replay import check
 from history.rows import RowWork
-from parameter_cluster import ParameterCluster
-from table_specs import OPTIMIZERS
+from support.clusters.parameter_cluster import ParameterCluster
+from support.models.table_specs import OPTIMIZERS
 
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import Admission, Initialiser, TableSpec

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from history.campaign import Campaign, campaign, judge
 from history.workers import OPTIMIZERS, Work
-from network import Network
-from parameter_cluster import ParameterCluster
+from support.clusters.parameter_cluster import ParameterCluster
+from support.network.gates import Network
 
 NUM_SERVERS, NUM_WORKERS = 3, 3
 NUM_KILLS = 30

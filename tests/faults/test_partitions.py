@@ -4,11 +4,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from coordinator_processes import Replicas
-from fault_world import Cast, Etcd
-from network import Network, Wire
-from scripted_member import ANSWER
-from served_process import awaited
+from support.clusters.coordinator_processes import Replicas
+from support.clusters.fault_world import Cast, Etcd
+from support.members.scripted_member import ANSWER
+from support.network.gates import Network, Wire
+from support.processes.served_process import awaited
 
 from shoal_proto.errors import Fenced
 

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
-from coordinator_processes import Replicas
-from coordinator_world import FIELDS
-from served_process import awaited
+from support.clusters.coordinator_processes import Replicas
+from support.clusters.coordinator_world import FIELDS
+from support.processes.served_process import awaited
 
 from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation

@@ -12,7 +12,7 @@ from history.checker import Report, check
 from history.events import now_s, read_journals
 from history.rows import RowMember, RowWork, RowWorker
 from history.workers import Reader, Work, Worker, settle
-from parameter_cluster import ParameterCluster, Server
+from support.clusters.parameter_cluster import ParameterCluster, Server
 
 PATIENCE_S = 60.0
 POLL_S = 0.002

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from history.rows import Found, Pushed, RowClient, RowMember, RowWork
-from table_specs import live, new_shard
+from support.models.table_specs import live, new_shard
 
 from shoal_client.tables import Where, route
 from shoal_server.parameters.tables.pushes import TablePush

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import grpc
-from etcd_fixture import running_etcd
+from support.clusters.etcd_fixture import running_etcd
 
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs

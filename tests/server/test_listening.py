@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import structlog
-from etcd_fixture import running_etcd
+from support.clusters.etcd_fixture import running_etcd
 
 from shoal_client.cli import build_parser
 from shoal_client.local.process import Command, Supervisor

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pause_bodies import LIMITS
+from support.training.pause_bodies import LIMITS
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from async_members import loss_of, new_model, start, train
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
+from support.members.async_members import loss_of, new_model, start, train
 from torch import Tensor, nn
 
 from shoal.strategies.async_diloco import AsyncDiLoCo

@@ -5,11 +5,10 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-import async_bodies
 import pytest
-import rank_bodies
-from rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
-from ranks import Rank, Ranks
+from support.processes.ranks import Rank, Ranks
+from support.training import async_bodies, rank_bodies
+from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 
 from shoal_client.local.cluster import LocalCluster
 

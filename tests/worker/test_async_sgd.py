@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from async_members import groups, loss_of, new_model, start, train
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
+from support.members.async_members import groups, loss_of, new_model, start, train
 from torch import nn
 
 from shoal.strategies.async_sgd import AsyncSGD

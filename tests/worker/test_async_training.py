@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from async_members import start
-from parameter_servers import ParameterServers
 from sklearn.datasets import load_digits
 from structlog.testing import capture_logs
+from support.clusters.parameter_servers import ParameterServers
+from support.members.async_members import start
 from torch import nn
 from torch.nn.functional import cross_entropy
 

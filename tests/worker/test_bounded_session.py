@@ -7,9 +7,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-import rank_bodies
-from rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
-from ranks import Rank, Ranks
+from support.processes.ranks import Rank, Ranks
+from support.training import rank_bodies
+from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 
 from shoal_client.local.cluster import LocalCluster
 

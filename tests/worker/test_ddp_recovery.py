@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import rank_bodies
 import torch
-from rank_bodies import EPOCHS, NUM_SAMPLES, NUM_STEPS, Run
-from ranks import Rank, Ranks
+from support.processes.ranks import Rank, Ranks
+from support.training import rank_bodies
+from support.training.rank_bodies import EPOCHS, NUM_SAMPLES, NUM_STEPS, Run
 
 from shoal.data import Loader, Order
 from shoal_client.local.cluster import LocalCluster

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-import rank_bodies
+from support.training import rank_bodies
 
 import shoal
 from shoal.draining import DrainSignal

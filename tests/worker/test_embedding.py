@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 from torch import nn
 
 from shoal.embedding import EmbeddingBagTable, EmbeddingTable

@@ -2,9 +2,9 @@
 
 import signal
 
-import embedding_bodies
-from embedding_bodies import NUM_CLICKS, NUM_IDS, Training
-from ranks import Ranks
+from support.processes.ranks import Ranks
+from support.training import embedding_bodies
+from support.training.embedding_bodies import NUM_CLICKS, NUM_IDS, Training
 
 from shoal_client.local.cluster import LocalCluster
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import httpx
 import pytest
-import state_lost_bodies
-from ranks import Rank, Ranks
-from state_lost_bodies import Run
+from support.processes.ranks import Rank, Ranks
+from support.training import state_lost_bodies
+from support.training.state_lost_bodies import Run
 
 from shoal_client.local.cluster import LocalCluster
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-import status_world
 import structlog
-from status_world import World
+from support.clusters import status_world
+from support.clusters.status_world import World
 
 from shoal.health import HealthReporter
 from shoal_server.status.app import build_app

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pause_bodies
 import pytest
-from pause_bodies import LIMITS, Pausing
-from ranks import Rank, Ranks
-from served_process import awaited
+from support.processes.ranks import Rank, Ranks
+from support.processes.served_process import awaited
+from support.training import pause_bodies
+from support.training.pause_bodies import LIMITS, Pausing
 
 from shoal_client import membership_calls
 from shoal_client.channel import Coordinators

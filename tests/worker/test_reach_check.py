@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-import rank_bodies
-from rank_bodies import Run
-from ranks import Rank, Ranks
+from support.processes.ranks import Rank, Ranks
+from support.training import rank_bodies
+from support.training.rank_bodies import Run
 
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.reach import check

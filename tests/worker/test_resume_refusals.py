@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
-from elastic_bodies import build
-from elastic_bodies import numbers as data
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
 from torch.nn.functional import cross_entropy
 
 import shoal

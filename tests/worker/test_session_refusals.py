@@ -1,8 +1,8 @@
 """Bad input to `shoal.join` and the session: a clear error at once, and the job goes on."""
 
 import pytest
-import rank_bodies
 import torch
+from support.training import rank_bodies
 
 import shoal
 from shoal.joining import read_config

@@ -3,10 +3,10 @@
 import time
 from dataclasses import replace
 
-import pause_bodies
 import pytest
-from pause_bodies import LIMITS, Slow
-from ranks import Ranks
+from support.processes.ranks import Ranks
+from support.training import pause_bodies
+from support.training.pause_bodies import LIMITS, Slow
 
 from shoal_client.local.cluster import LocalCluster
 

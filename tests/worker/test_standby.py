@@ -5,10 +5,10 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-import rank_bodies
-from rank_bodies import NUM_STEPS, Run
-from ranks import Ranks
-from standing_by import await_standby
+from support.members.standing_by import await_standby
+from support.processes.ranks import Ranks
+from support.training import rank_bodies
+from support.training.rank_bodies import NUM_STEPS, Run
 
 from shoal_client.local.cluster import LocalCluster
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import rank_bodies
 import torch
-from ranks import Ranks
+from support.processes.ranks import Ranks
+from support.training import rank_bodies
 from torch import nn
 
 from shoal.strategies.base import State

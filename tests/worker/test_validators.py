@@ -4,9 +4,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-import rank_bodies
-from rank_bodies import Run
-from ranks import Ranks
+from support.processes.ranks import Ranks
+from support.training import rank_bodies
+from support.training.rank_bodies import Run
 
 import shoal
 from shoal import validators

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from coordinator_world import served
+from support.clusters.coordinator_world import served
 
 from shoal_client.channel import Coordinators
 from shoal_proto import PROTOCOL_VERSION

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import pytest
-from coordinator_world import FIELDS, Served, entered, served
+from support.clusters.coordinator_world import FIELDS, Served, entered, served
 
 from shoal_client.channel import Coordinators
 from shoal_client.clocks import Clock

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from coordinator_world import Served, served
+from support.clusters.coordinator_world import Served, served
 
 from shoal_proto.errors import Fenced, NotLeader
 from shoal_proto.incarnation import new_incarnation

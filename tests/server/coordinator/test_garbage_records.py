@@ -6,11 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from coordinator_processes import CoordinatorProcess
-from etcd_fixture import running_etcd
-from garbage import Garbage, all_garbage
-from scripted_member import Script, ScriptedMember
-from served_process import ServedProcess, awaited
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.etcd_fixture import running_etcd
+from support.clusters.garbage import Garbage, all_garbage
+from support.members.scripted_member import Script, ScriptedMember
+from support.processes.served_process import ServedProcess, awaited
 
 from shoal_client.channel import Coordinators
 from shoal_client.local.process import Supervisor

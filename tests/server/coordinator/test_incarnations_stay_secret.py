@@ -14,7 +14,7 @@ import grpc.aio
 import httpx
 import pytest
 import structlog
-from coordinator_world import Served, served
+from support.clusters.coordinator_world import Served, served
 
 from shoal_client.attendance import Attendance
 from shoal_proto.incarnation import new_incarnation, public_id

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
-from coordinator_world import Served, served
-from etcd_fixture import running_etcd
-from etcd_gate import open_gate
+from support.clusters.coordinator_world import Served, served
+from support.clusters.etcd_fixture import running_etcd
+from support.network.etcd_gate import open_gate
 
 from shoal_client.channel import Coordinators
 from shoal_proto.v1.membership_pb2 import GetGenerationRequest

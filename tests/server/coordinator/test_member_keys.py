@@ -3,7 +3,7 @@
 import asyncio
 from contextlib import aclosing
 
-from coordinator_world import served
+from support.clusters.coordinator_world import served
 
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys

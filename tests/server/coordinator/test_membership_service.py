@@ -6,7 +6,7 @@ import threading
 import grpc
 import grpc.aio
 import pytest
-from coordinator_world import FIELDS, entered, propose, served
+from support.clusters.coordinator_world import FIELDS, entered, propose, served
 
 from shoal_client.membership import Member, Membership
 from shoal_proto.errors import (

@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from coordinator_processes import CoordinatorProcess
-from etcd_fixture import etcd_processes
-from served_process import awaited
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.etcd_fixture import etcd_processes
+from support.processes.served_process import awaited
 
 from shoal_proto.errors import NotLeader
 from shoal_proto.status import from_rpc_error

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 import pytest
-from coordinator_world import FIELDS, Served, entered, served
+from support.clusters.coordinator_world import FIELDS, Served, entered, served
 
 from shoal_client.shown import ShownRoster
 from shoal_proto import PROTOCOL_VERSION

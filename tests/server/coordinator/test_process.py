@@ -11,9 +11,9 @@ from typing import Any
 
 import httpx
 import pytest
-from coordinator_processes import CoordinatorProcess
-from coordinator_world import FIELDS
-from etcd_fixture import etcd_processes, running_etcd
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.coordinator_world import FIELDS
+from support.clusters.etcd_fixture import etcd_processes, running_etcd
 
 from shoal_client.local.process import Command, Supervisor
 from shoal_client.membership import Member, Membership

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
-from coordinator_world import propose, served
+from support.clusters.coordinator_world import propose, served
 
 from shoal_client.membership import Member, Membership
 from shoal_proto.errors import JobSetAside, RefusedError

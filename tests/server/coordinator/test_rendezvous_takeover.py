@@ -4,7 +4,7 @@ import asyncio
 
 import grpc.aio
 import pytest
-from coordinator_world import Served, entered, served
+from support.clusters.coordinator_world import Served, entered, served
 
 from shoal_proto.errors import GenerationBroken, ShoalError
 from shoal_proto.status import from_rpc_error

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from coordinator_world import Served, served
+from support.clusters.coordinator_world import Served, served
 
 from shoal_client import membership_calls
 from shoal_client.jobs import check_not_finished, reset_job

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from coordinator_world import served
+from support.clusters.coordinator_world import served
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.events import Attended, Offered

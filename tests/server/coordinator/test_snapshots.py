@@ -12,8 +12,8 @@ from pathlib import Path
 
 import grpc
 import pytest
-from parameter_servers import ParameterServers
-from snapshot_cluster import ADAM, Pusher, Snapshots, elements
+from support.clusters.parameter_servers import ParameterServers
+from support.clusters.snapshot_cluster import ADAM, Pusher, Snapshots, elements
 
 from shoal_client.parameters import ParameterClient
 from shoal_client.tables import Gradients, TableClient

@@ -12,10 +12,10 @@ from history.events import Gradients
 from history.joint_steps import LR, PARAMETERS, StepClient, StepWork, compare_parameters, cut
 from history.row_replay import compare, everything
 from history.rows import RowWorker
-from parameter_servers import ParameterServers
-from served_process import awaited
-from snapshot_cluster import Snapshots
-from table_specs import OPTIMIZERS
+from support.clusters.parameter_servers import ParameterServers
+from support.clusters.snapshot_cluster import Snapshots
+from support.models.table_specs import OPTIMIZERS
+from support.processes.served_process import awaited
 
 from shoal_client.layouts import of_tables
 from shoal_proto.errors import SnapshotFailed, Unavailable

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import grpc
 import httpx
-from coordinator_processes import CoordinatorProcess
-from coordinator_world import FIELDS
-from etcd_fixture import running_etcd
-from etcd_gate import open_gate
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from served_process import awaited
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.coordinator_world import FIELDS
+from support.clusters.etcd_fixture import running_etcd
+from support.network.etcd_gate import open_gate
+from support.processes.served_process import awaited
 
 from shoal_client.local.process import Supervisor
 from shoal_client.membership import Member, Membership

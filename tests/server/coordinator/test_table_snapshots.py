@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from history.row_replay import compare, everything
 from history.rows import RowClient, RowHistory, RowWork, RowWorker
-from parameter_servers import ParameterServers
-from served_process import awaited
-from snapshot_cluster import Snapshots
-from table_specs import OPTIMIZERS
+from support.clusters.parameter_servers import ParameterServers
+from support.clusters.snapshot_cluster import Snapshots
+from support.models.table_specs import OPTIMIZERS
+from support.processes.served_process import awaited
 
 from shoal_proto.v1.tables_pb2 import Admission, Initialiser, TableSpec
 

@@ -1,7 +1,7 @@
 """Members that are asked to leave: the others go on without a break, and state is handed over."""
 
 import pytest
-from job_world import World
+from support.members.job_world import World
 
 from shoal_server.core import events
 from shoal_server.core.phases import Phase

@@ -1,6 +1,6 @@
 """A process that a signal halts: found at once, fenced when it comes back too late."""
 
-from job_world import World
+from support.members.job_world import World
 
 from shoal_server.core.events import RefusalKind
 from shoal_server.core.roster import JobSpec

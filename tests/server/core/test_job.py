@@ -1,7 +1,7 @@
 """The membership's decisions, case by case."""
 
 import pytest
-from job_world import FIELDS, World
+from support.members.job_world import FIELDS, World
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Callable
 
 import pytest
-from sim_world import FIELDS, SimWorld
+from support.sim.world import FIELDS, SimWorld
 
 from shoal_server.core.phases import Phase
 from shoal_server.core.roster import JobSpec

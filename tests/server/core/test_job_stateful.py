@@ -6,7 +6,7 @@ import os
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from job_world import digest_of
+from support.members.job_world import digest_of
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events

@@ -1,6 +1,6 @@
 """Pauses of members, and bring-ups that get on, in virtual time."""
 
-from job_world import SimMember, World
+from support.members.job_world import SimMember, World
 
 from shoal_server.core import events
 from shoal_server.core.limits import Limits

@@ -1,7 +1,7 @@
 """Members that cannot reach each other, or whose addresses cannot work, never start together."""
 
 import pytest
-from job_world import World
+from support.members.job_world import World
 
 from shoal_server.core.events import RefusalKind
 from shoal_server.core.ranges import device_problem

@@ -1,7 +1,7 @@
 """A member that cannot bring a generation up is blamed by name, and the others train on."""
 
 import pytest
-from job_world import SimMember, World
+from support.members.job_world import SimMember, World
 
 from shoal_server.core import events
 from shoal_server.core.events import RefusalKind

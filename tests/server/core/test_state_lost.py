@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from job_world import World, digest_of
+from support.members.job_world import World, digest_of
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events

@@ -1,6 +1,6 @@
 """What a new leader, and calls that come late, must not make of a generation that trains."""
 
-from job_world import digest_of
+from support.members.job_world import digest_of
 
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core import events

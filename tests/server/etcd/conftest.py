@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 import pytest
-from etcd_fixture import running_etcd
+from support.clusters.etcd_fixture import running_etcd
 
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs

@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 import trustme
-from etcd_fixture import etcd_processes, running_etcd
+from support.clusters.etcd_fixture import etcd_processes, running_etcd
 
 from shoal_client.local.etcd import EtcdOptions, RunningEtcd, start_members
 from shoal_client.local.process import Supervisor

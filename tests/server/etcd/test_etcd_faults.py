@@ -8,8 +8,8 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
 import pytest
-from etcd_fixture import etcd_processes
-from etcd_gate import open_gate
+from support.clusters.etcd_fixture import etcd_processes
+from support.network.etcd_gate import open_gate
 
 from shoal_client.local.etcd import RunningEtcd, start_members
 from shoal_client.local.process import Supervisor

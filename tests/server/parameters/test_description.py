@@ -6,7 +6,7 @@ from zlib import crc32
 
 import grpc
 import pytest
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters import ParameterClient
 from shoal_proto.v1 import parameters_pb2 as pb

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
-from memory_limits import (
+from support.clusters.memory_limits import (
     ADAM,
     MIB,
     SGD,
@@ -17,7 +17,7 @@ from memory_limits import (
     filled,
     users,
 )
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.holdings import Holdings

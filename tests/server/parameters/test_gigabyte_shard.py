@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from parameter_cluster import ParameterCluster
+from support.clusters.parameter_cluster import ParameterCluster
 
 from shoal_client.membership import Member, Membership
 from shoal_client.parameters import ParameterClient

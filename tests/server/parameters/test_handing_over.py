@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
-from parameter_servers import ParameterServers, config
+from support.clusters.parameter_servers import ParameterServers, config
 
 from shoal_client.parameters import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

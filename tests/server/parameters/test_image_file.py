@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from snapshot_world import image
+from support.clusters.snapshot_world import image
 
 from shoal_proto.errors import SnapshotDamaged
 from shoal_server.parameters import image_file

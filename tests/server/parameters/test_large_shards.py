@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import pytest
-from parameter_servers import ParameterServers
 from structlog.testing import capture_logs
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters import ParameterClient
 from shoal_client.tables import Gradients, TableClient

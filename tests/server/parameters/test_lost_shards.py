@@ -7,9 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from parameter_servers import ParameterServers
-from snapshot_cluster import SCHEMA as SNAPSHOT_SCHEMA
-from snapshot_cluster import Pusher, Snapshots, buffers, elements
+from support.clusters.parameter_servers import ParameterServers
+from support.clusters.snapshot_cluster import SCHEMA as SNAPSHOT_SCHEMA
+from support.clusters.snapshot_cluster import Pusher, Snapshots, buffers, elements
 
 from shoal.strategies.async_start import first_values
 from shoal.strategies.async_values import SharedValues

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from memory_limits import (
+from support.clusters.memory_limits import (
     ADAM,
     DIM,
     MIB,
@@ -18,8 +18,8 @@ from memory_limits import (
     filled,
     users,
 )
-from parameter_servers import ParameterServers, config
-from table_specs import live, new_push, new_shard, new_table
+from support.clusters.parameter_servers import ParameterServers, config
+from support.models.table_specs import live, new_push, new_shard, new_table
 
 from shoal_proto.errors import InvalidSpec, Overloaded
 from shoal_proto.v1.optimizer_pb2 import (

@@ -6,9 +6,9 @@ import time
 from array import array
 from pathlib import Path
 
-from etcd_fixture import etcd_processes, running_etcd
-from parameter_servers import ParameterServers
-from served_process import ServedProcess
+from support.clusters.etcd_fixture import etcd_processes, running_etcd
+from support.clusters.parameter_servers import ParameterServers
+from support.processes.served_process import ServedProcess
 
 from shoal_client.local.process import Command, Supervisor
 from shoal_client.parameters import ParameterClient

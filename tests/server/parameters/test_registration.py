@@ -7,7 +7,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
-from parameter_servers import config
+from support.clusters.parameter_servers import config
 
 from shoal_proto.errors import AddressInUse, InvalidSpec
 from shoal_server.core.holdings import Holder

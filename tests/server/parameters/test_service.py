@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
-from parameter_servers import config
+from support.clusters.parameter_servers import config
 
 from shoal_proto import MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
 from shoal_proto.errors import (

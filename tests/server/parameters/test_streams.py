@@ -7,7 +7,7 @@ from array import array
 from contextlib import closing
 
 import pytest
-from parameter_servers import ParameterServers
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters import ParameterClient
 from shoal_proto import bulk_opening

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from snapshot_world import image, manifest_of, write_part, write_snapshot
+from support.clusters.snapshot_world import image, manifest_of, write_part, write_snapshot
 
 from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, UnknownSnapshot
 from shoal_server.parameters import image_file

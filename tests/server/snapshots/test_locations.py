@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from snapshot_world import image, manifest_of, write_part, write_snapshot
+from support.clusters.snapshot_world import image, manifest_of, write_part, write_snapshot
 
 from shoal_proto.errors import AccessDenied, InvalidSpec, SnapshotDamaged, SnapshotFailed
 from shoal_server.snapshots.library import Library

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import fsspec
 import pytest
-from snapshot_world import image, write_part, write_snapshot
+from support.clusters.snapshot_world import image, write_part, write_snapshot
 
 from shoal_proto.errors import Unavailable
 from shoal_server.parameters import image_file

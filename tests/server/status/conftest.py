@@ -2,7 +2,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest_asyncio
-import status_world
+from support.clusters import status_world
 
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 import pytest
-import status_world
-from status_world import World
+from support.clusters import status_world
+from support.clusters.status_world import World
 
 from shoal_proto.errors import Unavailable
 from shoal_proto.incarnation import public_id

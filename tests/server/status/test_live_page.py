@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
-import status_world
 from playwright.async_api import Page, async_playwright, expect
-from status_world import World
+from support.clusters import status_world
+from support.clusters.status_world import World
 
 from shoal_proto.errors import Unavailable
 from shoal_server.status.app import build_app

@@ -7,7 +7,7 @@ import socket
 
 import httpx
 import pytest
-from status_world import World
+from support.clusters.status_world import World
 
 from shoal_proto.errors import AddressInUse
 from shoal_server.status import page

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import httpx
-from coordinator_world import FIELDS, Served, entered, propose, served
-from parameter_servers import ParameterServers
+from support.clusters.coordinator_world import FIELDS, Served, entered, propose, served
+from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.membership import Membership
 from shoal_client.parameters import ParameterClient

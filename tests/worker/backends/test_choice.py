@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, Report
+from support.processes.ranks import Ranks, Report
 
 import shoal
 from shoal.backends.choice import backend_for, init_static_world, static_world

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from collective_checks import CHECKS, UNTAGGED, run_checks
-from gpu_ranks import run_on_nccl
-from mpi_runs import MPIEXEC, run_under_mpiexec
-from worlds import run_on_gloo
+from support.collectives.collective_checks import CHECKS, UNTAGGED, run_checks
+from support.processes.gpu_ranks import run_on_nccl
+from support.processes.mpi_runs import MPIEXEC, run_under_mpiexec
+from support.processes.worlds import run_on_gloo
 
 import shoal
 
 
 def under_mpi(world_size: int) -> Any:
-    ended = run_under_mpiexec(world_size, "collective_checks.run_checks")
+    ended = run_under_mpiexec(world_size, "support.collectives.collective_checks.run_checks")
     assert ended.code == 0, ended.output
     return [ended.reports[rank]["returned"] for rank in range(world_size)]
 

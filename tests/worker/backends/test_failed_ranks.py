@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-import failing_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from failing_ranks import FAILING, Broken
-from mpi_runs import MPIEXEC, run_under_mpiexec
-from ranks import Ranks
+from support.collectives import failing_ranks
+from support.collectives.failing_ranks import FAILING, Broken
+from support.processes.mpi_runs import MPIEXEC, run_under_mpiexec
+from support.processes.ranks import Ranks
 
 import shoal
 
@@ -48,7 +48,7 @@ def test_in_memory_every_survivor_is_told(world_size: int) -> None:
 @needs_mpiexec
 def test_under_mpiexec_every_survivor_is_told_of_an_error() -> None:
     """MPI's launcher would end the others before they can say a word, or they would wait."""
-    ended = run_under_mpiexec(4, "failing_ranks.one_raises", timeout_s=3600)
+    ended = run_under_mpiexec(4, "support.collectives.failing_ranks.one_raises", timeout_s=3600)
     assert ended.code != 0
     assert ended.reports.pop(FAILING) == {"raised": "Broken", "text": "on purpose"}
     assert set(ended.reports) == {0, 2, 3}
@@ -59,7 +59,7 @@ def test_under_mpiexec_every_survivor_is_told_of_an_error() -> None:
 
 @needs_mpiexec
 def test_under_mpiexec_a_wait_for_a_rank_that_does_not_come_ends_at_its_deadline() -> None:
-    ended = run_under_mpiexec(3, "failing_ranks.one_does_not_come", timeout_s=1)
+    ended = run_under_mpiexec(3, "support.collectives.failing_ranks.one_does_not_come", timeout_s=1)
     assert ended.code != 0
     assert set(ended.reports) == {0, 2}
     for report in ended.reports.values():
@@ -69,7 +69,7 @@ def test_under_mpiexec_a_wait_for_a_rank_that_does_not_come_ends_at_its_deadline
 
 @needs_mpiexec
 def test_under_mpiexec_a_rank_that_is_killed_ends_the_job() -> None:
-    ended = run_under_mpiexec(3, "failing_ranks.one_is_killed", timeout_s=3600)
+    ended = run_under_mpiexec(3, "support.collectives.failing_ranks.one_is_killed", timeout_s=3600)
     assert ended.code != 0
     assert FAILING not in ended.reports
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import rank_bodies
-import stuck_bodies
-from ranks import Ranks
+from support.collectives import stuck_bodies
+from support.processes.ranks import Ranks
+from support.training import rank_bodies
 
 from shoal.backends.gloo import GlooBackend
 

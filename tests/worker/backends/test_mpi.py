@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import mpi_training
 import pytest
 import torch
-from mpi_runs import MPIEXEC, run_under_mpiexec
+from support.collectives import mpi_training
+from support.processes.mpi_runs import MPIEXEC, run_under_mpiexec
 
 import shoal
 from shoal_proto.errors import InvalidSpec
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def reports() -> list[Any]:
     """What each of two ranks returns; they are started once for all tests."""
-    ended = run_under_mpiexec(2, "mpi_training.report")
+    ended = run_under_mpiexec(2, "support.collectives.mpi_training.report")
     assert ended.code == 0, ended.output
     return [ended.reports[rank]["returned"] for rank in range(2)]
 

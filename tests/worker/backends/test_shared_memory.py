@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-import shared_memory_bodies
-from ranks import Ranks
-from worlds import run_on_gloo
+from support.collectives import shared_memory_bodies
+from support.processes.ranks import Ranks
+from support.processes.worlds import run_on_gloo
 
 from shoal.backends.shared import opening
 from shoal.backends.shared.semaphores import SEMAPHORE_BYTES, Semaphore

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from checkpoint_world import (
+from support.models.checkpoint_world import (
     Table,
     bound,
     collected,
@@ -14,7 +14,7 @@ from checkpoint_world import (
     trained,
     with_aliases,
 )
-from plain_torch import train
+from support.oracles.plain_torch import train
 
 import shoal
 from shoal.checkpoint.background import Checkpoints

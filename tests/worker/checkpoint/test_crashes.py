@@ -2,11 +2,18 @@
 
 import signal
 
-import checkpoint_world as world
 import pytest
-from checkpoint_world import cut, differences, names_in, needs_cut, trained, with_aliases
-from ranks import Ranks
-from worlds import run_on_gloo
+from support.models import checkpoint_world as world
+from support.models.checkpoint_world import (
+    cut,
+    differences,
+    names_in,
+    needs_cut,
+    trained,
+    with_aliases,
+)
+from support.processes.ranks import Ranks
+from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory_run import run_in_memory
 from shoal.checkpoint.background import Checkpoints

@@ -1,7 +1,7 @@
 """A directory is a complete checkpoint, or it is not there."""
 
 import pytest
-from checkpoint_world import names_in
+from support.models.checkpoint_world import names_in
 
 from shoal.checkpoint.directory import begin, complete, newest, path_of_step, publish, retire, sweep
 from shoal_proto.errors import InvalidSpec

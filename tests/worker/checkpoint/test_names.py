@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_world import trained
-from plain_torch import OPTIMIZERS, make, save, train
+from support.models.checkpoint_world import trained
+from support.oracles.plain_torch import OPTIMIZERS, make, save, train
 
 from shoal.checkpoint.index import read_index
 from shoal.checkpoint.names import OWN, entries_of, groups_of, name_of_tensor, path_of

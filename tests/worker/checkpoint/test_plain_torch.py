@@ -4,10 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import plain_torch
 import pytest
 import torch
-from checkpoint_world import cut, trained, write_on_all
+from support.models.checkpoint_world import cut, trained, write_on_all
+from support.oracles import plain_torch
 
 
 @pytest.fixture(scope="module")

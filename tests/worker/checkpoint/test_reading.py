@@ -9,8 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_world import bound, cut, differences, needs_cut, trained, with_aliases, write_on_all
-from plain_torch import OPTIMIZERS, make, save, train
+from support.models.checkpoint_world import (
+    bound,
+    cut,
+    differences,
+    needs_cut,
+    trained,
+    with_aliases,
+    write_on_all,
+)
+from support.oracles.plain_torch import OPTIMIZERS, make, save, train
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from shoal.checkpoint import names

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_world import (
+from support.models.checkpoint_world import (
     Table,
     cut,
     differences,

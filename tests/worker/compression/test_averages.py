@@ -1,9 +1,9 @@
 """Averages over one to four ranks."""
 
-import compression_ranks as bodies
 import numpy as np
 import pytest
-from compression_twins import PowerSGD, Quantised, TopK, Twin, to_int8, to_sign
+from support.collectives import compression_ranks as bodies
+from support.oracles.compression_twins import PowerSGD, Quantised, TopK, Twin, to_int8, to_sign
 
 import shoal
 from shoal.compression import COMPRESSIONS

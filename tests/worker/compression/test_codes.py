@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from compression_twins import to_int8, to_sign
+from support.oracles.compression_twins import to_int8, to_sign
 from torch import Tensor
 
 from shoal.compression.codes import Code, Int8Code, OneBitCode

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import compression_ranks as bodies
 import pytest
-from ranks import Ranks
-from worlds import run_on_gloo
+from support.collectives import compression_ranks as bodies
+from support.processes.ranks import Ranks
+from support.processes.worlds import run_on_gloo
 
 import shoal
 from shoal.compression import COMPRESSIONS

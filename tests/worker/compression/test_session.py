@@ -2,10 +2,10 @@
 
 import signal
 
-import compression_ranks
 import pytest
-from rank_bodies import NUM_STEPS, Run
-from ranks import Ranks
+from support.collectives import compression_ranks
+from support.processes.ranks import Ranks
+from support.training.rank_bodies import NUM_STEPS, Run
 
 from shoal_client.local.cluster import LocalCluster
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from framework_agents import Agents
+from support.processes.framework_agents import Agents
 
 from shoal_client.local.cluster import LocalCluster
 

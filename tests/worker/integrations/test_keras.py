@@ -2,13 +2,19 @@
 
 from itertools import chain
 
-import keras_ranks  # before keras: it says which backend
+from support.collectives import keras_ranks  # before keras: it says which backend
 
 import keras  # isort: skip
 import pytest
 import torch
+from support.processes.worlds import (
+    assemble,
+    largest_difference,
+    one_process,
+    run_on_gloo,
+    train_rank,
+)
 from torch import Tensor
-from worlds import assemble, largest_difference, one_process, run_on_gloo, train_rank
 
 import shoal
 from shoal.integrations.adapting import as_torch

@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import keras_session_bodies as bodies  # before keras: it says which backend
+from support.training import keras_session_bodies as bodies  # before keras: it says which backend
 
 import keras  # isort: skip
 import pytest
 import torch
-from keras_session_bodies import STEPS, Fit
-from ranks import Ranks
-from standing_by import await_standby
+from support.members.standing_by import await_standby
+from support.processes.ranks import Ranks
+from support.training.keras_session_bodies import STEPS, Fit
 
 import shoal
 from shoal.integrations.keras_session import IN_PLACE, SessionBatches

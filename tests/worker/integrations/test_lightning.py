@@ -12,13 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lightning_bodies
 import pytest
 import torch
-from framework_agents import EXAMPLES, Agents
-from lightning_bodies import ORDER, Net, Run, data, trainer_of
-from ranks import Ranks
-from standing_by import await_standby
+from support.members.standing_by import await_standby
+from support.processes.framework_agents import EXAMPLES, Agents
+from support.processes.ranks import Ranks
+from support.training import lightning_bodies
+from support.training.lightning_bodies import ORDER, Net, Run, data, trainer_of
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal

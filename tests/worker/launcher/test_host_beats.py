@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from coordinator_world import Served, served
+from support.clusters.coordinator_world import Served, served
 
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.memory import MemoryStore

@@ -2,13 +2,12 @@
 
 import functools
 
-import pipeline_models
 import pytest
-import tensor_models as models
 import torch
 import torch.distributed as dist
-from torch import nn
-from worlds import (
+from support.models import pipeline_models
+from support.models import tensor_models as models
+from support.processes.worlds import (
     LaidOutTraining,
     Training,
     assemble,
@@ -17,6 +16,7 @@ from worlds import (
     run_on_gloo,
     train_rank,
 )
+from torch import nn
 
 import shoal
 from shoal.layouts.base import Layout, World

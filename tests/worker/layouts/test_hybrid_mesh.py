@@ -1,7 +1,7 @@
 """Every world size gets a mesh that uses all its ranks; what the user fixed is kept to."""
 
 import pytest
-import tensor_models as models
+from support.models import tensor_models as models
 
 from shoal.layouts.mesh import Fixed, ModelFacts, mesh_for
 from shoal.strategies.hybrid import Hybrid

@@ -4,15 +4,13 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-import pipeline_models
 import pytest
-import sharded_models
-import tensor_models
 import torch
 import torch.distributed as dist
+from support.models import pipeline_models, sharded_models, tensor_models
+from support.processes.worlds import LaidOutTraining, Training
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from worlds import LaidOutTraining, Training
 
 import shoal
 from shoal.backends.collectives import counts, reset_counts

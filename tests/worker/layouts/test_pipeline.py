@@ -4,13 +4,11 @@ import copy
 import functools
 import threading
 
-import pipeline_models as models
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from worlds import (
+from support.models import pipeline_models as models
+from support.processes.worlds import (
     LaidOutTraining,
     Training,
     assemble,
@@ -19,6 +17,8 @@ from worlds import (
     run_on_gloo,
     train_rank,
 )
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal import randomness

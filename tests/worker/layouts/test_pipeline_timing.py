@@ -2,10 +2,10 @@
 
 import copy
 
-import pipeline_models as models
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import pipeline_models as models
 from torch import nn
 
 import shoal

@@ -1,8 +1,8 @@
 """Each rank's part of a sum, sent once: the same numbers as torch's own collective gives."""
 
 import pytest
-import scattering_bodies
-from worlds import run_on_gloo
+from support.collectives import scattering_bodies
+from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory_run import run_in_memory
 

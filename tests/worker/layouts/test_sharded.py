@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import (
+from support.models.sharded_models import (
     Discarding,
     PartlyFrozen,
     Sometimes,
@@ -21,9 +21,7 @@ from sharded_models import (
     training_of,
     transformer,
 )
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from worlds import (
+from support.processes.worlds import (
     LaidOutTraining,
     Training,
     assemble,
@@ -32,6 +30,8 @@ from worlds import (
     run_on_gloo,
     train_rank,
 )
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shoal.backends.collectives import counts, reset_counts
 from shoal.backends.in_memory_run import run_in_memory

@@ -3,9 +3,9 @@
 from typing import Any
 
 import pytest
-import shared_memory_bodies
 import torch
-from worlds import assemble, run_on_gloo
+from support.collectives import shared_memory_bodies
+from support.processes.worlds import assemble, run_on_gloo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from elastic_bodies import Explodes
+from support.processes.worlds import LaidOutTraining, Training
+from support.training.elastic_bodies import Explodes
 from torch import Tensor, nn
-from worlds import LaidOutTraining, Training
 
 from shoal.backends.in_memory_run import run_in_memory
 from shoal.layouts.base import World

@@ -4,9 +4,9 @@ import copy
 import itertools
 import random
 
-import pipeline_models as models
 import pytest
 import torch
+from support.models import pipeline_models as models
 from torch import nn
 
 from shoal.layouts.cutting import Cutter, balanced

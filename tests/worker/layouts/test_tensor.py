@@ -4,12 +4,10 @@ import copy
 from typing import Any
 
 import pytest
-import tensor_models as models
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from worlds import (
+from support.models import tensor_models as models
+from support.processes.worlds import (
     LaidOutTraining,
     Training,
     assemble,
@@ -18,6 +16,8 @@ from worlds import (
     run_on_gloo,
     train_rank,
 )
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shoal
 from shoal import randomness

@@ -1,8 +1,8 @@
 """The plan splits what can be split without changing the result, and says why of the rest."""
 
 import pytest
-import tensor_models as models
 import torch
+from support.models import tensor_models as models
 from torch import Tensor, nn
 
 from shoal.layouts.tensor_derive import derive

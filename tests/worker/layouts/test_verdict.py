@@ -4,12 +4,12 @@ import functools
 from typing import Any
 
 import pytest
-import tensor_models as models
 import torch
 import torch.distributed as dist
+from support.models import tensor_models as models
+from support.processes.worlds import LaidOutTraining, Training
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from worlds import LaidOutTraining, Training
 
 import shoal
 from shoal.backends.collectives import counts, reset_counts

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from worlds import (
+from support.processes.worlds import (
     LaidOutTraining,
     Training,
     assemble,
@@ -16,6 +15,7 @@ from worlds import (
     one_process,
     train_rank,
 )
+from torch import Tensor, nn
 
 from shoal.backends.in_memory_run import run_in_memory
 from shoal.layouts.base import World

@@ -7,13 +7,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import PartlyFrozen, Tied, adamw, deep, normed, sgd, training_of, transformer
+from support.models.sharded_models import (
+    PartlyFrozen,
+    Tied,
+    adamw,
+    deep,
+    normed,
+    sgd,
+    training_of,
+    transformer,
+)
+from support.processes.worlds import LaidOutTraining, Training
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from worlds import LaidOutTraining, Training
 
 import shoal
 from shoal.backends.collectives import Count, counts, reset_counts

@@ -3,8 +3,8 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import tensor_models as models
 import torch
+from support.models import tensor_models as models
 from torch import nn
 
 import shoal

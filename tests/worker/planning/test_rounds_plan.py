@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from sharded_models import adamw, deep, normed, sgd, training_of
+from support.models.sharded_models import adamw, deep, normed, sgd, training_of
+from support.processes.worlds import Training
 from torch import Tensor
-from worlds import Training
 
 import shoal
 from shoal.backends.collectives import Count, counts, reset_counts

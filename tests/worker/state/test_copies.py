@@ -3,11 +3,11 @@
 import os
 from pathlib import Path
 
-import copies_bodies
 import pytest
 import torch.distributed as dist
-from ranks import Ranks
-from worlds import run_on_gloo
+from support.collectives import copies_bodies
+from support.processes.ranks import Ranks
+from support.processes.worlds import run_on_gloo
 
 from shoal.backends.in_memory_run import run_in_memory
 from shoal.state.copies import PeerCopies

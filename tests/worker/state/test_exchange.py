@@ -1,7 +1,7 @@
 """State over real groups: ranks get what they need, from any cut to any other."""
 
-import state_bodies
-from worlds import run_on_gloo
+from support.collectives import state_bodies
+from support.processes.worlds import run_on_gloo
 
 CHANGES = [
     (("rows", 3), ("rows", 2)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_bodies import cut
+from support.collectives.state_bodies import cut
 
 from shoal.state.choice import Chosen
 from shoal.state.inventory import Meta

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-import tied_models
 import torch
+from support.models import tied_models
 from torch import Tensor, nn
 
 from shoal.layouts.base import materialise

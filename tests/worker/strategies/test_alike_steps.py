@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import step_bodies
 import torch
-from elastic_schedule import Schedule
-from ranks import Rank, Ranks
-from step_bodies import Steps
+from support.members.elastic_schedule import Schedule
+from support.processes.ranks import Rank, Ranks
+from support.training import step_bodies
+from support.training.step_bodies import Steps
 
 from shoal_client.local.cluster import LocalCluster
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from elastic_bodies import Elastic, order
-from elastic_schedule import Schedule, check_each_sample_once, check_same_weights
-from ranks import Ranks
+from support.members.elastic_schedule import Schedule, check_each_sample_once, check_same_weights
+from support.processes.ranks import Ranks
+from support.training.elastic_bodies import Elastic, order
 
 from shoal_client.local.cluster import LocalCluster
 

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 import torch
-from strategy_runs import Manner, Run, by_a_rank, by_one_process, difference
+from support.collectives.strategy_runs import Manner, Run, by_a_rank, by_one_process, difference
 from torch import Tensor, nn
 
 import shoal

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import local_sgd_bodies
 import pytest
 import torch
-from elastic_bodies import Elastic
-from elastic_schedule import Schedule, check_same_weights
-from local_sgd_bodies import LocalRun, twin_of
-from local_sgd_twin import EPOCHS
-from ranks import Rank, Ranks
+from support.members.elastic_schedule import Schedule, check_same_weights
+from support.oracles.local_sgd_twin import EPOCHS
+from support.processes.ranks import Rank, Ranks
+from support.training import local_sgd_bodies
+from support.training.elastic_bodies import Elastic
+from support.training.local_sgd_bodies import LocalRun, twin_of
 
 from shoal_client.local.cluster import LocalCluster
 

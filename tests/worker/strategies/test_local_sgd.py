@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from local_sgd_twin import Twin, build, loader, strategy_of
-from strategy_runs import PLAIN, Manner, generation_of, over_the_run, take_step
+from support.collectives.strategy_runs import PLAIN, Manner, generation_of, over_the_run, take_step
+from support.oracles.local_sgd_twin import Twin, build, loader, strategy_of
 from torch import Tensor, nn
 
 from shoal.backends.in_memory_run import run_in_memory

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import local_sgd_bodies
 import pytest
 import torch
-from elastic_schedule import Schedule, check_each_sample_once
-from local_sgd_bodies import LocalRun, num_steps_of, twin_of
-from local_sgd_twin import EPOCHS, order
-from ranks import Rank, Ranks
+from support.members.elastic_schedule import Schedule, check_each_sample_once
+from support.oracles.local_sgd_twin import EPOCHS, order
+from support.processes.ranks import Rank, Ranks
+from support.training import local_sgd_bodies
+from support.training.local_sgd_bodies import LocalRun, num_steps_of, twin_of
 
 from shoal_client.local.cluster import LocalCluster
 

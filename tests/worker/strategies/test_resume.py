@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from elastic_bodies import CHECKPOINT_STEPS, Elastic
-from elastic_schedule import Schedule, check_same_weights
-from ranks import Ranks
+from support.members.elastic_schedule import Schedule, check_same_weights
+from support.processes.ranks import Ranks
+from support.training.elastic_bodies import CHECKPOINT_STEPS, Elastic
 
 from shoal.checkpoint.directory import complete
 from shoal_client.local.cluster import LocalCluster

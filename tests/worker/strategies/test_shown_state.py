@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from strategy_runs import Run, generation_of, over_the_run, take_step
+from support.collectives.strategy_runs import Run, generation_of, over_the_run, take_step
 from torch import Tensor, nn
 
 import shoal

@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensor_models
-import tied_models
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from elastic_bodies import Elastic, one_process, order
-from elastic_schedule import Schedule, check_each_sample_once, check_same_weights
-from ranks import Ranks
-from strategy_runs import Run, by_one_process, difference, generation_of, over_the_run, take_step
+from support.collectives.strategy_runs import (
+    Run,
+    by_one_process,
+    difference,
+    generation_of,
+    over_the_run,
+    take_step,
+)
+from support.members.elastic_schedule import Schedule, check_each_sample_once, check_same_weights
+from support.models import tensor_models, tied_models
+from support.processes.ranks import Ranks
+from support.training.elastic_bodies import Elastic, one_process, order
 from torch import Tensor, nn
 
 import shoal

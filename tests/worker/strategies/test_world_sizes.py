@@ -3,9 +3,9 @@
 import secrets
 from pathlib import Path
 
-from elastic_bodies import Elastic
-from elastic_schedule import Schedule, check_same_weights
-from ranks import Ranks
+from support.members.elastic_schedule import Schedule, check_same_weights
+from support.processes.ranks import Ranks
+from support.training.elastic_bodies import Elastic
 
 from shoal_client.local.cluster import LocalCluster
 

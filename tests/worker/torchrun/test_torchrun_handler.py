@@ -31,7 +31,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.membership_pb2 import DrainRequest, GetGenerationRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
-AGENT = Path(__file__).parents[2] / "torchrun_agent.py"
+AGENT = Path(__file__).parents[2] / "support" / "processes" / "torchrun_agent.py"
 PATIENCE_S = 40.0
 
 Join = Callable[..., RendezvousHandler]

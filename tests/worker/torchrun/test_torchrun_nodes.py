@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torchrun_world import Nodes
+from support.processes.torchrun_world import Nodes
 
 from shoal_client.local.cluster import LocalCluster
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
+from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
 from torch import nn
 
 from shoal_proto.v1.tables_pb2 import RowOptimizer

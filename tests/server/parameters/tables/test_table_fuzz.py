@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
+from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate, TableSpec
 from shoal_server.parameters.image import Record

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from table_specs import NUMPY, live, look_up, new_push, new_shard, new_table
+from support.models.table_specs import NUMPY, live, look_up, new_push, new_shard, new_table
 
 from shoal_proto.errors import (
     ForgottenPush,

@@ -1,0 +1,113 @@
+"""Coordinator replicas as processes on one etcd: who leads, killing the one that does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+from support.network.gates import Network, Wire
+from support.processes.served_process import ServedProcess, awaited
+
+from shoal_client.local.process import Supervisor
+
+TAKE_OVER_S = 60.0
+LEADER_LEASE_S = 2.0
+"""As short as etcd grants it."""
+HEARTBEAT_S = 0.5
+"""Not shorter: a test machine may be slow, and a living member must not be taken for lost."""
+
+
+class CoordinatorProcess(ServedProcess):
+    """A `shoal coordinator` process."""
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        directory: Path,
+        name: str,
+        etcd: str,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        lease_s: float = LEADER_LEASE_S,
+        listen: str = "127.0.0.1:0",
+    ) -> None:
+        super().__init__(
+            supervisor,
+            directory,
+            name,
+            *("coordinator", "--etcd", etcd, "--listen", listen, "--http", "127.0.0.1:0"),
+            *("--heartbeat-s", str(heartbeat_s), "--leader-lease-s", str(lease_s)),
+        )
+
+    def follows(self, leader: str) -> bool:
+        """Whether it serves and says that the one at `leader` leads."""
+        answer = self._readyz()
+        return answer is not None and answer.status_code == 503 and leader in answer.text
+
+    def leads(self) -> bool:
+        """Whether it says that it leads; False too for one that cannot be asked."""
+        answer = self._readyz()
+        return answer is not None and answer.status_code == 200
+
+    def _readyz(self) -> httpx.Response | None:
+        try:
+            # Asked often, and to read the certificates that plain HTTP has no use for takes 30 ms.
+            return httpx.get(f"{self.http}/readyz", timeout=1.0, trust_env=False, verify=False)
+        except httpx.HTTPError:
+            return None
+
+
+class Replica(CoordinatorProcess):
+    """One whose way to etcd can be cut."""
+
+    def __init__(self, supervisor: Supervisor, directory: Path, name: str, to_etcd: Wire) -> None:
+        self.to_etcd = to_etcd
+        super().__init__(supervisor, directory, name, ",".join(to_etcd.endpoints))
+
+
+class Replicas:
+    """Several replicas on one etcd, each with a wire of its own to it.
+
+    Those that a test has ended are replaced when asked for.
+    """
+
+    def __init__(
+        self, supervisor: Supervisor, directory: Path, network: Network, etcd: Sequence[str]
+    ) -> None:
+        self._supervisor = supervisor
+        self._directory = directory
+        self._network = network
+        self._etcd = etcd
+        self._started = 0
+        self._replicas: list[Replica] = []
+
+    def full(self, size: int) -> "Replicas":
+        """So many run, and one of them leads."""
+        self._replicas = [each for each in self._replicas if each.runs]
+        fresh = [self._add() for _ in range(size - len(self._replicas))]
+        for each in fresh:
+            each.ready()
+        self.leader()
+        return self
+
+    def _add(self) -> Replica:
+        self._started += 1
+        name, wire = f"coordinator-{self._started}", self._network.wire(*self._etcd)
+        self._replicas.append(Replica(self._supervisor, self._directory, name, wire))
+        return self._replicas[-1]
+
+    def leader(self, *, other_than: Replica | None = None) -> Replica:
+        """The replica that leads, as soon as there is one."""
+
+        def look() -> Replica | None:
+            asked = [each for each in self._replicas if each.runs and each is not other_than]
+            return next((each for each in asked if each.leads()), None)
+
+        return awaited(look, TAKE_OVER_S, "a replica leads")
+
+    @property
+    def addresses(self) -> list[str]:
+        """What a worker is given: those that run."""
+        return [each.grpc for each in self._replicas if each.runs]
+
+
+__all__ = ["LEADER_LEASE_S", "TAKE_OVER_S", "CoordinatorProcess", "Replica", "Replicas"]

@@ -1,0 +1,200 @@
+"""What tests of faults stand on: an etcd of three, the members of a job, and what must agree."""
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+import httpx
+import pytest
+from support.clusters.coordinator_processes import Replicas
+from support.clusters.coordinator_world import FIELDS
+from support.members.scripted_member import MemberProcess, Script, ScriptedMember
+from support.processes.ranks import Ranks
+from support.processes.served_process import awaited
+
+from shoal_client.channel import Coordinators
+from shoal_client.local.etcd import RunningEtcd, start_members
+from shoal_client.local.process import Supervisor
+from shoal_proto.errors import Fenced
+from shoal_proto.etcd import etcd_pb2
+from shoal_proto.etcd.etcd_pb2_grpc import MaintenanceStub
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+CALL_S = 30.0
+
+
+class Etcd:
+    """The cluster, whose members a test may kill or halt; `restore` brings all of them back."""
+
+    def __init__(self, supervisor: Supervisor, members: Sequence[RunningEtcd]) -> None:
+        self._supervisor = supervisor
+        self.members = list(members)
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [each.endpoint for each in self.members]
+
+    def signal_all(self, number: int) -> None:
+        for each in self.members:
+            each.process.send_signal(number)
+
+    def leader(self) -> RunningEtcd:
+        """The member that leads the others."""
+
+        def look() -> RunningEtcd | None:
+            for each in self.members:
+                with grpc.insecure_channel(each.endpoint) as channel:
+                    status = MaintenanceStub(channel).Status(etcd_pb2.StatusRequest(), timeout=5.0)
+                if status.header.member_id == status.leader:
+                    return each
+            return None
+
+        return awaited(look, CALL_S, "etcd has a leader")
+
+    def restore(self) -> None:
+        """Continue who is halted, restart who has ended."""
+        self.signal_all(signal.SIGCONT)
+        ended = [i for i, each in enumerate(self.members) if each.process.exit_code is not None]
+        started = start_members(self._supervisor.spawn, [self.members[i].member for i in ended])
+        for i, each in zip(ended, started, strict=True):
+            self.members[i] = each
+
+
+@dataclass
+class Cast:
+    """The members of one job. The end of its `with` block leaves none."""
+
+    job: str
+    replicas: Replicas
+    ranks: Ranks
+    members: list[ScriptedMember] = field(default_factory=list)
+    processes: list[MemberProcess] = field(default_factory=list)
+
+    def joins(
+        self, name: str, *withholds: str, at: Sequence[str] = (), **options: Any
+    ) -> ScriptedMember:
+        """A member in this process; `at`: its own way to the coordinator."""
+        script = self._script(name, *withholds, **options)
+        member = ScriptedMember(at or self.replicas.addresses, script)
+        self.members.append(member)
+        return member.start()
+
+    def process(self, name: str, *withholds: str, **options: Any) -> MemberProcess:
+        """A member in a process of its own."""
+        script = self._script(name, *withholds, **options)
+        self.processes.append(MemberProcess(self.ranks, self.replicas.addresses, script))
+        return self.processes[-1]
+
+    def training(self, *names: str, **options: Any) -> list[ScriptedMember]:
+        """Members that train together in the first generation."""
+        members = [self.joins(name, desired=len(names), **options) for name in names]
+        for member in members:
+            member.trains_with(*names)
+        return members
+
+    def __getitem__(self, name: str) -> ScriptedMember:
+        return next(member for member in reversed(self.members) if member.name == name)
+
+    def _script(self, name: str, *withholds: str, **options: Any) -> Script:
+        return Script(job=self.job, member_id=name, withholds=frozenset(withholds), **options)
+
+    def record(self, generation: int = 0) -> pb.GenerationRecord:
+        """The durable record of a generation, as whoever leads now tells it (0: the newest)."""
+        coordinators = Coordinators(self.replicas.addresses)
+        try:
+            return coordinators.call(
+                lambda channel: MembershipStub(channel).GetGeneration,
+                pb.GetGenerationRequest(job=self.job, generation=generation),
+                timeout_s=CALL_S,
+            )
+        finally:
+            coordinators.close()
+
+    def told(self) -> str:
+        """What the members have heard, for whoever reads a failure."""
+        return "\n".join(
+            f"  {member.name}: {member.transcript()}; failure: {member.failure}"
+            for member in self.members
+        )
+
+    def runs(self, generation: int) -> None:
+        """Wait until whoever leads says that the job runs, and knows of that generation."""
+        awaited(lambda: self._runs(generation), CALL_S, f"{self.job} runs in {generation}")
+
+    def _runs(self, generation: int) -> bool | None:
+        try:
+            answer = httpx.get(f"{self.replicas.leader().http}/api/v1/jobs/{self.job}")
+        except httpx.HTTPError:
+            return None
+        if answer.status_code != httpx.codes.OK:
+            return None
+        summary = answer.json()["summary"]
+        # Its number is the newest that was given, to an attempt that failed maybe.
+        return (summary["phase"] == "running" and summary["generation"] >= generation) or None
+
+    def is_fenced(self, token: Token) -> None:
+        """Fail unless every call with the token is refused, and changes nothing."""
+        before = self.record()
+        generation = before.roster.generation
+        calls = {
+            "Propose": pb.ProposeRequest(token=token, proposal=pb.Proposal(fields=FIELDS)),
+            "Answer": pb.AnswerRequest(token=token, generation=generation, digest=before.digest),
+            "Offer": pb.OfferRequest(token=token, generation=generation, next_step=9),
+            "Ready": pb.ReadyRequest(token=token),
+            "Settle": pb.SettleRequest(token=token, step=9, has_state=True),
+            "ReportBroken": pb.ReportBrokenRequest(token=token, error="late"),
+            "Leave": pb.LeaveRequest(token=token, completed=True, reason="late"),
+        }
+        for act, request in calls.items():
+            with pytest.raises(Fenced):
+                self.members[0].call(act, request)
+        beat = pb.HeartbeatRequest(beats=[pb.Beat(token=token)])
+        (reply,) = self.members[0].call("Heartbeat", beat).replies
+        assert reply.error.kind == Fenced.__name__
+        assert self.record() == before
+
+    def agrees(self) -> None:
+        """Fail unless all members were told the same, and the same as is durable.
+
+        Of each generation number there is one roster, and if it was committed and then aborted,
+        the abort is what lasts. Nobody is told of an older generation after a newer one.
+        """
+        rosters: dict[int, set[str]] = {}
+        for member in self.members:
+            told = member.outcomes()
+            numbers = [record.roster.generation for record in told]
+            assert numbers == sorted(numbers), f"{member.name} went back: {numbers}"
+            for record in told:
+                rosters.setdefault(record.roster.generation, set()).add(record.digest)
+            for number, final in {r.roster.generation: r for r in told}.items():
+                durable = self.record(number)
+                assert durable.digest == final.digest
+                aborted_since = durable.verdict == pb.VERDICT_ABORTED
+                assert durable == final or (aborted_since and member.failure is not None), (
+                    f"{member.name} holds another record of {number} than etcd"
+                )
+        for process in self.processes:
+            for record in process.outcomes():
+                rosters.setdefault(record.roster.generation, set()).add(record.digest)
+        several = {number: digests for number, digests in rosters.items() if len(digests) > 1}
+        assert not several, f"more than one roster of a generation: {several}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for member in self.members:
+            member.close()
+
+
+__all__ = ["Cast", "Etcd"]

@@ -1,0 +1,318 @@
+"""Parameter servers as real processes, with etcd and a coordinator: all of them may be killed.
+
+The servers are forked from one process that has imported torch already, so that one is up again a
+moment after its SIGKILL. Nothing is shared but the code: each has its own memory and sockets.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.etcd_fixture import TEST_OPTIONS
+from support.network.gates import Network, Wire
+from support.processes.forking import forked
+from support.processes.served_process import awaited
+
+from shoal_client.local.etcd import start_etcd, start_members
+from shoal_client.local.process import Supervisor
+from shoal_proto.etcd import etcd_pb2
+from shoal_proto.etcd.etcd_pb2_grpc import KVStub
+from shoal_proto.v1.replication_pb2 import ShardHoldings
+from shoal_server.etcd import keys
+from shoal_server.etcd.config import EtcdConfig
+from shoal_server.parameters.journal import JournalConfig
+from shoal_server.parameters.process import ParameterServerConfig, serve
+
+START_S = 30.0
+CALL_S = 5.0
+LEASE_S = 2.0
+"""As short as etcd grants it."""
+
+
+def _serve(config: ParameterServerConfig, log_path: Path) -> None:
+    """The whole life of a server process."""
+    # Die with the process it was forked from, which ends with the one that runs the tests.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() == 1:
+        os._exit(137)
+    with log_path.open("ab", buffering=0) as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    # What was said last before a SIGKILL is worth reading.
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.environ["GRPC_VERBOSITY"] = "NONE"
+    asyncio.run(serve(config))
+
+
+@dataclass
+class Server:
+    """One server id, and the process that has it now."""
+
+    server_id: str
+    config: ParameterServerConfig
+    log_path: Path
+    wires: list[Wire] = field(default_factory=list)
+    """The way of all others to it, and its own way to etcd."""
+    incarnation: str = ""
+    """Known once it is registered; empty for one that was killed."""
+
+    def start(self) -> None:
+        """Start the process, or another one with nothing in its memory."""
+        assert self.config.ready_file is not None
+        self.config.ready_file.unlink(missing_ok=True)
+        self.process: BaseProcess = forked.Process(
+            target=_serve, args=(self.config, self.log_path), name=self.server_id, daemon=True
+        )
+        self.process.start()
+
+    @property
+    def is_ready(self) -> bool:
+        assert self.config.ready_file is not None
+        assert self.process.is_alive(), self.log_path.read_text()[-4000:]
+        return self.config.ready_file.exists()
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until the kernel has done it: connections to it are broken then."""
+        self.incarnation = ""
+        self.process.kill()
+        self.process.join()
+
+    def cut_off(self) -> None:
+        """It hears nobody any more, nor is it heard; and no connection ends."""
+        for wire in self.wires:
+            wire.silence()
+
+    def restore(self) -> None:
+        for wire in self.wires:
+            wire.restore()
+
+
+class ParameterCluster:
+    """`with ParameterCluster(tmp_path, 3) as cluster:` servers `ps-0` to `ps-2`, all ready."""
+
+    def __init__(
+        self,
+        directory: Path,
+        num_servers: int,
+        network: Network | None = None,
+        *,
+        with_journals: bool = False,
+    ) -> None:
+        """With a network, every server lies behind wires of its own, which can be cut. With
+        journals, each finds its own again when it is started again."""
+        self._with_journals = with_journals
+        self._directory = directory
+        self._num_servers = num_servers
+        self._network = network
+        self._stack = ExitStack()
+        self._num_coordinators = 0
+        self.servers: dict[str, Server] = {}
+
+    def __enter__(self) -> Self:
+        with ExitStack() as stack:
+            self._supervisor = stack.enter_context(Supervisor(grace_s=1.0))
+            directory = self._directory / "etcd"
+            (self._etcd,) = start_etcd(self._supervisor.spawn, directory, TEST_OPTIONS)
+            self._channel = stack.enter_context(grpc.insecure_channel(self._etcd.endpoint))
+            self.coordinator = self._start_coordinator("127.0.0.1:0")
+            stack.callback(self._end_servers)
+            for number in range(self._num_servers):
+                self.start(f"ps-{number}")
+            self.coordinator.ready()
+            self.await_ready()
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def _end_servers(self) -> None:
+        for server in self.servers.values():
+            server.process.kill()
+        for server in self.servers.values():
+            server.process.join()
+
+    # --- servers ---
+
+    def start(self, server_id: str) -> Server:
+        """Start a server, or start one again under its id. Returns before it is ready."""
+        server = self.servers.get(server_id)
+        if server is None:
+            server = self.servers[server_id] = self._new(server_id)
+        server.start()
+        return server
+
+    def _new(self, server_id: str) -> Server:
+        listen, advertise, etcd, wires = "127.0.0.1:0", "", self._etcd.endpoint, []
+        if self._network is not None:
+            listen = f"127.0.0.1:{_free_port()}"
+            wires = [self._network.wire(listen), self._network.wire(etcd)]
+            advertise, etcd = wires[0].endpoints[0], wires[1].endpoints[0]
+        config = ParameterServerConfig(
+            etcd=EtcdConfig(endpoints=(etcd,)),
+            listen=listen,
+            advertise=advertise,
+            server_id=server_id,
+            ready_file=self._directory / f"{server_id}.json",
+            lease_ttl_s=LEASE_S,
+            journal=JournalConfig(directory=self._directory / f"{server_id}-journal")
+            if self._with_journals
+            else None,
+            num_threads=2,
+        )
+        return Server(server_id, config, self._directory / f"{server_id}.log", wires)
+
+    def kill_all(self) -> None:
+        """SIGKILL to every server before any of them can take over from another."""
+        for server in self.present:
+            server.send_signal(signal.SIGKILL)
+        for server in self.present:
+            server.kill()
+
+    def dismiss(self, server: Server) -> None:
+        """Let a server hand over what it has, and wait until it has ended by itself."""
+        server.send_signal(signal.SIGTERM)
+        server.process.join(START_S)
+        assert server.process.exitcode == 0, server.log_path.read_text()[-4000:]
+        server.incarnation = ""
+
+    def await_ready(self) -> None:
+        """Wait until every server that was started serves."""
+        for server in self.servers.values():
+            if not server.incarnation and server.process.exitcode is None:
+                awaited(lambda s=server: s.is_ready, START_S, f"{server.server_id} serves")
+                server.incarnation = self._incarnation(server.server_id)
+
+    def _registered(self, server_id: str) -> dict[str, object]:
+        # On a machine that is busy a lease runs out now and then, and the server registers again.
+        key = keys.server(server_id)
+        record = awaited(lambda: self._read(key), START_S, f"{server_id} is registered")
+        found: dict[str, object] = json.loads(record)
+        return found
+
+    def _incarnation(self, server_id: str) -> str:
+        incarnation = self._registered(server_id)["incarnation"]
+        assert isinstance(incarnation, str)
+        return incarnation
+
+    def await_forgotten(self) -> None:
+        """Wait until every server serves and none that was killed is listed any more: a job that is
+        placed before that may get one of these."""
+        self.await_ready()
+        self.await_unlisted()
+
+    def await_unlisted(self) -> None:
+        """Wait until no server that was killed is listed any more."""
+        gone = set(self.servers) - {server.server_id for server in self.present}
+        for server_id in gone:
+            awaited(
+                lambda key=server_id: self._read(keys.server(key)) is None,
+                START_S,
+                f"the lease of {server_id} runs out",
+            )
+
+    def address(self, server_id: str) -> str:
+        """Where a server is reached."""
+        address = self._registered(server_id)["address"]
+        assert isinstance(address, str)
+        return address
+
+    @property
+    def present(self) -> list[Server]:
+        """Those that run and are ready."""
+        return [server for server in self.servers.values() if server.incarnation]
+
+    def __getitem__(self, server_id: str) -> Server:
+        return self.servers[server_id]
+
+    # --- who holds what ---
+
+    def holdings(self, job: str) -> ShardHoldings:
+        """The record as it is now; empty before there is one."""
+        return ShardHoldings.FromString(self._read(keys.holdings(job)) or b"")
+
+    def primaries(self, job: str) -> list[Server]:
+        """Servers that are the primary of some shard."""
+        found = {s.primary.server_id for s in self.holdings(job).shards}
+        return [server for server in self.present if server.server_id in found]
+
+    def is_in_step(self, job: str) -> bool:
+        """Whether of every shard as many copies live as can be, and none is on its way."""
+        alive = {(server.server_id, server.incarnation) for server in self.present}
+        record = self.holdings(job)
+        wanted = min(record.copies, len(alive))
+        for shard in record.shards:
+            holders = [(h.server_id, h.incarnation) for h in (shard.primary, *shard.backups)]
+            if not alive.issuperset(holders) or len(holders) < wanted:
+                return False
+            if shard.HasField("joining") or shard.HasField("successor"):
+                return False
+        return bool(record.shards)
+
+    def is_spread(self, job: str) -> bool:
+        """Whether it is in step, and every server leads some shard."""
+        return self.is_in_step(job) and len(self.primaries(job)) == len(self.present)
+
+    def _read(self, key: str) -> bytes | None:
+        reply = KVStub(self._channel).Range(
+            etcd_pb2.RangeRequest(key=key.encode()), timeout=CALL_S, wait_for_ready=True
+        )
+        return reply.kvs[0].value if reply.kvs else None
+
+    # --- the others ---
+
+    def _start_coordinator(self, listen: str) -> CoordinatorProcess:
+        self._num_coordinators += 1
+        return CoordinatorProcess(
+            self._supervisor,
+            self._directory,
+            f"coordinator-{self._num_coordinators}",
+            self._etcd.endpoint,
+            listen=listen,
+        )
+
+    def kill_coordinator(self) -> None:
+        """SIGKILL, and another one at its address. Returns before that serves."""
+        self.coordinator.process.kill()
+        self.coordinator.process.wait()
+        self.coordinator = self._start_coordinator(self.coordinator.grpc)
+
+    def kill_etcd(self) -> None:
+        """SIGKILL, and start it again on its data."""
+        self._etcd.process.kill()
+        self._etcd.process.wait()
+        (self._etcd,) = start_members(self._supervisor.spawn, [self._etcd.member])
+
+    def signal_etcd(self, number: int) -> None:
+        self._etcd.process.send_signal(number)
+
+
+def _free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
+
+
+__all__ = ["LEASE_S", "ParameterCluster", "Server"]

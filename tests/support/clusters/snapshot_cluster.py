@@ -1,0 +1,136 @@
+"""Parameter servers with members that push all the time, and what takes their snapshots."""
+
+import threading
+from array import array
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.parameters import ParameterClient
+from shoal_proto.incarnation import public_id
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.coordinator.server_calls import ServerCalls
+from shoal_server.coordinator.snapshot_restoring import SnapshotRestorer
+from shoal_server.coordinator.snapshot_taking import JobState, SnapshotTaker, Taken
+from shoal_server.coordinator.snapshots import SnapshotPolicy, SnapshotService
+from shoal_server.etcd import snapshot_roots
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.manifest import Manifest
+from shoal_server.snapshots.storage import Storage
+
+SHAPES = {f"w{i}": 300 + 100 * i for i in range(6)}
+SCHEMA = [
+    ParameterSpec(name=name, shape=[size], dtype="float64", group=i)
+    for i, (name, size) in enumerate(SHAPES.items())
+]
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)] * len(SHAPES))
+ADAM = OptimizerSpec(
+    kind="adam",
+    groups=[HyperParameters(lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8)] * len(SHAPES),
+)
+
+
+def buffers(value: float) -> dict[str, memoryview]:
+    """One number everywhere, for each parameter; each is a shard of its own, by its group."""
+    return {name: memoryview(array("d", [value] * size)).cast("B") for name, size in SHAPES.items()}
+
+
+class Snapshots:
+    """Takes and restores snapshots of `servers`, in a directory."""
+
+    def __init__(self, servers: ParameterServers, directory: Path, job: str = "job") -> None:
+        self.cursor: Mapping[str, Any] | None = None
+        self.library = Library(Storage(str(directory)), job)
+        self._servers = servers
+        self._calls = ServerCalls()
+        servers.run(snapshot_roots.write(servers.store, (), [str(directory)]))
+        state = JobState(cursor=lambda job: self.cursor, training=lambda job: {"step": 3})
+        self._taker = SnapshotTaker(servers.store, self._calls, state)
+        self._restorer = SnapshotRestorer(servers.store, self._calls, tuple, self._forget_cursor)
+
+    def _forget_cursor(self, job: str) -> None:
+        self.cursor = None
+
+    def taking(self, *, only_if_changed: bool = False) -> Coroutine[Any, Any, Taken]:
+        return self._taker.take(self.library, only_if_changed=only_if_changed)
+
+    def take(self, *, only_if_changed: bool = False) -> Taken:
+        return self._servers.run(self.taking(only_if_changed=only_if_changed))
+
+    def restore(
+        self, number: int = 0, *, under_members: bool = False
+    ) -> tuple[Manifest, Sequence[str]]:
+        return self._servers.run(
+            self._restorer.restore(self.library, number, under_members=under_members)
+        )
+
+    def service(self, policy: SnapshotPolicy) -> SnapshotService:
+        return SnapshotService(policy, self._taker, self._restorer, lambda: None)
+
+    def close(self) -> None:
+        self._servers.run(self._calls.close())
+
+
+class Pusher:
+    """A member. Its n-th push takes its own `weight` from every element of every shard."""
+
+    def __init__(
+        self, servers: ParameterServers, name: str, *, weight: float, optimizer: OptimizerSpec = SGD
+    ) -> None:
+        token = servers.admit(name)
+        self.client = ParameterClient([servers.coordinator], lambda: token, timeout_s=20.0)
+        self.client.place(SCHEMA)
+        self.client.create(optimizer, buffers(0.0))
+        self.values = buffers(0.0)
+        self.client.pull(self.values)
+        self.session = f"/shoal/v1/members/job/{name}#{public_id('one')}"
+        self.num_pushed = 0
+        self._gradient = buffers(weight)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._push_for_ever, name=name)
+        self._failure: Exception | None = None
+        self._reached = threading.Condition()
+
+    def push(self) -> None:
+        self.client.push(self._gradient, into=self.values)
+        with self._reached:
+            self.num_pushed += 1
+            self._reached.notify_all()
+
+    def start(self) -> "Pusher":
+        self._thread.start()
+        return self
+
+    def wait_for_more(self, num_pushes: int, limit_s: float = 20.0) -> None:
+        """Return once so many more pushes were acknowledged."""
+        with self._reached:
+            wanted = self.num_pushed + num_pushes
+            assert self._reached.wait_for(lambda: self.num_pushed >= wanted, limit_s)
+
+    def stop(self) -> None:
+        """Raise what ended the pushing, if anything did."""
+        self._stop.set()
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        self.client.close()
+
+    def _push_for_ever(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self.push()
+        except Exception as error:  # noqa: BLE001 - for the thread that asked for the pushes
+            self._failure = error
+
+
+def elements(values: Mapping[str, memoryview]) -> set[float]:
+    """Every different number in the buffers."""
+    return {value for data in values.values() for value in data.cast("d")}
+
+
+__all__ = ["ADAM", "SGD", "Pusher", "Snapshots", "buffers", "elements"]

@@ -1,0 +1,280 @@
+"""What ranks of the tests of copies do: a module that their processes can import."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from support.collectives.state_bodies import SHAPES, difference, holding_of, needs_of, whole_state
+from support.processes.ranks import Report
+from support.training.rank_bodies import AbortableFileStore
+
+from shoal.backends.base import Seat
+from shoal.backends.gloo import GlooBackend, GlooGroup
+from shoal.state import copies as copying
+from shoal.state.copies import PeerCopies
+from shoal.state.exchange import reshard
+from shoal.state.pieces import Holding
+from shoal_proto.errors import GenerationBroken
+
+EVERYWHERE = "model.deep"
+"""Said to be on every rank, so that it need not travel."""
+
+
+def travels(name: str) -> bool:
+    return name != EVERYWHERE
+
+
+def part(step: int, rank: int, size: int) -> Holding:
+    """The rows of a rank at a step."""
+    return holding_of(whole_state(step), step, "rows", rank, size)
+
+
+def wrong_in(held: list[Holding], step: int, rank: int, num_copies: int, size: int) -> str:
+    """How what is held of a step differs from the own snapshot and the copies of those before."""
+    ours = [holding for holding in held if holding.step == step]
+    expected = [part(step, rank, size)]
+    for distance in range(1, num_copies + 1):
+        theirs = part(step, (rank - distance) % size, size)
+        pieces = {name: piece for name, piece in theirs.pieces.items() if travels(name)}
+        expected.append(Holding(step=step, pieces=pieces, values=theirs.values))
+    if len(ours) != len(expected):
+        return f"{len(ours)} holdings of step {step}"
+    for got, wanted in zip(ours, expected, strict=True):
+        if wrong := difference(got, wanted):
+            return f"step {step}: {wrong}"
+        if step and got.pieces.keys() | got.elsewhere != SHAPES.keys():
+            return f"step {step}: does not know {SHAPES.keys() - got.pieces.keys()}"
+    return ""
+
+
+def _memory(held: list[Holding]) -> set[int]:
+    pieces = [piece for holding in held for piece in holding.pieces.values()]
+    return {piece.tensor.untyped_storage().data_ptr() for piece in pieces}
+
+
+def offer_steps(num_copies: int) -> dict[str, Any]:
+    """Offer one step after the other; what was wrong, and the figures to look at."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    copying.CHUNK_BYTES = 50
+    copies = PeerCopies(
+        dist.new_group(),
+        copies=num_copies,
+        every_steps=2,
+        travels=travels,
+        limit_s=60 if num_copies > 1 else None,
+    )
+    wrong, memory, sizes = [], [], []
+    for step in (0, 2, 4, 6, 8):
+        live = part(step, rank, size).copied()
+        copies.offer(live)
+        for piece in live.pieces.values():
+            piece.tensor.zero_()  # the next step
+        copies.flush()
+        held = list(copies.held())
+        kept = sorted({max(step - 2, 0), step})
+        wrong += [wrong_in(held, each, rank, num_copies, size) for each in kept]
+        if sorted({holding.step for holding in held}) != kept:
+            wrong.append(f"holds {[holding.step for holding in held]} after {step}")
+        if copies.complete_step != step:
+            wrong.append(f"step {copies.complete_step} is complete after {step}")
+        memory.append(_memory(held))
+        sizes.append(copies.num_bytes)
+    copies.close()
+    return {
+        "wrong": [each for each in wrong if each],
+        "memory is used again": memory[2] == memory[3] == memory[4],
+        "bytes": sizes[2:],
+        "held": sum(holding.num_bytes for holding in held),
+        "due": [step for step in range(7) if copies.due(step)],
+    }
+
+
+def over_generations() -> dict[str, Any]:
+    """Which steps are held as one generation follows the other."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    seen: dict[str, Any] = {}
+
+    def look(label: str, copies: PeerCopies) -> None:
+        seen[label] = sorted({holding.step for holding in copies.held()})
+
+    first = PeerCopies(dist.new_group(), copies=1, every_steps=1)
+    for step in (4, 5):
+        first.offer(part(step, rank, size))
+        first.flush()
+    first.close()
+    second = PeerCopies(dist.new_group(), copies=1, every_steps=1, before=first)
+    look("before its first copy", second)
+    second.close()
+    third = PeerCopies(dist.new_group(), copies=1, every_steps=1, before=second)
+    look("after one without any", third)
+    third.offer(part(6, rank, size))
+    third.flush()
+    look("after its first copy", third)
+    third.close()
+    alone = [dist.new_group([each]) for each in range(size)][rank]
+    fourth = PeerCopies(alone, copies=1, every_steps=1, before=third)
+    look("alone", fourth)
+    seen["due alone"] = fourth.due(1)
+    fourth.offer(part(7, 0, 1))
+    look("alone and going on", fourth)
+    try:
+        third.offer(part(7, rank, size))
+    except GenerationBroken:
+        seen["offered after its end"] = "GenerationBroken"
+    return seen
+
+
+def interrupted_generations() -> list[list[int]]:
+    """Steps held over five generations, of which all but the first end in their first copy."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    real = dist.all_reduce
+
+    def lost(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    seen = []
+    copies = None
+    for step in (3, 4, 5, 6, 7):
+        copies = PeerCopies(dist.new_group(), copies=1, every_steps=1, before=copies)
+        dist.all_reduce = real if step == 3 else lost
+        copies.offer(part(step, rank, size))
+        try:
+            copies.flush()
+        except RuntimeError as error:
+            assert step > 3, error
+        copies.close()
+        seen.append(sorted({holding.step for holding in copies.held()}))
+    dist.all_reduce = real
+    return seen
+
+
+def different_steps() -> str:
+    """What a rank is told if the others copy another step."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    copies = PeerCopies(dist.new_group(), copies=1, every_steps=1)
+    copies.offer(part(5 + rank, rank, size))
+    try:
+        copies.flush()
+    except Exception as error:  # noqa: BLE001 - told to the test
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _open(path: str, rank: int, size: int, generation: int) -> GlooGroup:
+    seat = Seat(
+        generation=generation,
+        rank=rank,
+        world_size=size,
+        address="127.0.0.1",
+        bring_up_s=60,
+        collective_s=60,
+    )
+    group = GlooBackend().group(seat, AbortableFileStore(f"{path}.{generation}", size))
+    group.open()
+    return group
+
+
+def lose_a_rank(report: Report, path: str, rank: int, gate: str, stops: bool) -> None:
+    """Rank 1 of three dies in its second copy, or stops; the others go on from what they hold.
+
+    They are told as a session tells them, once the test opens the gate, a named pipe: the group is
+    cut and the copies are closed, as Gloo does not end each message by itself.
+    """
+    group = _open(path, rank, 3, 1)
+    copying.CHUNK_BYTES = 64
+    copies = PeerCopies(dist.new_group(), copies=1, every_steps=2)
+    copies.offer(part(2, rank, 3))
+    copies.flush()
+    if rank == 1:
+        _fail_after_a_chunk(report, signal.SIGSTOP if stops else signal.SIGKILL)
+    copies.offer(part(4, rank, 3))
+
+    def told() -> None:
+        Path(gate).read_bytes()
+        group.cut("test")
+        copies.close()
+
+    if rank != 1:
+        threading.Thread(target=told).start()
+    try:
+        copies.flush()
+    except GenerationBroken:
+        report("failed", recognised=True)
+    except RuntimeError as error:
+        report("failed", recognised=GlooBackend().is_failure(error))
+    copies.close()
+    group.cut("test")
+    group.retire()
+    _recover(report, f"{path}.next", copies, {0: 0, 2: 1}[rank])
+
+
+def _recover(report: Report, path: str, copies: PeerCopies, rank: int) -> None:
+    """Two of three in the next generation."""
+    held = list(copies.held())
+    before = {0: 0, 1: 2}[rank]
+    known = {"own": part(4, before, 3), "copy": part(4, (before - 1) % 3, 3)}
+    halves = [
+        holding
+        for holding in held
+        if holding.step == 4 and all(difference(holding, whole) for whole in known.values())
+    ]
+    group = _open(path, rank, 2, 2)
+    world = dist.group.WORLD
+    assert world is not None
+    got = reshard(world, held, needs_of("rows", rank, 2))
+    report(
+        "recovered",
+        wrong=difference(got, part(2, rank, 2)),
+        halves=len(halves),
+        copies_of_4=sum(holding.step == 4 for holding in held) - 1,
+    )
+    dist.barrier()
+    group.retire()
+
+
+def _fail_after_a_chunk(report: Report, number: int) -> None:
+    """Let the process fail when the first of several messages of a copy is on its way."""
+    real = dist.isend
+
+    def send_once(*args: Any, **kwargs: Any) -> None:
+        work = real(*args, **kwargs)
+        assert work is not None
+        work.wait()
+        report("failing")
+        os.kill(os.getpid(), number)
+        threading.Event().wait()  # the kernel stops one thread after the other
+
+    dist.isend = send_once
+
+
+def close_beside_a_stopped_peer(report: Report, path: str, rank: int, gate: str) -> None:
+    """Rank 1 of two stops in a copy; rank 0 gives its copies up without the group being cut."""
+    group = _open(path, rank, 2, 1)
+    copying.CHUNK_BYTES = 64
+    copies = PeerCopies(dist.new_group(), copies=1, every_steps=1)
+    if rank == 1:
+        _fail_after_a_chunk(report, signal.SIGSTOP)
+        copies.offer(part(3, rank, 2))
+        copies.flush()
+    copies.offer(part(3, rank, 2))
+    Path(gate).read_bytes()
+    waiting = threading.Thread(target=_flush, args=(report, copies))
+    waiting.start()
+    copies.close()
+    waiting.join()
+    report("closed", steps=[holding.step for holding in copies.held()])
+    (thread,) = (each for each in threading.enumerate() if each.name == "peer-copies")
+    group.cut("test")
+    thread.join(30)
+    report("thread", alive=thread.is_alive())
+    group.retire()
+
+
+def _flush(report: Report, copies: PeerCopies) -> None:
+    try:
+        copies.flush()
+    except GenerationBroken as error:
+        report("freed", reason=str(error))

@@ -1,0 +1,80 @@
+"""Rank 1 fails between two collectives; the others go on until they are told."""
+
+import os
+import signal
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from support.processes.ranks import Report
+from support.training.rank_bodies import AbortableFileStore
+
+from shoal.backends.base import Seat
+from shoal.backends.nccl import NcclBackend
+
+FAILING = 1
+MAX_ROUNDS = 10_000
+
+
+class Broken(Exception):
+    """What rank 1 raises."""
+
+
+def one_raises() -> None:
+    _go_on("raise")
+
+
+def one_is_killed() -> None:
+    _go_on("kill")
+
+
+def one_does_not_come() -> None:
+    _go_on("stop")
+
+
+def _go_on(how: str, device: str = "cpu") -> None:
+    for number in range(MAX_ROUNDS):
+        if number == 3 and dist.get_rank() == FAILING:
+            if how == "raise":
+                raise Broken("on purpose")
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+        total = torch.ones(4, device=device)
+        dist.all_reduce(total)
+        assert total.sum().isfinite()  # waits for the GPU
+    raise AssertionError("never told")
+
+
+def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+    """As torch has it, within the deadline of the group: 2 s."""
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2)
+    )
+    try:
+        _go_on(how)
+    except RuntimeError as error:
+        report("told", text=str(error))
+
+
+def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+    """As a session has it, within the deadline of its collectives: 2 s."""
+    torch.cuda.set_device(rank)
+    seat = Seat(
+        generation=1,
+        rank=rank,
+        world_size=world_size,
+        address="127.0.0.1",
+        bring_up_s=30,
+        collective_s=2,
+    )
+    backend = NcclBackend()
+    group = backend.group(seat, AbortableFileStore(path, world_size))
+    group.open()
+    try:
+        _go_on(how, "cuda")
+    except RuntimeError as error:
+        report("told", recognised=backend.is_failure(error))
+        group.cut("a rank failed")
+        group.retire()

@@ -1,0 +1,166 @@
+"""What ranks of the tests of shared memory run, in processes of their own."""
+
+import os
+import signal
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.models.sharded_models import deep, lay_out, sgd, training_of
+from support.processes.ranks import Report
+from support.processes.worlds import train_rank
+from torch import Tensor
+
+from shoal.backends.shared.memory import SharedMemory
+from shoal.backends.shared.opening import share_memory
+from shoal.layouts.gathering import Gathering
+from shoal.layouts.scattering import reduce_scatter
+from shoal.layouts.shared_slots import NUM_GATHERED, SharedSlots
+from shoal.state.pieces import Holding
+from shoal_proto.errors import GenerationBroken
+
+LONG_S = 3600.0
+
+
+def whole_world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def shared(num_bytes: int = 4096, limit_s: float = LONG_S) -> SharedMemory:
+    memory = share_memory(whole_world(), num_bytes, limit_s)
+    assert memory is not None
+    return memory
+
+
+def met(num_meetings: int) -> int:
+    """Rounds in which each rank reads behind a meeting what all of them wrote before it."""
+    memory = shared()
+    numbers = memory.room.cast("Q")
+    for number in range(num_meetings):
+        at = number % 2 * memory.world_size
+        numbers[at + memory.rank] = 1000 * number + memory.rank
+        words = memory.meet(10 * number + memory.rank)
+        ranks = range(memory.world_size)
+        assert words == [10 * number + rank for rank in ranks]
+        assert list(numbers[at : at + memory.world_size]) == [1000 * number + r for r in ranks]
+    memory.close()
+    return len(memory.room)
+
+
+def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:
+    """With `apart`, that rank is told to share nothing."""
+    if dist.get_rank() == apart:
+        os.environ["SHOAL_TRANSPORT"] = "tcp"
+    return share_memory(whole_world(), num_bytes, LONG_S) is not None
+
+
+def meets_until_told(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
+    """All ranks meet; at their fourth meeting one of them does not come, for this reason."""
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    failing = 0 if how == "kill rank 0" else 1
+    memory = shared(limit_s=0.5 if how == "stop" else LONG_S)
+    try:
+        for number in range(4):
+            if number == 3 and rank == failing:
+                if how.startswith("kill"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if how == "stop":
+                    signal.pause()
+                # While it waits itself: the others never come.
+                assert how == "cut"
+                threading.Timer(0.05, memory.cut, ("on purpose",)).start()
+            elif number == 3 and how == "cut":
+                memory.room[0] = 1
+                while not memory._reason:
+                    signal.sigtimedwait([signal.SIGUSR1], 0.005)
+            memory.meet()
+    except GenerationBroken as error:
+        report("told", text=str(error))
+
+
+def leaves_early() -> str:
+    """Rank 0 leaves in good order, and all others know of it; what they then are told."""
+    memory = shared()
+    memory.meet()
+    links = [each for each in threading.enumerate() if each.name == "shoal-links"]
+    if memory.rank == 0:
+        memory.close()
+    for thread in links:
+        thread.join()
+    if memory.rank == 0:
+        for _ in range(2):
+            try:
+                memory.meet()
+            except GenerationBroken as error:
+                assert "this rank has left" in str(error)
+    return memory._reason
+
+
+def slots(gathered_bytes: int = 4096, summed_bytes: int = 4096) -> SharedSlots:
+    opened = SharedSlots.open(whole_world(), gathered_bytes, summed_bytes, LONG_S)
+    assert opened is not None
+    return opened
+
+
+def sums(dtype: torch.dtype, num_rounds: int) -> list[tuple[bool, bool]]:
+    """For sums and means, of tensors in a slot and elsewhere: whether it was done, and gives the
+    same bits as over Gloo."""
+    opened, group = slots(), whole_world()
+    world_size, rank = group.size(), group.rank()
+    generator = torch.Generator().manual_seed(rank)
+    found = []
+    for number in range(num_rounds):
+        op = dist.ReduceOp.AVG if number % 2 else dist.ReduceOp.SUM
+        whole = torch.randn(world_size * 33, generator=generator).to(dtype)
+        ours, theirs = (torch.empty(33, dtype=dtype) for _ in range(2))
+        given = whole
+        if number % 3:
+            room = opened.to_sum(whole.nbytes)
+            assert room is not None
+            given = room.view(dtype)
+            given.copy_(whole)
+        done = opened.reduce_scatter(ours, given, op)
+        reduce_scatter(theirs, whole, group, op)
+        found.append((done, torch.equal(ours, theirs)))
+    return found
+
+
+def too_large() -> bool:
+    opened, world_size = slots(summed_bytes=4096), dist.get_world_size()
+    whole = torch.ones(world_size * 2048)
+    return opened.reduce_scatter(torch.empty(2048), whole, dist.ReduceOp.SUM)
+
+
+def gathered_and_kept(num_kept: int) -> list[bool]:
+    """Gather again and again while what was gathered last is kept; whether it then was still what
+    it was, for each."""
+    opened, group = slots(), whole_world()
+    gathering = Gathering(opened)
+    kept: list[tuple[Tensor, Tensor]] = []
+    sound, places = [], set()
+    for number in range(12):
+        output = gathering.allocate((group.size() * 5,), dtype=torch.float32, device=_CPU)
+        mine = output.narrow(0, 5 * group.rank(), 5)
+        mine.fill_(100 * number + group.rank())
+        gathering(output, mine, group)
+        expected = torch.arange(group.size()).repeat_interleave(5) + 100.0 * number
+        places.add(output.data_ptr())
+        kept.append((output, expected))
+        del output, mine
+        sound += [torch.equal(*each) for each in kept]
+        del kept[: max(0, len(kept) - num_kept)]
+    # With all slots in use, the next one that gathers is served elsewhere.
+    sound.append((len(places) > NUM_GATHERED) == (num_kept >= NUM_GATHERED - 1))
+    return sound
+
+
+def trained(transport: str, options: dict[str, Any]) -> Holding:
+    os.environ["SHOAL_TRANSPORT"] = transport
+    return train_rank(training_of(deep, sgd, accumulate=2, num_steps=6), lay_out(**options))
+
+
+_CPU = torch.device("cpu")

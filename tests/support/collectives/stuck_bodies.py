@@ -1,0 +1,72 @@
+"""Ranks that wait in collectives of a step, or of what comes before it, which never end."""
+
+import os
+import signal
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from support.models.sharded_models import deep, lay_out, sgd, training_of
+from support.processes.ranks import Report
+from support.processes.worlds import LaidOutTraining
+from support.training.rank_bodies import freed, lone_group
+
+from shoal.backends.gloo import GlooBackend
+from shoal.layouts.base import LayOut, World
+from shoal.layouts.replicated import Zero1
+from shoal.layouts.tensor import TensorLayout
+from shoal.layouts.tensor_derive import derive
+from shoal.state.exchange import reshard
+from shoal.strategies.base import State
+from shoal.strategies.grouped import check_same_step
+from shoal.strategies.transfer import receive, send
+
+
+def _steps(way: LayOut) -> Callable[[dist.ProcessGroup], Callable[[], object]]:
+    def prepared(group: dist.ProcessGroup) -> Callable[[], object]:
+        rank, device = group.rank(), torch.device("cpu")
+        world = World(rank=rank, world_size=2, device=device, group=group)
+        training = LaidOutTraining(training_of(deep, sgd), way, world)
+        for step in range(2):  # in its second step DDP orders its buckets anew, together
+            training.step(step)
+        return lambda: training.step(2)
+
+    return prepared
+
+
+def _transfer(group: dist.ProcessGroup) -> Callable[[], object]:
+    state = State(step=1, tensors={"w": torch.ones(1 << 24)}, values={})
+    if group.rank() == 0:
+        return lambda: send(state, [1], group)
+    return lambda: receive(0, group)
+
+
+WAITS: dict[str, Callable[[dist.ProcessGroup], Callable[[], object]]] = {
+    "fsdp": _steps(lay_out(min_group_bytes=150)),
+    "tensor": _steps(lambda m, w: TensorLayout(m, w, derive(m, w.world_size, min_split_bytes=0))),
+    "zero1": _steps(Zero1),
+    "state": lambda group: lambda: reshard(group, [], lambda *_: None),
+    "transfer": _transfer,
+    "agreement": lambda group: lambda: check_same_step(1, 1, group),
+}
+
+
+def stuck_in(report: Report, path: str, rank: int, what: str) -> None:
+    """Rank 1 of two stops before it comes to this, and rank 0's group is cut as if there were no
+    connection to shut down any more, which is how Gloo may hang."""
+    os.environ["SHOAL_TRANSPORT"] = "tcp"
+    group = lone_group(path, rank)
+    process_group = group.open()
+    go_on = WAITS[what](process_group)
+    dist.barrier()
+    if rank == 1:
+        report("going")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    thread = freed(group, process_group)
+    try:
+        go_on()
+    except RuntimeError as error:
+        report("freed", recognised=GlooBackend().is_failure(error))
+    thread.join()
+    group.retire()
+    report("retired")

@@ -1,0 +1,169 @@
+"""Jobs that are held in every phase of the protocol, so that a test can strike at it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from support.clusters.fault_world import Cast
+from support.members.scripted_member import ANSWER, OFFER, READY, SETTLE
+
+from shoal_proto.v1 import membership_pb2 as pb
+
+NUM_ABORTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a held job needs to go on, and what becomes of it."""
+
+    cast: Cast
+    release: Callable[[], object] = lambda: None
+    """Lets the members go on."""
+    trains: tuple[str, ...]
+    """Who trains in the end."""
+    unbroken: int = 0
+    """This generation trains; nothing may break it."""
+    decided: int = 0
+    """This generation is durable; it and no later one must come to run."""
+
+    def goes_on(self) -> None:
+        """Release it; fail unless all train in the end and were told the same."""
+        try:
+            self._goes_on()
+        except Exception as error:
+            raise AssertionError(f"{error}\nthe members were told:\n{self.cast.told()}") from error
+
+    def _goes_on(self) -> None:
+        self.release()
+        generations = {self.cast[name].trains_with(*self.trains) for name in self.trains}
+        (generation,) = generations
+        assert self.decided in (0, generation)
+        self.cast.runs(generation)
+        for member in self.cast.members:
+            assert self.unbroken not in member.breaks()
+        self.cast.agrees()
+
+
+def in_collect(cast: Cast) -> Held:
+    """One of two wanted is there."""
+    cast.joins("a").told("admitted")
+    return Held(cast=cast, release=lambda: cast.joins("b"), trains=("a", "b"))
+
+
+def in_prepare(cast: Cast) -> Held:
+    """One of two has not answered; nothing ran before."""
+    cast.joins("a")
+    b = cast.joins("b", ANSWER)
+    b.has_withheld(ANSWER)
+    return Held(cast=cast, release=lambda: b.release(ANSWER), trains=("a", "b"))
+
+
+def in_prepare_of_a_change(cast: Cast) -> Held:
+    """A newcomer has not answered while two train."""
+    cast.training("a", "b")
+    c = cast.joins("c", ANSWER)
+    c.has_withheld(ANSWER)
+    release = lambda: c.release(ANSWER)  # noqa: E731
+    return Held(cast=cast, release=release, trains=("a", "b", "c"), unbroken=1)
+
+
+def in_committed(cast: Cast) -> Held:
+    """The first generation: one of two is not ready."""
+    a = cast.joins("a")
+    b = cast.joins("b", READY)
+    b.has_withheld(READY)
+    a.told("outcome")
+    return Held(cast=cast, release=lambda: b.release(READY), trains=("a", "b"), decided=1)
+
+
+def before_the_boundary(cast: Cast) -> Held:
+    """A change is committed, and one of those who train has not said where it can stop."""
+    _, b = cast.training("a", "b")
+    b.withhold(OFFER)
+    c = cast.joins("c")
+    b.has_withheld(OFFER)
+    c.told("outcome")
+    return Held(
+        cast=cast,
+        release=lambda: b.release(OFFER),
+        trains=("a", "b", "c"),
+        unbroken=1,
+        decided=2,
+    )
+
+
+def after_the_boundary(cast: Cast) -> Held:
+    """A change is committed, the old generation has stopped, the newcomer is not ready."""
+    a, b = cast.training("a", "b")
+    c = cast.joins("c", READY)
+    for member in (a, b):
+        member.told("stop_at")
+    c.has_withheld(READY)
+    return Held(cast=cast, release=lambda: c.release(READY), trains=("a", "b", "c"), decided=2)
+
+
+def running(cast: Cast) -> Held:
+    """Two train."""
+    cast.training("a", "b")
+    return Held(cast=cast, trains=("a", "b"), unbroken=1, decided=1)
+
+
+def broken(cast: Cast) -> Held:
+    """One of three has left; of the others, one has settled and one has not."""
+    a, b, c = cast.training("a", "b", "c")
+    b.withhold(SETTLE)
+    c.leave()
+    a.told("break")
+    b.has_withheld(SETTLE)
+    return Held(cast=cast, release=lambda: b.release(SETTLE), trains=("a", "b"))
+
+
+def in_prepare_after_a_loss(cast: Cast) -> Held:
+    """One of three has left; of the others, one has not answered."""
+    _, b, c = cast.training("a", "b", "c")
+    b.withhold(ANSWER)
+    c.leave()
+    b.has_withheld(ANSWER)
+    return Held(cast=cast, release=lambda: b.release(ANSWER), trains=("a", "b"))
+
+
+def in_aborted(cast: Cast) -> Held:
+    """Several attempts failed: it backs off before the next."""
+    cast.joins("a")
+    b = cast.joins("b", num_wrong_digests=NUM_ABORTS)
+    b.told("outcome", lambda notice: notice.outcome.roster.generation == NUM_ABORTS)
+    assert all(r.verdict == pb.VERDICT_ABORTED for r in b.outcomes())
+    return Held(cast=cast, trains=("a", "b"))
+
+
+def between_the_boundarys_notices(cast: Cast) -> Held:
+    """The boundary is agreed, and one of those who train has not heard of it."""
+    a, b = cast.training("a", "b")
+    a.withhold(OFFER)
+    cast.joins("c")
+    a.has_withheld(OFFER)
+    b.has_done(OFFER)
+    b.hang_up()
+    a.release(OFFER)
+    a.told("stop_at")
+    return Held(cast=cast, release=b.call_again, trains=("a", "b", "c"), decided=2)
+
+
+HELD: Mapping[str, Callable[[Cast], Held]] = {
+    build.__name__: build
+    for build in (
+        in_collect,
+        in_prepare,
+        in_prepare_of_a_change,
+        in_committed,
+        before_the_boundary,
+        after_the_boundary,
+        running,
+        broken,
+        in_prepare_after_a_loss,
+        # The last two do not wait for long.
+        in_aborted,
+        between_the_boundarys_notices,
+    )
+}
+
+__all__ = ["HELD", "Held"]

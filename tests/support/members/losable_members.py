@@ -1,0 +1,191 @@
+"""Jobs held in every phase by a member in a process of its own, which a test may lose."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from support.clusters.fault_world import Cast
+from support.members.scripted_member import (
+    ANSWER,
+    OFFER,
+    READY,
+    SETTLE,
+    MemberProcess,
+    ScriptedMember,
+)
+
+from shoal_proto.v1 import membership_pb2 as pb
+
+VICTIM = "victim"
+NUM_ABORTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Losable:
+    """A job and the member that it is to go on without."""
+
+    cast: Cast
+    victim: MemberProcess
+    trains: tuple[str, ...]
+    """Who trains in the end."""
+    comes: tuple[str, ...] = ()
+    """Who joins once the victim is lost."""
+    release: Callable[[], object] = lambda: None
+    above: int = 0
+    """The generation in which they do has a higher number."""
+    desired: int = 2
+    unbroken: int = 0
+    """This generation trains without the victim; nothing may break it."""
+
+    def goes_on(self) -> None:
+        """Fail unless the others train in the end, and were told the same on the way."""
+        try:
+            self._goes_on()
+        except Exception as error:
+            raise AssertionError(f"{error}\nthe members were told:\n{self.cast.told()}") from error
+
+    def _goes_on(self) -> None:
+        self.release()
+        for name in self.comes:
+            self.cast.joins(name, desired=self.desired)
+        (generation,) = {
+            self.cast[name].trains_with(*self.trains, above=self.above) for name in self.trains
+        }
+        self.cast.runs(generation)
+        for member in self.cast.members:
+            assert self.unbroken not in member.breaks()
+        self.cast.agrees()
+        self.cast.is_fenced(self.victim.token(generation))
+
+
+def in_collect(cast: Cast) -> Losable:
+    """It has proposed, and a third is awaited."""
+    cast.joins("a", desired=3)
+    victim = cast.process(VICTIM, desired=3)
+    victim.told("admitted")
+    return Losable(cast=cast, victim=victim, comes=("b", "c"), trains=("a", "b", "c"), desired=3)
+
+
+def in_prepare(cast: Cast) -> Losable:
+    """It has not answered; nothing ran before."""
+    cast.joins("a")
+    victim = cast.process(VICTIM, ANSWER)
+    victim.has_withheld(ANSWER)
+    return Losable(cast=cast, victim=victim, comes=("b",), trains=("a", "b"))
+
+
+def newcomer_in_prepare(cast: Cast) -> Losable:
+    """It would join two who train, and has not answered."""
+    cast.training("a", "b")
+    victim = cast.process(VICTIM, ANSWER)
+    victim.has_withheld(ANSWER)
+    return Losable(cast=cast, victim=victim, comes=("c",), trains=("a", "b", "c"), unbroken=1)
+
+
+def trainer_in_prepare(cast: Cast) -> Losable:
+    """It trains, and the newcomer has not answered."""
+    cast.joins("a")
+    victim = cast.process(VICTIM)
+    cast["a"].trains_with("a", VICTIM)
+    c = cast.joins("c", ANSWER)
+    c.has_withheld(ANSWER)
+    return Losable(cast=cast, victim=victim, release=lambda: c.release(ANSWER), trains=("a", "c"))
+
+
+def in_committed(cast: Cast) -> Losable:
+    """It is not ready for the first generation."""
+    cast.joins("a")
+    victim = cast.process(VICTIM, READY)
+    victim.has_withheld(READY)
+    return Losable(cast=cast, victim=victim, comes=("b",), trains=("a", "b"))
+
+
+def before_the_boundary(cast: Cast) -> Losable:
+    """It trains, and has not said where it can stop for the newcomer."""
+    cast.joins("a")
+    victim = cast.process(VICTIM, OFFER)
+    cast["a"].trains_with("a", VICTIM)
+    cast.joins("c")
+    victim.has_withheld(OFFER)
+    return Losable(cast=cast, victim=victim, trains=("a", "c"))
+
+
+def newcomer_before_the_boundary(cast: Cast) -> Losable:
+    """It would join two who train; one of them has not said where it can stop."""
+    a, b = cast.training("a", "b")
+    b.withhold(OFFER)
+    victim = cast.process(VICTIM)
+    victim.told("outcome")
+    b.has_withheld(OFFER)
+    return Losable(
+        cast=cast,
+        victim=victim,
+        release=lambda: (_aborted(a, 2), b.release(OFFER)),
+        trains=("a", "b"),
+        unbroken=1,
+    )
+
+
+def after_the_boundary(cast: Cast) -> Losable:
+    """The old generation has stopped for it, and it is not ready."""
+    a, b = cast.training("a", "b")
+    victim = cast.process(VICTIM, READY)
+    victim.has_withheld(READY)
+    for member in (a, b):
+        member.told("stop_at")
+    return Losable(cast=cast, victim=victim, trains=("a", "b"), above=2)
+
+
+def running(cast: Cast) -> Losable:
+    """It trains with two others."""
+    options = {"desired": 3}
+    victim = cast.process(VICTIM, **options)
+    for name in ("a", "b"):
+        cast.joins(name, **options)
+    victim.told("running")
+    return Losable(cast=cast, victim=victim, trains=("a", "b"))
+
+
+def broken(cast: Cast) -> Losable:
+    """Another one has left, and it has not settled."""
+    victim = cast.process(VICTIM, SETTLE, desired=3)
+    a, c = (cast.joins(name, desired=3) for name in ("a", "c"))
+    a.trains_with("a", "c", VICTIM)
+    c.leave()
+    victim.has_withheld(SETTLE)
+    return Losable(cast=cast, victim=victim, trains=("a",))
+
+
+def in_aborted(cast: Cast) -> Losable:
+    """Several attempts failed by its fault, and the job backs off."""
+    a = cast.joins("a")
+    victim = cast.process(VICTIM, num_wrong_digests=100)
+    _aborted(a, NUM_ABORTS)
+    return Losable(cast=cast, victim=victim, comes=("b",), trains=("a", "b"))
+
+
+def _aborted(member: ScriptedMember, generation: int) -> None:
+    def wanted(notice: pb.Notice) -> bool:
+        record = notice.outcome
+        return (record.roster.generation, record.verdict) == (generation, pb.VERDICT_ABORTED)
+
+    member.told("outcome", wanted)
+
+
+LOSABLE: Mapping[str, Callable[[Cast], Losable]] = {
+    build.__name__: build
+    for build in (
+        in_collect,
+        in_prepare,
+        newcomer_in_prepare,
+        trainer_in_prepare,
+        in_committed,
+        before_the_boundary,
+        newcomer_before_the_boundary,
+        after_the_boundary,
+        running,
+        broken,
+        in_aborted,
+    )
+}
+
+__all__ = ["LOSABLE", "Losable"]

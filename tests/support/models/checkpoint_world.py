@@ -1,0 +1,265 @@
+"""States to write checkpoints of, ranks as threads, and what processes of the tests do."""
+
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.oracles.plain_torch import make, train
+from support.processes.ranks import Report
+from torch import nn
+
+from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.peers import GroupPeers
+from shoal.checkpoint.reading import everything, read
+from shoal.checkpoint.writing import write
+from shoal.layouts.base import Layout
+from shoal.layouts.binding import Blueprint, Bound
+from shoal.state.pieces import MODEL, Box, Holding, Piece
+from shoal.state.ties import tied
+from shoal_proto.errors import CheckpointFailed
+
+
+class Whole(Layout):
+    """A model that one process holds by itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return dict(self.module.named_parameters())
+
+
+# Ranks that are threads share torch's random generator.
+_making = threading.Lock()
+
+
+def bound(optimizer_name: str, seed: int = 0) -> tuple[nn.Module, Bound]:
+    with _making:
+        model, optimizer = make(optimizer_name, seed)
+    return model, Bound(Blueprint(model, optimizer), optimizer, Whole(model))
+
+
+def trained(optimizer_name: str, steps: int = 3) -> Holding:
+    """The state after so many steps from the same start."""
+    model, own = bound(optimizer_name)
+    train(model, own.optimizer, range(steps))
+    return collected(model, own, steps)
+
+
+def collected(model: nn.Module, own: Bound, step: int) -> Holding:
+    holding = own.collect(step).copied()
+    values = {**holding.values, "tied": dict(tied(model))}
+    return Holding(step=step, pieces=holding.pieces, values=values)
+
+
+def with_aliases(holding: Holding) -> Holding:
+    """As a reader of everything finds it: a tied parameter under each of its names."""
+    aliases = {
+        MODEL + alias: holding.pieces[MODEL + name]
+        for alias, name in holding.values["tied"].items()  # type: ignore[union-attr]
+    }
+    return Holding(step=holding.step, pieces={**holding.pieces, **aliases}, values=holding.values)
+
+
+def cut_box(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Box:
+    """This rank's part of a tensor that is cut along a dimension (the last one, if it has fewer)
+    as evenly as it goes; a scalar is whole on all."""
+    whole = Box.whole(tuple(shape))
+    if not shape:
+        return whole
+    dim = min(dim, len(shape) - 1)
+    start, stop = (shape[dim] * r // world_size for r in (rank, rank + 1))
+    offsets, sizes = list(whole.offsets), list(whole.sizes)
+    offsets[dim], sizes[dim] = start, stop - start
+    return Box(offsets=tuple(offsets), sizes=tuple(sizes))
+
+
+def cut(whole: Holding, dim: int, rank: int, world_size: int) -> Holding:
+    """What one rank of a layout by rows (0) or columns (1) holds."""
+    pieces = {}
+    for name, piece in whole.pieces.items():
+        box = cut_box(piece.shape, dim, rank, world_size)
+        if box.num_elements:
+            part = piece.tensor[box.within(piece.box)]
+            pieces[name] = Piece(shape=piece.shape, box=box, tensor=part)
+    return Holding(step=whole.step, pieces=pieces, values=whole.values)
+
+
+def needs_cut(dim: int, rank: int, world_size: int) -> Callable[..., Box | None]:
+    def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
+        box = cut_box(shape, dim, rank, world_size)
+        return box if box.num_elements else None
+
+    return needs
+
+
+def differences(one: Holding, other: Holding) -> list[str]:
+    """What is not the same, bit for bit."""
+    found = sorted(set(one.pieces) ^ set(other.pieces))
+    for name in set(one.pieces) & set(other.pieces):
+        a, b = one.pieces[name], other.pieces[name]
+        same = (a.shape, a.box, a.tensor.dtype) == (b.shape, b.box, b.tensor.dtype)
+        if not same or not torch.equal(a.tensor, b.tensor):
+            found.append(name)
+    return found + [key for key in ("step", "values") if getattr(one, key) != getattr(other, key)]
+
+
+def names_in(directory: str | Path) -> list[str]:
+    return sorted(path.name for path in Path(directory).iterdir())
+
+
+class Table:
+    """Ranks as threads of this process: what each says, all hear."""
+
+    def __init__(self, world_size: int) -> None:
+        self._said: list[bytes] = [b""] * world_size
+        self._barrier = threading.Barrier(world_size, timeout=60)
+        self.peers = [TablePeers(self, rank) for rank in range(world_size)]
+
+    def gather(self, rank: int, message: bytes) -> list[bytes]:
+        self._said[rank] = message
+        self._barrier.wait()
+        heard = list(self._said)
+        self._barrier.wait()
+        return heard
+
+    def lose(self) -> None:
+        """A rank is lost: whoever waits for it, or will, gets an error."""
+        self._barrier.abort()
+
+
+class TablePeers:
+    def __init__(self, table: Table, rank: int) -> None:
+        self._table = table
+        self.rank = rank
+
+    def gather(self, message: bytes) -> list[bytes]:
+        return self._table.gather(self.rank, message)
+
+
+def on_all(world_size: int, act: Callable[[TablePeers], object]) -> list[BaseException | None]:
+    """Run `act` on every rank at once; what each raised."""
+    table = Table(world_size)
+    with ThreadPoolExecutor(world_size) as pool:
+        futures = [pool.submit(act, peers) for peers in table.peers]
+    return [future.exception() for future in futures]
+
+
+def write_on_all(path: Path, holdings: Sequence[Holding]) -> list[BaseException | None]:
+    return on_all(len(holdings), lambda peers: write(path, holdings[peers.rank], peers))
+
+
+# --- what processes do ---
+
+
+def write_in_group(directory: str, steps: int) -> str:
+    """One rank of a process group: offers its rows; the name of what is complete on return."""
+    peers = GroupPeers(dist.new_group())
+    holding = cut(trained("adamw", steps), 0, peers.rank, dist.get_world_size())
+    with Checkpoints(directory, every_steps=1) as checkpoints:
+        checkpoints.offer(holding, peers)
+    newest = checkpoints.newest()
+    assert newest is not None
+    return newest.name
+
+
+class MortalPeers(GroupPeers):
+    """The process dies when it would tell that it has written its share."""
+
+    num_gathered = 0
+
+    def gather(self, message: bytes) -> list[bytes]:
+        self.num_gathered += 1
+        if self.rank == dist.get_world_size() - 1 and self.num_gathered == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().gather(message)
+
+
+def write_with_a_loss(report: Report, store: str, directory: str, rank: int, size: int) -> None:
+    """The last rank of the group is killed while all write."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
+    group = dist.new_group()
+    holding = cut(trained("sgd"), 0, rank, size)
+    checkpoints = Checkpoints(directory, every_steps=1)
+    checkpoints.offer(holding, MortalPeers(group))
+    checkpoints.close()
+    report("closed")
+
+
+# Python tells its auditors of these before the system is asked.
+_TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
+
+
+def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: int) -> None:
+    """Write a checkpoint of step `new` beside one of `old`, killed before the first call that
+    touches the directory, then before the second ... until one lives. Reports what is to be read
+    after each death."""
+    first, second = (
+        Holding(step=step, pieces={"model.a": Piece.whole(torch.full((3, 2), value))})
+        for step, value in ((old, 1.0), (new, 2.0))
+    )
+    for calls_to_live in range(200):
+        place = Path(directory) / str(calls_to_live)
+        _offer(place, keep, first)
+        status = _in_mortal_process(place, calls_to_live, partial(_offer, place, keep, second))
+        newest = Checkpoints(place, every_steps=1).newest()
+        assert newest is not None, f"nothing is left after {calls_to_live} calls"
+        found = read(newest, everything)
+        whole = [
+            label
+            for label, state in (("old", first), ("new", second))
+            if not differences(found, state)
+        ]
+        _offer(place, keep, second)
+        report("died", status=status, whole=whole, left=names_in(place))
+        if status == 0:
+            return
+
+
+def _offer(place: Path, keep: int, holding: Holding) -> None:
+    with Checkpoints(place, every_steps=1, keep=keep) as checkpoints:
+        checkpoints.offer(holding)
+
+
+def _in_mortal_process(place: Path, calls_to_live: int, act: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    left = [calls_to_live]
+
+    def audit(event: str, arguments: tuple[object, ...]) -> None:
+        if event in _TOUCHES and any(str(place) in str(argument) for argument in arguments):
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(audit)
+    act()
+    os._exit(0)
+
+
+def write_where_files_cannot_grow(report: Report, directory: str) -> None:
+    """The second checkpoint meets the limit of a file's size; then there is room again."""
+    model, own = bound("adamw")
+    checkpoints = Checkpoints(directory, every_steps=1)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in range(4):
+        limit = 4096 if step == 2 else hard
+        train(model, own.optimizer, range(step, step + 1))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        checkpoints.offer(collected(model, own, step + 1))
+        try:
+            checkpoints.close()
+        except CheckpointFailed as error:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+            report("failed", step=step + 1, text=str(error), details=error.details)
+    report("done", newest=str(checkpoints.newest()), left=names_in(directory))

@@ -1,0 +1,72 @@
+"""Models whose tensors have several names, and what they are trained on."""
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from support.models import tensor_models
+from support.models.tensor_models import POSITIONS, VOCABULARY, WIDTH
+from torch import Tensor, nn
+
+from shoal.data import Loader, Order
+
+
+class TwoNames(nn.Module):
+    """One weight under two names of its own, and one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(2 * WIDTH + 1, WIDTH) * 0.1)
+        self.up = self.down
+        self.register_buffer("before", torch.full((WIDTH,), 0.5))
+        self.register_buffer("behind", self.before)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.relu(F.linear(x * self.before, self.down))
+        return F.linear(hidden, self.up.t()) * self.behind
+
+
+class Knotted(nn.Module):
+    """A GPT of two layers: the embedding, the output and one layer between them share a weight, a
+    layer has one under two names, and one layer runs twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(POSITIONS, WIDTH)
+        self.guess = nn.Linear(WIDTH, VOCABULARY)
+        self.guess.weight = self.wte.weight
+        self.back = nn.Linear(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(tensor_models.Block(WIDTH) for _ in range(2))
+        self.two_names = TwoNames()
+        self.again = self.last = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        x = x + self.again(self.blocks[0](x))
+        x = x + self.back(torch.tanh(self.guess(x)))
+        x = x + self.two_names(self.blocks[1](x))
+        logits: Tensor = self.head(self.last(x))
+        return logits
+
+
+TIES = {
+    "guess.weight": "wte.weight",
+    "head.weight": "wte.weight",
+    "two_names.up": "two_names.down",
+    "two_names.behind": "two_names.before",
+    "last.weight": "again.weight",
+    "last.bias": "again.bias",
+}
+
+
+def knotted(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = Knotted()
+    return model, tensor_models.adamw(model.parameters())
+
+
+def loader() -> Loader:
+    """Batches of 10, which no number of ranks shares evenly, and of 4 at the end of an epoch."""
+    order = Order(num_samples=24, global_batch_size=10, num_epochs=20)
+    return Loader(tensor_models.tokens(), order)

@@ -1,0 +1,76 @@
+"""Gates on an event loop of their own, for tests that are no coroutines."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from support.network.etcd_gate import Gate, open_gate
+
+Result = TypeVar("Result")
+
+
+class Wire:
+    """What goes through one gate or several, as one wire that a test can take down."""
+
+    def __init__(self, network: "Network", gates: list[Gate]) -> None:
+        self._network = network
+        self._gates = gates
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [gate.endpoint for gate in self._gates]
+
+    def cut(self) -> None:
+        """Break every connection, and let none come about."""
+        self._network.run(self._each(Gate.cut))
+
+    def silence(self) -> None:
+        """Carry no more bytes, in either direction, and let nobody notice."""
+        self._network.run(self._each(Gate.silence))
+
+    def restore(self) -> None:
+        self._network.run(self._each(Gate.restore))
+
+    async def _each(self, act: Any) -> None:
+        for gate in self._gates:
+            act(gate)
+
+
+class Network:
+    """Opens wires; the end of its `with` block closes them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="network")
+        self._open = AsyncExitStack()
+
+    def wire(self, *targets: str) -> Wire:
+        """A wire to these (host:port), each behind an endpoint of the wire's own."""
+        return Wire(self, [self.run(self._gate(target)) for target in targets])
+
+    def run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    async def _gate(self, target: str) -> Gate:
+        return await self._open.enter_async_context(open_gate(target))
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.run(self._open.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+__all__ = ["Network", "Wire"]

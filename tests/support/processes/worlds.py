@@ -1,0 +1,196 @@
+"""Ranks over Gloo in processes of their own, and the same training by one process beside them."""
+
+import pickle
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from support.processes.ranks import Ranks, Report
+from torch import Tensor, nn
+
+from shoal.data import share
+from shoal.layouts.base import LayOut, Layout, World
+from shoal.layouts.binding import Blueprint, Bound
+from shoal.state.pieces import MODEL, Holding, Piece
+
+Losses = Callable[[Any, Any], Tensor]
+_seeded = threading.Lock()
+# Ranks that are threads would else have a team of threads each.
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained: every function is importable by name, so that a process can be sent it."""
+
+    model: Callable[[], nn.Module]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    """(inputs, targets) of all steps: each step takes the next `batch_size` of them, cyclically."""
+    loss: Losses
+    num_steps: int = 10
+    batch_size: int = 12
+    accumulate: int = 1
+    """Backward passes a step; the batch is cut into so many parts."""
+    interleaved: bool = False
+    """Through `forward_backward`, for layouts that own the schedule."""
+    seed: int = 0
+
+    def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        # Ranks that are threads share one random generator.
+        with _seeded:
+            torch.manual_seed(self.seed)
+            model = self.model()
+        return model, self.optimizer(model.parameters())
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.data()
+        picked = torch.arange(step * self.batch_size, (step + 1) * self.batch_size) % len(inputs)
+        return inputs[picked], targets[picked]
+
+
+def one_process(training: Training) -> dict[str, Tensor]:
+    """The state_dict after the same training without any distribution."""
+    model, optimizer = training.build()
+    for step in range(training.num_steps):
+        optimizer.zero_grad()
+        inputs, targets = training.batch(step)
+        for part in range(training.accumulate):
+            start, stop = share(0, len(inputs), part, training.accumulate)
+            loss = training.loss(model(inputs[start:stop]), targets[start:stop])
+            (loss / training.accumulate).backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+class LaidOutTraining:
+    """The training as one rank of a layout computes it."""
+
+    def __init__(self, training: Training, lay_out: LayOut, world: World) -> None:
+        self._training = training
+        model, optimizer = training.build()
+        # Nobody draws a number of their own before all have made the model: threads share the
+        # generator, and what restores it (a pipeline's probe, say) would disturb them.
+        dist.barrier()
+        blueprint = Blueprint(model, optimizer)
+        initial = blueprint.initial().copied()
+        self.layout: Layout = lay_out(blueprint.copy(), world)
+        self.bound = Bound(blueprint, optimizer, self.layout)
+        blueprint.forget_weights()
+        self.bound.fill(self._own_part(initial))
+
+    def _own_part(self, whole: Holding) -> Holding:
+        pieces = {}
+        for name, piece in whole.pieces.items():
+            box = self.bound.needs(name, piece.shape, piece.tensor.dtype)
+            if box is not None:
+                part = piece.tensor[box.within(piece.box)]
+                pieces[name] = Piece(shape=piece.shape, box=box, tensor=part)
+        return Holding(step=0, pieces=pieces)
+
+    def step(self, step: int) -> None:
+        training, layout = self._training, self.layout
+        self.bound.optimizer.zero_grad()
+        layout.begin()
+        inputs, targets = training.batch(step)
+        for part in range(training.accumulate):
+            start, stop = share(0, len(inputs), part, training.accumulate)
+            own_start, own_stop = share(start, stop, layout.data_index, layout.data_count)
+            weight = (own_stop - own_start) * layout.data_count / (stop - start)
+            own = slice(own_start, max(own_stop, own_start + 1))  # weight 0: one of others
+            weight /= training.accumulate
+            if training.interleaved:
+                layout.forward_backward(inputs[own], targets[own], training.loss, weight)
+            else:
+                layout.backward(training.loss(layout.module(inputs[own]), targets[own]), weight)
+        layout.reduce()
+        assert layout.synchronised()
+        layout.check()
+        self.bound.optimizer.step()
+        layout.stepped()
+
+    def run(self) -> Holding:
+        """All steps; then what this rank holds, copied."""
+        for step in range(self._training.num_steps):
+            self.step(step)
+        return self.bound.collect(self._training.num_steps).copied()
+
+
+def train_rank(training: Training, lay_out: LayOut) -> Holding:
+    """The body of a rank whose torch.distributed stands."""
+    group = dist.group.WORLD
+    assert group is not None
+    world = World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=torch.device("cpu"),
+        group=group,
+    )
+    return LaidOutTraining(training, lay_out, world).run()
+
+
+def assemble(holdings: Sequence[Holding]) -> dict[str, Tensor]:
+    """The whole model of its pieces; fails where they contradict each other or do not cover it."""
+    whole: dict[str, Tensor] = {}
+    for holding in holdings:
+        for path, piece in holding.pieces.items():
+            if not path.startswith(MODEL):
+                continue
+            name = path.removeprefix(MODEL)
+            if name not in whole:
+                whole[name] = torch.full(piece.shape, float("nan"), dtype=torch.float64)
+            place = whole[name][
+                tuple(
+                    slice(offset, offset + size)
+                    for offset, size in zip(piece.box.offsets, piece.box.sizes, strict=True)
+                )
+            ]
+            given = piece.tensor.to(torch.float64)
+            assert bool((place.isnan() | (place == given)).all()), f"ranks differ at {name}"
+            place.copy_(given)
+    for name, tensor in whole.items():
+        assert not tensor.isnan().any(), f"{name} is not covered, or is not a number"
+    return whole
+
+
+def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
+    """Over all tensors of a model; both must have the same names."""
+    assert set(ours) == set(theirs), set(ours) ^ set(theirs)
+    return max(float((ours[n].double() - theirs[n].double()).abs().max()) for n in theirs)
+
+
+def run_on_gloo(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `body(*arguments)` returns on each rank, in processes with a default Gloo group."""
+    path = f"/tmp/shoal-world-{secrets.token_hex(8)}"
+    try:
+        with Ranks() as ranks:
+            started = [
+                ranks.start(_in_world, path, (rank, world_size), body, arguments)
+                for rank in range(world_size)
+            ]
+            return [pickle.loads(rank.expect("returned")["value"]) for rank in started]
+    finally:
+        Path(path).unlink(missing_ok=True)
+
+
+def _in_world(
+    report: Report,
+    path: str,
+    place: tuple[int, int],
+    body: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> None:
+    rank, world_size = place
+    store = dist.FileStore(path, world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    value = body(*arguments)
+    # Behind this nobody needs the others any more.
+    dist.barrier()
+    # By value: what multiprocessing would share goes when this process does.
+    report("returned", value=pickle.dumps(value))
+    dist.destroy_process_group()

@@ -1,0 +1,213 @@
+"""Training under a strategy while members are killed, join and drain: what one of them does."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.models import tensor_models
+from support.processes.ranks import Report
+from support.training.rank_bodies import Run, session_of
+from torch import Tensor, nn
+
+import shoal
+from shoal.data import Loader, Order
+from shoal.strategies import find_strategy
+from shoal.strategies.base import LossFunction, Strategy
+
+NUM_SAMPLES = 101
+CHECKPOINT_STEPS = 7
+EPOCHS = 1000
+"""More than any test trains: `stop_file` says where it ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic(Run):
+    """One member's part."""
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of the strategy."""
+    optimizer: str = "sgd"
+    model: str = "layers"
+    """One of `MODELS`."""
+    checkpoints: str = ""
+    """Directory that a checkpoint goes to every few steps."""
+    stop_file: str = ""
+    """Holds the step at which all members stop, once the test has decided on it."""
+
+
+def layers() -> nn.Module:
+    """Sizes that divide by nothing, cut anywhere."""
+    return nn.Sequential(
+        *(nn.Linear(20, 17), nn.Tanh(), nn.Linear(17, 13), nn.Tanh()),
+        *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)),
+    )
+
+
+def numbers() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return (
+        torch.randn(NUM_SAMPLES, 20, generator=generator),
+        torch.randint(0, 5, (NUM_SAMPLES,), generator=generator),
+    )
+
+
+def sentences() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(12)
+    shape = (NUM_SAMPLES, tensor_models.POSITIONS + 1)
+    drawn = torch.randint(tensor_models.VOCABULARY, shape, generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what, for what."""
+
+    make: Callable[[], nn.Module]
+    data: Callable[[], tuple[Tensor, Tensor]]
+    loss: LossFunction
+
+
+MODELS: Mapping[str, Task] = {
+    "layers": Task(layers, numbers, nn.functional.cross_entropy),
+    # The output shares the embedding's weight.
+    "gpt": Task(tensor_models.tied_gpt, sentences, tensor_models.next_token),
+}
+
+
+def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same for every member."""
+    torch.manual_seed(3)
+    model = MODELS[model_name].make()
+    if optimizer == "adamw":
+        # A gradient of nothing but rounding (that of attention keys' bias) makes no steps so.
+        eps = 1e-5 if model_name == "gpt" else 1e-8
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
+    return model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+
+
+def order(batch_size: int) -> Order:
+    """Of all samples of all steps."""
+    return Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
+
+
+def strategy_of(run: Elastic) -> Strategy:
+    """The strategy's class with the run's options."""
+    return type(find_strategy(run.strategy))(**run.options)
+
+
+def checkpoints_of(run: Elastic) -> shoal.Checkpoints | None:
+    """Where the run writes, if it does."""
+    if not run.checkpoints:
+        return None
+    return shoal.Checkpoints(run.checkpoints, every_steps=CHECKPOINT_STEPS)
+
+
+def is_over(stop_file: str, step: int) -> bool:
+    """Whether the members stop before this step; fails if they should have stopped already."""
+    stop = Path(stop_file) if stop_file else None
+    if stop is None or not stop.exists():
+        return False
+    at_step = int(stop.read_text())
+    assert step <= at_step, "the test decided too late"
+    return step == at_step
+
+
+PLACES = ("forward", "backward", "optimizer", "hook", "gradient")
+"""Where a fault can be planted."""
+
+
+class Planted(Exception):
+    """A bug in a user's code."""
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Lets its input through, and no gradient."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        raise Planted("backward")
+
+
+class Explodes(torch.autograd.Function):
+    """Lets its input through, and gradients that are not finite."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient * torch.inf
+
+
+def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
+    """Let this process fail at that place of the step that now begins, whatever part it holds."""
+
+    def bang(*_: Any) -> None:
+        raise Planted(place)
+
+    def passing(function: type[torch.autograd.Function]) -> None:
+        nn.modules.module.register_module_forward_hook(
+            lambda module, inputs, output: (
+                function.apply(output) if isinstance(output, Tensor) else output  # type: ignore[no-untyped-call]
+            )
+        )
+
+    if place == "forward":
+        nn.modules.module.register_module_forward_pre_hook(bang)
+    elif place == "backward":
+        passing(RaisesInBackward)
+    elif place == "gradient":
+        passing(Explodes)
+    elif place == "optimizer":
+        optimizer.register_step_pre_hook(bang)
+    elif place == "hook":
+        optimizer.register_step_post_hook(bang)
+    else:
+        raise AssertionError(place)
+
+
+def train(report: Report, run: Elastic) -> None:
+    """Steps until the stop; then the whole model."""
+    model, optimizer = build(run.optimizer, run.model)
+    task = MODELS[run.model]
+    fault = run.fault
+    with session_of(run) as session:
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=strategy_of(run), checkpoints=checkpoints_of(run)
+        )
+        batches = session.batches(task.data(), global_batch_size=run.batch_size, epochs=EPOCHS)
+        for batch in batches:
+            if is_over(run.stop_file, batch.step):
+                break
+            tried = {"step": batch.step, "generation": session.generation}
+            share = session.strategy.data_share(session._present())
+            if fault and batch.step >= run.at_step:
+                plant(fault, optimizer)
+                fault = ""
+            report("tried", **tried, share=share, epoch=batch.epoch, indices=batch.indices)
+            with session.step() as step:
+                session.forward_backward(batch, task.loss)
+            if step.committed:
+                report("committed", **tried)
+        weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        report("finished", step=session.step_number, weights=weights)
+
+
+def one_process(run: Elastic, num_steps: int) -> dict[str, Tensor]:
+    """The model after the same steps without any distribution."""
+    model, optimizer = build(run.optimizer, run.model)
+    task = MODELS[run.model]
+    loader = Loader(task.data(), order(run.batch_size))
+    for step in range(num_steps):
+        batch = loader.synchronous(step, 0, 1)
+        optimizer.zero_grad()
+        task.loss(model(batch.inputs), batch.targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}

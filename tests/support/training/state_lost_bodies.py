@@ -1,0 +1,59 @@
+"""Members that train until the test ends them: a module that their processes can import."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from support.processes.ranks import Report
+from support.training.rank_bodies import data, loss_of, model_and_optimizer
+
+import shoal
+from shoal.joining import JoinConfig
+from shoal.session import Session
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    coordinator: str
+    job: str
+    member_id: str = ""
+    strategy: str = "ddp"
+    desired: int = 2
+    directory: str = ""
+    """Of checkpoints, one every 5 steps; empty: none are written."""
+    num_failures: int = 0
+    """So many of its bring-ups fail for want of memory."""
+
+
+def _run_out_of_memory(session: Session, times: int) -> None:
+    strategy: Any = session.strategy
+    bring_up, left = strategy._bring_up, iter(range(times))
+
+    def try_to(*arguments: Any) -> None:
+        if next(left, None) is not None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+        bring_up(*arguments)
+
+    strategy._bring_up = try_to
+
+
+def train(report: Report, run: Run) -> None:
+    """Reports "stepped" with each step that is committed; a step takes a few milliseconds."""
+    config = JoinConfig(
+        job=run.job,
+        coordinators=(run.coordinator,),
+        member_id=run.member_id,
+        desired_members=run.desired,
+    )
+    model, optimizer = model_and_optimizer()
+    kept = shoal.Checkpoints(run.directory, every_steps=5) if run.directory else None
+    with Session(config) as session:
+        model, optimizer = session.distribute(model, optimizer, run.strategy, checkpoints=kept)
+        _run_out_of_memory(session, run.num_failures)
+        for batch in session.batches(data(), global_batch_size=10, epochs=10_000):
+            with session.step() as step:
+                session.backward(loss_of(model(batch.inputs), batch.targets))
+            time.sleep(0.005)
+            if step.committed:
+                report("stepped", step=session.step_number, generation=session.generation)

@@ -1,0 +1,130 @@
+"""Members whose steps are not alike: other numbers of passes, other learning rates."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from support.processes.ranks import Report
+from support.training import elastic_bodies
+from support.training.elastic_bodies import Elastic, build, is_over
+from support.training.elastic_bodies import numbers as data
+from support.training.rank_bodies import session_of
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler
+
+from shoal.data import Batch, Loader, Order
+from shoal.session import Session
+
+EPOCHS = elastic_bodies.EPOCHS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps(Elastic):
+    """One member's part."""
+
+    parts: str = ""
+    """How a share is cut into passes: "fixed size", "fixed number", "more on the first"."""
+    in_one_call: bool = True
+    """Both passes of a part by `forward_backward`."""
+    rates: str = ""
+    """Where the learning rate comes from: "scheduler", "scheduler if committed",
+    "scheduler by its own count, if committed", "step", "closed
+    form", "own" (another one on the last member, from step 5 on)."""
+
+
+def rate(step: int) -> float:
+    return 0.02 * 0.97**step
+
+
+def cut(run: Steps, batch: Batch, rank: int) -> Iterator[tuple[Batch, float]]:
+    """The parts of a batch, and how much of it each is."""
+    size = len(batch.inputs)
+    if run.parts == "fixed size":
+        lengths = [len(part) for part in batch.inputs.split(11)]
+    elif run.parts:
+        lengths = [len(part) for part in batch.inputs.tensor_split(4)]
+    else:
+        lengths = [size]
+    parts = list(zip(batch.inputs.split(lengths), batch.targets.split(lengths), strict=True))
+    if run.parts == "more on the first" and rank:
+        parts.pop()
+    for inputs, targets in parts:
+        yield replace(batch, inputs=inputs, targets=targets), len(inputs) / size
+
+
+def train(report: Report, run: Steps) -> None:
+    """Steps until the stop; then the whole model."""
+    model, optimizer = build(run.optimizer, "layers")
+    schedule = scheduler_of(run, optimizer)
+    with session_of(run) as session:
+        model, optimizer = session.distribute(
+            model, optimizer, strategy=elastic_bodies.strategy_of(run)
+        )
+        for batch in session.batches(data(), global_batch_size=run.batch_size, epochs=EPOCHS):
+            if is_over(run.stop_file, batch.step):
+                break
+            if run.rates == "step":
+                for group in optimizer.param_groups:
+                    group["lr"] = rate(batch.step)
+            elif run.rates == "closed form":
+                schedule.last_epoch = batch.step - 1
+                schedule.step()
+            elif run.rates == "own" and batch.step >= 5 and session.rank == session.world_size - 1:
+                optimizer.param_groups[0]["lr"] = 0.0125
+            report_try(report, session, batch, optimizer)
+            with session.step() as step:
+                for part, fraction in cut(run, batch, session.rank):
+                    take(session, model, part, fraction, run)
+            if step.committed:
+                report("committed", step=batch.step, generation=session.generation)
+            if run.rates == "scheduler" or (step.committed and "committed" in run.rates):
+                schedule.step()
+        weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
+        report("finished", step=session.step_number, weights=weights)
+
+
+def scheduler_of(run: Steps, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    if run.rates == "closed form" or "own count" in run.rates:
+        return LambdaLR(optimizer, lambda step: rate(step) / rate(0))
+    return ExponentialLR(optimizer, 0.97)
+
+
+def report_try(
+    report: Report, session: Session, batch: Batch, optimizer: torch.optim.Optimizer
+) -> None:
+    report(
+        "tried",
+        step=batch.step,
+        generation=session.generation,
+        lr=optimizer.param_groups[0]["lr"],
+    )
+
+
+def take(
+    session: Session, model: torch.nn.Module, part: Batch, fraction: float, run: Steps
+) -> None:
+    def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(outputs, targets) * fraction
+
+    if run.in_one_call:
+        session.forward_backward(part, loss_of)
+    else:
+        session.backward(loss_of(model(part.inputs), part.targets))
+
+
+def one_process(batch_size: int, num_steps: int, *, scheduled: bool) -> dict[str, Tensor]:
+    """The model after the same steps without any distribution."""
+    model, optimizer = build("sgd", "layers")
+    order = Order(
+        num_samples=elastic_bodies.NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS
+    )
+    loader = Loader(data(), order)
+    for step in range(num_steps):
+        batch = loader.synchronous(step, 0, 1)
+        if scheduled:
+            optimizer.param_groups[0]["lr"] = rate(step)
+        optimizer.zero_grad()
+        cross_entropy(model(batch.inputs), batch.targets).backward()
+        optimizer.step()
+    return {name: tensor.detach() for name, tensor in model.state_dict().items()}
