@@ -23,7 +23,7 @@ from pathlib import Path
 import httpx
 from rows import Row, publish, spread
 
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.etcd import start_etcd
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_proto.v1 import membership_pb2 as pb

@@ -34,7 +34,7 @@ from exchange.parameter_client import Trainer
 from rows import Row, publish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.parameter_calls import TRANSPORT_VARIABLE
+from shoal_client.parameters.calls import TRANSPORT_VARIABLE
 
 OWN = "parameter_client"
 PEERS = {

@@ -40,7 +40,7 @@ from training.store_ranks import (
     lose_host,
 )
 
-from shoal_client.host_reports import HostReporter
+from shoal_client.host.reports import HostReporter
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.process import Command, Supervisor
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest

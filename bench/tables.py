@@ -28,7 +28,7 @@ from shoal.embedding_options import RowNormal, RowSGD
 from shoal.strategies.base import Context
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership import Member, Membership
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.membership_pb2 import JobSpec, Limits, MemberInfo

@@ -12,7 +12,7 @@ from exchange.model import LR, SHAPES, Exchange, await_end
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership import Member, Membership
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

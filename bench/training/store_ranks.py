@@ -18,7 +18,7 @@ from shoal.backends.base import Seat
 from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.joining import JoinConfig
 from shoal.rendezvous import RendezvousStore
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import Membership
 
 HOST = "127.0.0.1"

@@ -16,9 +16,9 @@ import grpc
 import structlog
 
 from shoal_client import membership_calls
-from shoal_client.beat_board import BeatSlot, Doing, Ending, beat_of
-from shoal_client.channel import BackOff, Coordinators, Method
-from shoal_client.patience import Patience
+from shoal_client.connection.coordinators import BackOff, Coordinators, Method
+from shoal_client.connection.first_reply import Patience
+from shoal_client.liveness.beat_board import BeatSlot, Doing, Ending, beat_of
 from shoal_client.shown import ShownRoster
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import MemberDrained, RetryError, ShoalError

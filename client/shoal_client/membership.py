@@ -13,8 +13,8 @@ import structlog
 
 from shoal_client import membership_calls
 from shoal_client.attendance import Attendance, Change, Member, OwnPause
-from shoal_client.beat_board import Ending
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.liveness.beat_board import Ending
 from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 

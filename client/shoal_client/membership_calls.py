@@ -2,7 +2,7 @@
 
 import grpc
 
-from shoal_client.channel import Method
+from shoal_client.connection.coordinators import Method
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from support.clusters.coordinator_world import served
 
-from shoal_client.beat_board import BeatBoard, BeatSlot, Ending
+from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, Ending
 from shoal_client.membership import Membership
 from shoal_proto.errors import Fenced, ProposalConflict, Unavailable
 from shoal_server.core.clocks import Who

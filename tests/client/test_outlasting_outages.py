@@ -11,9 +11,9 @@ from support.clusters.coordinator_world import Served, entered, propose, served
 
 from shoal.leases import Leases
 from shoal_client import membership
-from shoal_client.channel import Coordinators
-from shoal_client.clocks import Clock
-from shoal_client.samples import Lease, SampleRange
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.progress.clocks import Clock
+from shoal_client.progress.samples import Lease, SampleRange
 from shoal_proto.errors import Fenced, Unavailable
 from shoal_proto.v1 import clocks_pb2
 from shoal_proto.v1.identity_pb2 import Token

@@ -1,6 +1,6 @@
 """The order in which a client asks the replicas, where some of them no longer know who leads."""
 
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import NotLeader, Unavailable
 
 MAX_CALLS = 6

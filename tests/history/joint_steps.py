@@ -11,8 +11,8 @@ from history.twin import FIRST_VALUES_SEED, Twin, checksum
 from history.values import Values
 from history.workers import OPTIMIZERS, PARAMETERS, Success
 
-from shoal_client.joint_step import JointStep
-from shoal_client.layouts import of_tables
+from shoal_client.parameters.joint_step import JointStep
+from shoal_client.shards.layouts import of_tables
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap

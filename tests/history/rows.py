@@ -9,10 +9,10 @@ import numpy as np
 from history.events import now_s
 from history.workers import MAX_MEMBERS, Success
 
-from shoal_client.joint_step import JointStep
 from shoal_client.membership import Member, Membership
-from shoal_client.parameters import ParameterClient
-from shoal_client.tables import Gradients, Rows, TableClient, Where, route
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.tables import Gradients, Rows, TableClient, Where, route
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token

@@ -11,7 +11,7 @@ from history.twin import FIRST_VALUES_SEED, checksum
 from history.values import Values
 
 from shoal_client.membership import Member, Membership
-from shoal_client.parameters import ParameterClient, PushResult
+from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_proto.errors import NonFiniteGradient, ShoalError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo

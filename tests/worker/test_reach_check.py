@@ -12,8 +12,8 @@ from support.processes.ranks import Rank, Ranks
 from support.training import rank_bodies
 from support.training.rank_bodies import Run
 
+from shoal_client.connection.reach import check
 from shoal_client.local.cluster import LocalCluster
-from shoal_client.reach import check
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.membership_pb2 import RosterEntry
 
@@ -86,7 +86,7 @@ def host_behind_a_wire(own: str, other: str) -> Iterator[str]:
 
 LISTEN = """
 import sys
-from shoal_client.reach import ProbeListener
+from shoal_client.connection.reach import ProbeListener
 listener = ProbeListener(sys.argv[1], "far", "start of far")
 print(listener.port, flush=True)
 sys.stdin.read()

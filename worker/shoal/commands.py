@@ -14,8 +14,8 @@ from typing import NoReturn
 
 from shoal.launcher import Launcher
 from shoal.run_config import RunConfig, threads_per_worker
-from shoal_client.host_reports import check_reachable, parse_coordinators
-from shoal_client.jobs import check_not_finished, reset_job
+from shoal_client.commands.jobs import check_not_finished, reset_job
+from shoal_client.host.reports import check_reachable, parse_coordinators
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits

@@ -10,8 +10,8 @@ import torch
 from shoal.draining import drained
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal.validators import Judges
+from shoal_client.connection.reach import ProbeListener, check, peers_to_check
 from shoal_client.membership import Member, Membership
-from shoal_client.reach import ProbeListener, check, peers_to_check
 from shoal_proto.errors import (
     BringUpFailed,
     GenerationBroken,

@@ -12,8 +12,8 @@ from shoal.embedding_cache import Held
 from shoal.embedding_routing import Routed, route
 from shoal.embedding_rows import TableRows
 from shoal.strategies.base import Context
-from shoal_client.joint_step import JointStep
-from shoal_client.tables import Gradients, TableClient, TablePushResult, Where
+from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.tables import Gradients, TableClient, TablePushResult, Where
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import TableSpec

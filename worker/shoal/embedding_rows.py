@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.embedding_cache import Held, HotRows
 from shoal.embedding_routing import Ids, Routed, route
-from shoal_client.tables import Gradients, Rows, TablePushResult, Where
+from shoal_client.parameters.tables import Gradients, Rows, TablePushResult, Where
 from shoal_proto.errors import NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
 

@@ -9,7 +9,7 @@ import structlog
 from shoal.crew import Crew
 from shoal.data import Batch, Loader, Order
 from shoal.leases import Leases
-from shoal_client.samples import SampleRange, Samples
+from shoal_client.progress.samples import SampleRange, Samples
 from shoal_proto.errors import InvalidSpec, JobFinished
 
 log = structlog.get_logger(__name__)

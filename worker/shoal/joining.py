@@ -11,9 +11,9 @@ import structlog
 import torch
 
 import shoal_proto
-from shoal_client.beat_board import BeatSlot
+from shoal_client.connection.reach import CHOICES
+from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership import Member
-from shoal_client.reach import CHOICES
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name

@@ -3,7 +3,7 @@
 Each worker has a slot, and the slot a member id: a worker that is started again is a fresh
 incarnation of the same member. Every exit and every halt (SIGSTOP) is reported to the coordinator
 at once, so that the others need not wait for a lease to run out (most exits before the kernel has
-taken the process down, see `shoal_client.lifeline`); and the launcher beats for the
+taken the process down, see `shoal_client.liveness.lifeline`); and the launcher beats for the
 workers that live, so that one which is busy is not taken for lost. The launcher sleeps until a
 worker exits, is halted, is to be started again, or a signal arrives.
 
@@ -26,10 +26,10 @@ from types import FrameType
 
 from shoal.run_config import RunConfig, member_ids, worker_environment
 from shoal.worker_slots import DRAINED, Exit, Slot
-from shoal_client.beat_board import BeatBoard, Ending
-from shoal_client.host_beats import HostBeats
-from shoal_client.host_reports import HostReporter
-from shoal_client.lifeline import Watch
+from shoal_client.host.beats import HostBeats
+from shoal_client.host.reports import HostReporter
+from shoal_client.liveness.beat_board import BeatBoard, Ending
+from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Command, Process, Supervisor
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 

@@ -7,7 +7,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 
 import structlog
 
-from shoal_client.samples import Lease, SampleRange, Samples
+from shoal_client.progress.samples import Lease, SampleRange, Samples
 from shoal_proto.errors import JobFinished, RejoinError, RetryError
 
 log = structlog.get_logger(__name__)

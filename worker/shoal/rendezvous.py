@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from torch._C._distributed_c10d import Store
 
-from shoal_client.channel import Coordinators, Method
+from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token

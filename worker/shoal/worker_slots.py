@@ -3,8 +3,8 @@
 import signal
 from dataclasses import dataclass, field
 
-from shoal_client.beat_board import Ending
-from shoal_client.lifeline import Watch
+from shoal_client.liveness.beat_board import Ending
+from shoal_client.liveness.lifeline import Watch
 from shoal_client.local.process import Process, how_it_ended
 
 DRAINED = 128 + signal.SIGTERM

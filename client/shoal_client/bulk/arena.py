@@ -3,7 +3,7 @@
 import mmap
 from collections.abc import Iterator, Sequence
 
-from shoal_client.parts import Part
+from shoal_client.shards.parts import Part
 from shoal_proto import bulk
 from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
 from shoal_proto.checksum import crc32

@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from shoal_client.bulk.arena import Arena
 from shoal_client.bulk.sending import Sending
-from shoal_client.parts import Part
+from shoal_client.shards.parts import Part
 from shoal_proto import bulk
 from shoal_proto.bulk import SILENCE_S, Frame, FrameReader, Kind
 from shoal_proto.errors import DeadlineExceeded, MalformedMessage, Unavailable

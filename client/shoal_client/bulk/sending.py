@@ -4,9 +4,9 @@ import socket
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from shoal_client.blocks import SEND_PIECE_BYTES
 from shoal_client.bulk.arena import Arena
-from shoal_client.parts import Part
+from shoal_client.shards.blocks import SEND_PIECE_BYTES
+from shoal_client.shards.parts import Part
 from shoal_proto import bulk
 from shoal_proto.bulk import Kind
 from shoal_proto.checksum import crc32

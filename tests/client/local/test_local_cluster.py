@@ -12,7 +12,7 @@ import grpc
 import httpx
 import pytest
 
-from shoal_client.host_reports import check_reachable
+from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from support.clusters.coordinator_world import served
 
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import clocks_pb2, rendezvous_pb2, samples_pb2, shards_pb2

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
 
-from shoal_client.channel import Coordinators
-from shoal_client.clocks import Clock
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import Membership
+from shoal_client.progress.clocks import Clock
 from shoal_proto.errors import DeadlineExceeded, Fenced, MalformedMessage, NotLeader
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub

@@ -12,7 +12,7 @@ from support.clusters.garbage import Garbage, all_garbage
 from support.members.scripted_member import Script, ScriptedMember
 from support.processes.served_process import ServedProcess, awaited
 
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.process import Supervisor
 from shoal_proto.errors import JobSetAside, UnknownGeneration, UnknownJob
 from shoal_proto.v1.membership_pb2 import GetGenerationRequest

@@ -11,7 +11,7 @@ from support.clusters.coordinator_world import Served, served
 from support.clusters.etcd_fixture import running_etcd
 from support.network.etcd_gate import open_gate
 
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.v1.membership_pb2 import GetGenerationRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 from shoal_server.coordinator import codec

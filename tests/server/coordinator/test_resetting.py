@@ -8,7 +8,7 @@ import pytest
 from support.clusters.coordinator_world import Served, served
 
 from shoal_client import membership_calls
-from shoal_client.jobs import check_not_finished, reset_job
+from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.membership import Membership
 from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, StateLost, Unavailable
 from shoal_proto.status import from_detail

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal_client.channel import Coordinators
-from shoal_client.samples import Lease, SampleRange, Samples
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.progress.samples import Lease, SampleRange, Samples
 from shoal_proto.errors import (
     CorruptError,
     DeadlineExceeded,

@@ -17,7 +17,7 @@ from support.clusters.snapshot_cluster import Snapshots
 from support.models.table_specs import OPTIMIZERS
 from support.processes.served_process import awaited
 
-from shoal_client.layouts import of_tables
+from shoal_client.shards.layouts import of_tables
 from shoal_proto.errors import SnapshotFailed, Unavailable
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.shards_pb2 import ShardMap

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

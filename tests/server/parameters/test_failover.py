@@ -7,7 +7,7 @@ import grpc
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import DescribeRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from support.clusters.parameter_cluster import ParameterCluster
 
 from shoal_client.membership import Member, Membership
-from shoal_client.parameters import ParameterClient
-from shoal_client.tables import Gradients, TableClient
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.tables import Gradients, TableClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

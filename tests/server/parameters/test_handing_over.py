@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from support.clusters.parameter_servers import ParameterServers, config
 
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.holdings import Holding, Holdings

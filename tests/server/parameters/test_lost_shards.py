@@ -13,7 +13,7 @@ from support.clusters.snapshot_cluster import Pusher, Snapshots, buffers, elemen
 
 from shoal.strategies.async_start import first_values
 from shoal.strategies.async_values import SharedValues
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ShardNotReady, StateLost
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec

@@ -11,7 +11,7 @@ from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import ServedProcess
 
 from shoal_client.local.process import Command, Supervisor
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.etcd import keys

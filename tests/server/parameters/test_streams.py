@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply

@@ -10,7 +10,7 @@ from support.clusters.coordinator_world import FIELDS, Served, entered, propose,
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.membership import Membership
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ProposalConflict
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

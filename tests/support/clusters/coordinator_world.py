@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from shoal_client.beat_board import BeatSlot
+from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership import Member, Membership
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb

@@ -15,7 +15,7 @@ from support.members.scripted_member import MemberProcess, Script, ScriptedMembe
 from support.processes.ranks import Ranks
 from support.processes.served_process import awaited
 
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.etcd import RunningEtcd, start_members
 from shoal_client.local.process import Supervisor
 from shoal_proto.errors import Fenced

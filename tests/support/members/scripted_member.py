@@ -15,7 +15,7 @@ import grpc
 from support.clusters.coordinator_world import FIELDS
 from support.processes.ranks import Rank, Ranks, Report
 
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import RetryError, ShoalError

@@ -315,7 +315,7 @@ def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
 
 CLAIM = """
 import os
-from shoal_client.beat_board import BeatSlot
+from shoal_client.liveness.beat_board import BeatSlot
 from shoal_proto.v1.identity_pb2 import Token
 slot = BeatSlot.open(os.environ["SHOAL_BEATS"])
 token = Token(job="j", member_id=os.environ["SHOAL_MEMBER_ID"], incarnation="i")
@@ -350,7 +350,7 @@ def test_one_call_beats_for_all_who_live(
 
 LIVES = """
 import os, pathlib, sys, time
-from shoal_client.beat_board import BeatSlot, Ending
+from shoal_client.liveness.beat_board import BeatSlot, Ending
 from shoal_proto.v1.identity_pb2 import Token
 life = pathlib.Path("life")
 life.write_text(life.read_text() + "x" if life.exists() else "x")

@@ -39,8 +39,8 @@ from shoal.strategies.base import (
 )
 from shoal.strategies.loss_watch import WINDOW_STEPS, LossWatch
 from shoal.strategies.pace import Pace
-from shoal_client.joint_step import JointStep
-from shoal_client.parameters import ParameterClient, PushResult
+from shoal_client.parameters.dense import ParameterClient, PushResult
+from shoal_client.parameters.joint_step import JointStep
 from shoal_proto.errors import (
     InternalError,
     InvalidSpec,

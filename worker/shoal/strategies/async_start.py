@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from shoal.strategies.async_values import SharedValues
-from shoal_client.parameters import ParameterClient
+from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import GenerationBroken, ShardNotReady
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 

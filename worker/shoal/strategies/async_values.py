@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.state.ties import refuse_hidden_ties
-from shoal_client.blocks import Buffers
+from shoal_client.shards.blocks import Buffers
 from shoal_proto.errors import DtypeMismatch, InvalidSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 

@@ -32,7 +32,7 @@ from shoal.strategies.base import Context, Generation, Strategy
 from shoal.strategies.buffers import BufferMemory
 from shoal.strategies.hyperparameters import Hyperparameters
 from shoal.strategies.watch import HangWatch, Stage, Surroundings
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import (
     CheckpointFailed,
     GenerationBroken,

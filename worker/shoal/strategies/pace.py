@@ -13,8 +13,8 @@ A member that is lost, drained or without samples is waited for by nobody.
 from collections.abc import Mapping
 
 from shoal.strategies.base import Context
-from shoal_client.channel import Coordinators
-from shoal_client.clocks import Clock
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.progress.clocks import Clock
 from shoal_proto.errors import InvalidSpec
 
 CONSISTENCIES = ("async", "ssp", "bsp")

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from shoal_client.beat_board import Doing
+from shoal_client.liveness.beat_board import Doing
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry

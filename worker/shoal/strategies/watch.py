@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import shoal
 from shoal.backends.gates import Gates, gates_in
-from shoal_client.beat_board import Doing
+from shoal_client.liveness.beat_board import Doing
 
 log = structlog.get_logger(__name__)
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 
 from shoal.rendezvous import RendezvousStore, Value
-from shoal_client.channel import Coordinators
+from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import RejoinError
 from shoal_proto.v1.identity_pb2 import Token
 

@@ -22,7 +22,7 @@ from shoal.backends.gates import finish
 from shoal.backends.shared.links import Links
 from shoal.backends.shared.memory import SharedMemory, head_bytes, initialise
 from shoal.backends.shared.semaphores import available
-from shoal_client.parameter_calls import transport_of
+from shoal_client.parameters.calls import transport_of
 
 log = structlog.get_logger(__name__)
 

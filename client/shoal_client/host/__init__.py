@@ -1,0 +1,1 @@
+"""What a launcher says to the coordinators for all workers of its host: heartbeats, exits."""

@@ -1,0 +1,189 @@
+"""A launcher's line to the coordinators: is anybody there; this worker exited, or was halted."""
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+import grpc
+import structlog
+
+from shoal_client.connection.coordinators import BackOff
+from shoal_proto.errors import (
+    InvalidSpec,
+    NotLeader,
+    RejoinError,
+    RetryError,
+    ShoalError,
+    Unavailable,
+    UnknownJob,
+)
+from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.v1.membership_pb2 import (
+    Ack,
+    GetGenerationRequest,
+    ReportExitRequest,
+    ReportHaltRequest,
+)
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+
+log = structlog.get_logger(__name__)
+
+CALL_TIMEOUT_S = 2.0
+REPORT_LIMIT_S = 10.0
+"""A report that nobody has taken after so long is dropped: the member's lease has told by then."""
+MAX_REPORTS = 1000
+"""So many may wait for a coordinator to come back."""
+
+
+def parse_coordinators(text: str) -> tuple[str, ...]:
+    """The addresses in `host:port[,host:port...]`. Raises InvalidSpec."""
+    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise InvalidSpec(
+                "bad coordinator address", seen=repr(address), expected="HOST:PORT[,HOST:PORT...]"
+            )
+    if not addresses:
+        raise InvalidSpec("no coordinator address", seen=repr(text), expected="HOST:PORT")
+    return addresses
+
+
+def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
+    """Return as soon as one of the coordinators leads, or knows who does.
+
+    Replicas that answer while nobody leads yet are asked again. Raises Unavailable with every
+    address and what was seen there: at once if none answers at all, else when `timeout_s` is over.
+    """
+    give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
+    while True:
+        # A share for each, so that a dead first one does not hide the second.
+        failures = {
+            address: failure
+            for address in coordinators
+            if (failure := _try_to_reach(address, timeout_s / len(coordinators))) is not None
+        }
+        if len(failures) < len(coordinators):
+            return
+        elected_soon = any(isinstance(each, NotLeader) for each in failures.values())
+        if not elected_soon or time.monotonic() >= give_up_s:
+            break
+        time.sleep(back_off.pause_s())
+    raise Unavailable(
+        f"no coordinator answers at {', '.join(coordinators)}",
+        seen="; ".join(f"{address}: {e.seen or e.what}" for address, e in failures.items()),
+        expected="a Shoal coordinator listening there",
+        fix="Start one with `shoal up` or `shoal coordinator`, or name another --coordinator.",
+    )
+
+
+def _try_to_reach(address: str, timeout_s: float) -> ShoalError | None:
+    with grpc.insecure_channel(address) as channel:
+        try:
+            # Any job will do: an answer that there is no such job is an answer.
+            request = GetGenerationRequest(job="reachable")
+            MembershipStub(channel).GetGeneration(request, timeout=timeout_s, wait_for_ready=False)
+        except grpc.RpcError as error:
+            failure = from_rpc_error(error, address)
+            if isinstance(failure, RetryError) and not failure.details.get("leader"):
+                return failure
+    return None
+
+
+Report = ReportExitRequest | ReportHaltRequest
+
+
+class HostReporter:
+    """Tells the coordinators what became of this host's workers, in order, from its own thread.
+
+    A report goes to one coordinator after the other until one takes it; none is worth stopping the
+    launcher for, so a report that nobody takes is logged and dropped.
+    """
+
+    def __init__(self, coordinators: Sequence[str]) -> None:
+        self._coordinators = tuple(coordinators)
+        self._reports: queue.Queue[Report | threading.Event | None] = queue.Queue()
+        self._closing = threading.Event()
+        self.lost: ShoalError | None = None
+        """StateLost, once an answer has said so of the job."""
+        self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
+
+    def __enter__(self) -> "HostReporter":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._closing.set()
+        self._reports.put(None)
+        self._thread.join(2 * CALL_TIMEOUT_S)
+
+    def report(self, request: Report) -> None:
+        """Send it as soon as the ones before are sent. Safe from any thread; returns at once."""
+        if self._reports.qsize() < MAX_REPORTS:
+            self._reports.put(request)
+        else:
+            log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
+
+    def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
+        """Wait until what was reported so far is sent or dropped; False if that takes longer."""
+        sent = threading.Event()
+        self._reports.put(sent)
+        return sent.wait(timeout_s)
+
+    def _send_all(self) -> None:
+        channels = [grpc.insecure_channel(address) for address in self._coordinators]
+        stubs = [MembershipStub(channel) for channel in channels]
+        try:
+            while (request := self._reports.get()) is not None:
+                if isinstance(request, threading.Event):
+                    request.set()
+                else:
+                    self._send(request, stubs)
+        finally:
+            for channel in channels:
+                channel.close()
+
+    def _send(self, request: Report, stubs: Sequence[MembershipStub]) -> None:
+        told = type(request).__name__
+        deadline_s = time.monotonic() + REPORT_LIMIT_S
+        failure: ShoalError | None = None
+        while time.monotonic() < deadline_s:
+            for address, stub in zip(self._coordinators, stubs, strict=True):
+                try:
+                    ack = _call(stub, request)
+                    if ack.HasField("lost"):
+                        self.lost = from_detail(ack.lost)
+                    return
+                except grpc.RpcError as error:
+                    failure = from_rpc_error(error, address)
+                    if isinstance(failure, UnknownJob):
+                        return  # it had not joined yet: nobody waits for it
+                    if not isinstance(failure, RetryError | RejoinError):
+                        log.info(
+                            "host_report_refused",
+                            report=told,
+                            member=request.member_id,
+                            reason=failure.what,
+                        )
+                        return
+            if self._closing.wait(0.5):
+                break
+        log.warning(
+            "host_report_dropped", report=told, member=request.member_id, reason=str(failure)
+        )
+
+
+def _call(stub: MembershipStub, request: Report) -> Ack:
+    if isinstance(request, ReportExitRequest):
+        return stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
+    return stub.ReportHalt(request, timeout=CALL_TIMEOUT_S)
+
+
+__all__ = ["HostReporter", "check_reachable", "parse_coordinators"]

@@ -1,0 +1,314 @@
+"""The few words that a launcher and its workers share, so that either may beat for a worker.
+
+A trainer that holds Python's lock for seconds (a compiler, a C extension, CUDA at its start) stops
+every thread of its own, the one that sends heartbeats too. So the launcher, another process, beats
+for all workers of its host in one call. It takes who they are from this board, and not from what
+it told them: a worker may join another job than the launcher named, or join again as a fresh
+incarnation.
+
+    offset  bytes  written by  what
+    0       8      launcher    when a beat for this member was last accepted, in ns of
+                               CLOCK_MONOTONIC, which is one clock for all processes of a host
+    8       8      worker      steps committed
+    16      8      worker      when a thread of it last ran, by the same clock
+    24      4      worker      length of the claim; 0: not a member
+    28      4      worker      CRC-32 of the claim
+    32      8      worker      what has moved in its bring-up: see `Doing`
+    40      8      worker      0: nothing to say; 1: its trainer waits for others; else since when
+                               it has been in the script's own code, by the same clock
+    48      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
+    944     8      both        how the membership ended, an `Ending`
+    952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
+
+The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
+or one that reaches no coordinator, costs it nothing. The launcher beats for a worker none of whose
+threads runs, but not for ever: for as long as the patience says.
+
+How a membership ended is told here and not by the exit code: the script may wrap the error, or end
+for another one that followed from it.
+"""
+
+import enum
+import mmap
+import os
+import struct
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from google.protobuf.message import DecodeError
+
+from shoal_client.liveness.lifeline import SIZE_BYTES, Lifeline
+from shoal_proto.errors import (
+    AddressInUse,
+    InvalidSpec,
+    JobFinished,
+    MemberDrained,
+    NoServers,
+    PeersUnreachable,
+    RefusedError,
+    RejoinError,
+    ShoalError,
+    StateLost,
+)
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+
+SLOT_BYTES = 1024
+"""Names are at most 128 characters each; the token takes less than half of it."""
+_NAME = "shoal-beats"
+_BEATEN, _STEP, _RAN, _HEAD, _MOVED, _DOING, _CLAIM = 0, 8, 16, 24, 32, 40, 48
+_WAITS = 1
+_LIFELINE = SLOT_BYTES - SIZE_BYTES
+_ENDING = _LIFELINE - 8
+_WORD = struct.Struct("@Q")
+_HEAD_FORM = struct.Struct("=II")
+_CLAIM_FORM = struct.Struct("=Idd")
+
+
+class Ending(enum.IntEnum):
+    """How a membership ended, as far as it matters to who might start the worker again."""
+
+    UNKNOWN = 0
+    """It has not ended, or for a reason that lies with the script."""
+    FENCED = 1
+    """It was declared lost and lived: a fresh process of it is welcome."""
+    REFUSED = 2
+    """The same process would be refused again."""
+    FINISHED = 3
+    """The job is over."""
+    DRAINED = 4
+    """It was asked to leave."""
+
+    @classmethod
+    def of(cls, error: ShoalError) -> "Ending":
+        """What the error that ended a membership means for the next process of its name."""
+        if isinstance(error, JobFinished):
+            return cls.FINISHED
+        if isinstance(error, MemberDrained):
+            return cls.DRAINED
+        if isinstance(error, RejoinError):
+            # Whoever was replaced by another process would only take that one's place again.
+            return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
+        lasting = isinstance(error, RefusedError | StateLost)
+        return cls.REFUSED if lasting and not isinstance(error, _PASSING) else cls.UNKNOWN
+
+
+_PASSING = (AddressInUse, NoServers, PeersUnreachable)
+"""Refusals that lie with what is around the process, and may be over when it is tried again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doing:
+    """What a member's trainer does, for its heartbeats."""
+
+    moved: int = 0
+    """Changes as long as its bring-up gets on."""
+    waits: bool = False
+    """Whether it waits for other members."""
+    own_code_since_ns: int = 0
+    """Since when it has been in the script's own code, by CLOCK_MONOTONIC; 0: it is not."""
+
+    @property
+    def own_code_s(self) -> float:
+        """For how many seconds it has been there; 0: it is not."""
+        since_ns = self.own_code_since_ns
+        return max(time.monotonic_ns() - since_ns, 0) / 1e9 if since_ns else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """Who asks for beats: a member, and the process that it is."""
+
+    pid: int
+    heartbeat_s: float
+    token: Token
+    step: int
+    doing: Doing
+
+
+class BeatSlot:
+    """One worker's place on the board. Opened by the worker, or made by the board."""
+
+    def __init__(self, memory: mmap.mmap, index: int) -> None:
+        self._memory = memory
+        self._start = index * SLOT_BYTES
+        self.lifeline = Lifeline(memory, self._start + _LIFELINE)
+
+    @classmethod
+    def open(cls, address: str) -> "BeatSlot":
+        """The slot that `BeatBoard.address` told of. Raises InvalidSpec, OSError."""
+        path, _, index = address.rpartition(":")
+        if not path or not index.isdigit():
+            raise InvalidSpec(
+                "bad address of a beat slot", seen=repr(address), expected="PATH:NUMBER"
+            )
+        # The environment may have come to another host or outlived its launcher, where the path
+        # is some other file, which must not be written to.
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            found = Path(f"/proc/self/fd/{descriptor}").readlink().name
+            if not found.startswith(f"memfd:{_NAME}"):
+                raise InvalidSpec("not a board of beats", seen=found, expected=f"memfd:{_NAME}")
+            memory = mmap.mmap(descriptor, 0)
+        finally:
+            os.close(descriptor)
+        if (int(index) + 1) * SLOT_BYTES > len(memory):
+            raise InvalidSpec(
+                "no such beat slot",
+                seen=index,
+                expected=f"below {len(memory) // SLOT_BYTES}",
+            )
+        return cls(memory, int(index))
+
+    # --- the worker ---
+
+    def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
+        """From now on the launcher beats for this process as the member of the token.
+
+        Not, though, while no thread of it has said `runs` for `patience_s`: it hangs for good.
+        """
+        self._put(_BEATEN, 0)
+        self._put(_ENDING, Ending.UNKNOWN)
+        self.runs()
+        claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
+        if _CLAIM + len(claim) > _ENDING:
+            return  # no name that a coordinator admits is so long: this member beats by itself
+        # The launcher may read in between: the checksum tells it.
+        self._memory[self._start + _CLAIM : self._start + _CLAIM + len(claim)] = claim
+        self._put_head(_HEAD_FORM.pack(len(claim), zlib.crc32(claim)))
+
+    def withdraw(self) -> None:
+        """No beats any more: the membership is over."""
+        self.lifeline.let_go()
+        self.unclaim()
+
+    def unclaim(self) -> None:
+        """No beats any more; the lifeline still tells of the end of the process."""
+        self._put_head(_HEAD_FORM.pack(0, 0))
+
+    def end(self, ending: Ending) -> None:
+        """The membership ended like this. What says more than that it was fenced stands."""
+        if ending is not Ending.UNKNOWN and self.ending in (Ending.UNKNOWN, Ending.FENCED):
+            self._put(_ENDING, ending)
+
+    def runs(self) -> None:
+        """A thread of this process runs, and so can the others."""
+        self._put(_RAN, time.monotonic_ns())
+
+    def progress(self, step: int) -> None:
+        """Steps committed so far, for the next beat."""
+        self._put(_STEP, step)
+
+    def does(self, doing: Doing) -> None:
+        """What its trainer does now, for the next beat."""
+        self._put(_MOVED, doing.moved)
+        self._put(_DOING, _WAITS if doing.waits else doing.own_code_since_ns)
+
+    def beaten(self, within_s: float) -> bool:
+        """Whether the launcher's beats were accepted so lately that others are not needed."""
+        return time.monotonic_ns() - self._get(_BEATEN) < within_s * 1e9
+
+    # --- the launcher ---
+
+    def claimed(self, pid: int) -> Claim | None:
+        """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
+        start = self._start
+        length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
+        claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
+        if length <= _CLAIM_FORM.size or zlib.crc32(claim) != checksum:
+            return None
+        claimant, heartbeat_s, patience_s = _CLAIM_FORM.unpack_from(claim)
+        if claimant != pid:
+            return None  # a child of the worker's, whose life the launcher does not see
+        if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9:
+            return None
+        try:
+            token = Token.FromString(claim[_CLAIM_FORM.size :])
+        except DecodeError:
+            return None
+        doing = self._get(_DOING)
+        return Claim(
+            pid=pid,
+            heartbeat_s=heartbeat_s,
+            token=token,
+            step=self._get(_STEP),
+            doing=Doing(
+                moved=self._get(_MOVED),
+                waits=doing == _WAITS,
+                own_code_since_ns=doing if doing > _WAITS else 0,
+            ),
+        )
+
+    def accepted(self, claim: Claim) -> None:
+        """A coordinator took the beat for what is claimed here still."""
+        now = self.claimed(claim.pid)
+        if now is not None and now.token.incarnation == claim.token.incarnation:
+            self._put(_BEATEN, time.monotonic_ns())
+
+    def refused(self, claim: Claim, error: ShoalError) -> None:
+        """A coordinator refused the beat for what is claimed here still."""
+        now = self.claimed(claim.pid)
+        if now is not None and now.token.incarnation == claim.token.incarnation:
+            self.end(Ending.of(error))
+
+    @property
+    def ending(self) -> Ending:
+        """How the membership of the slot's newest process ended."""
+        return Ending(self._get(_ENDING))
+
+    def clear(self) -> None:
+        """For the next process of the slot, once that before it is gone."""
+        self._memory[self._start : self._start + _LIFELINE] = bytes(_LIFELINE)
+        self.lifeline.prepare()
+
+    def _put_head(self, head: bytes) -> None:
+        self._memory[self._start + _HEAD : self._start + _MOVED] = head
+
+    def _put(self, offset: int, value: int) -> None:
+        _WORD.pack_into(self._memory, self._start + offset, value)
+
+    def _get(self, offset: int) -> int:
+        value: int = _WORD.unpack_from(self._memory, self._start + offset)[0]
+        return value
+
+
+class BeatBoard:
+    """The slots of one launcher's workers, in memory that goes with the launcher."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, num_slots * SLOT_BYTES)
+        self._memory = mmap.mmap(self._descriptor, 0)
+        self.slots = [BeatSlot(self._memory, index) for index in range(num_slots)]
+        for slot in self.slots:
+            slot.clear()
+
+    def __enter__(self) -> "BeatBoard":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._memory.close()
+        os.close(self._descriptor)
+
+    def address(self, index: int) -> str:
+        """Where a process of the same user opens the slot, while the launcher lives."""
+        # Not an inherited descriptor: a worker that is a child of the script finds this one too.
+        return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
+
+
+def beat_of(token: Token, step: int, doing: Doing) -> pb.Beat:
+    """One member's heartbeat, as of now."""
+    return pb.Beat(
+        token=token, step=step, moved=doing.moved, waits=doing.waits, own_code_s=doing.own_code_s
+    )
+
+
+__all__ = ["BeatBoard", "BeatSlot", "Claim", "Doing", "Ending", "beat_of"]

@@ -1,0 +1,395 @@
+"""A job's parameters on its parameter servers: create, pull and push, from an ordinary thread.
+
+Values and gradients are the caller's own buffers, one a parameter; which server holds which part
+of which, and what happens when a server is away for a while, is dealt with here.
+"""
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.parameters.calls import ParameterCalls, transport_of
+from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.receiver import Receiver
+from shoal_client.parameters.servers import Attempt, ShardServers, worst_of
+from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
+from shoal_client.shards.layouts import without_tables
+from shoal_client.shards.parts import Part, Pieces
+from shoal_proto import pieces
+from shoal_proto.errors import (
+    InternalError,
+    RetryError,
+    ShoalError,
+    StalePush,
+    StateLost,
+)
+from shoal_proto.status import from_detail
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import (
+    Acknowledgement,
+    CreateHeader,
+    OptimizerSpec,
+    PullItem,
+    PullRequest,
+    PushHeader,
+    PushItem,
+)
+from shoal_proto.v1.shards_pb2 import (
+    GetMapRequest,
+    ParameterSpec,
+    PlaceRequest,
+    Shard,
+    ShardMap,
+)
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+from shoal_proto.v1.tables_pb2 import TableSpec
+
+log = structlog.get_logger(__name__)
+
+PULL_WAIT_S = 10.0
+"""How long one call waits at a server for shards that are not there yet."""
+MAP_TIMEOUT_S = 2.0
+"""A call under way spends no more on asking for a newer map: the coordinator may be away."""
+
+
+@dataclass(kw_only=True)
+class PushResult:
+    """What became of one push. Every shard's part was applied exactly once, but for `stale`."""
+
+    sequence: int
+    versions: dict[int, int] = field(default_factory=dict)
+    """Per shard: its version right after this push."""
+    staleness: dict[int, int] = field(default_factory=dict)
+    """Per shard: how many updates of others the gradient did not know of."""
+    retries: int = 0
+    """Attempts beyond the first."""
+    duplicates: int = 0
+    """Shards that answered a retry of what they had applied before."""
+    stale: dict[int, StalePush] = field(default_factory=dict)
+    """Per shard that refused its part as too stale, why: pull, compute the gradient anew, and push
+    it to these only. The others have applied theirs."""
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.staleness.values(), default=0)
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(self.staleness.values()) / max(len(self.staleness), 1)
+
+
+class ParameterClient:
+    """One member's view of its job's parameters. For one thread at a time, but for `close`.
+
+    Every call is bounded by `timeout_s`, retries included; what is retried is what may succeed
+    later, and never applies a gradient twice. Raises RetryError when the time is over, Fenced when
+    the member was declared lost, RefusedError for what is wrong with the request. `transport` says
+    how servers are reached (see `transport_of`).
+    """
+
+    def __init__(
+        self,
+        coordinators: Sequence[str],
+        token: Callable[[], Token],
+        *,
+        timeout_s: float = 60.0,
+        acknowledgement: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
+        transport: str | None = None,
+    ) -> None:
+        self._acknowledgement = acknowledgement
+        self._coordinators = Coordinators(coordinators)
+        self._token = token
+        self._timeout_s = timeout_s
+        way = transport_of(transport)
+        self._servers = ShardServers(
+            lambda address, channel: ParameterCalls(address, channel, token, transport=way),
+            timeout_s,
+            ParameterCalls.close,
+        )
+        self._map: ShardMap | None = None
+        self._blocks: dict[int, ShardBlocks] = {}
+        self._versions: dict[int, int] = {}
+        self._epochs: dict[int, int] = {}
+        self._sequence = 0
+
+    def place(
+        self, parameters: Sequence[ParameterSpec], tables: Sequence[TableSpec] = ()
+    ) -> ShardMap:
+        """The job's shard map, made now if this is the first call for the job.
+
+        `tables` get shards too: for `shoal_client.parameters.tables`, and not in the map given.
+        Raises ProposalConflict or ShapeMismatch, naming the parameters or tables that differ from
+        the job's, and NoServers.
+        """
+        request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
+        return self._adopt(
+            self._coordinators.call(
+                lambda channel: ShardsStub(channel).Place, request, timeout_s=self._timeout_s
+            )
+        )
+
+    def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
+        """The shard map as it is now; waits up to `wait_s` for there to be one."""
+        request = GetMapRequest(token=self._token(), wait_s=wait_s)
+        limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
+        return self._adopt(
+            self._coordinators.call(
+                lambda channel: ShardsStub(channel).GetMap, request, timeout_s=limit_s
+            )
+        )
+
+    def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
+        """Give the shards their first values; how many shards this call created.
+
+        A shard that exists is left as it is, so any member may create at any time.
+        """
+        shard_map = self._known_map()
+        check_buffers(shard_map, values, complete=True, writable=False)
+        created: list[int] = []
+
+        def attempt(
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+        ) -> None:
+            header = CreateHeader(token=self._token(), optimizer=optimizer, shards=shards)
+            parts = [self._part(shard, (values,)) for shard in shards]
+            created.extend(calls.create(header, parts, timeout_s).created)
+            todo.difference_update(shard.shard_id for shard in shards)
+
+        self._until_done(attempt)
+        return len(created)
+
+    def _part(self, shard: Shard, behind_each_other: Sequence[Buffers]) -> Part:
+        """A shard's bytes from each of these buffers: those of the second, if there is one, as if
+        the shard went on there."""
+        blocks = self._blocks[shard.shard_id]
+
+        def pieces_of(piece_bytes: int) -> Pieces:
+            for i, buffers in enumerate(behind_each_other):
+                for offset_bytes, memory in blocks.gather(buffers, piece_bytes):
+                    yield i * blocks.num_bytes + offset_bytes, memory
+
+        num_bytes = max(len(behind_each_other), 1) * blocks.num_bytes
+        return Part(shard.shard_id, num_bytes, pieces_of)
+
+    def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
+        """Write the newest values into the buffers.
+
+        Waits up to `wait_s` (None: `timeout_s`) for shards that are not created yet, then raises
+        ShardNotReady. Each shard is as of one version. If the call fails, some buffers may be
+        new, others not.
+        """
+        ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
+        check_buffers(self._known_map(), into, complete=True, writable=True)
+
+        def attempt(
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+        ) -> None:
+            items = [PullItem(shard_id=s.shard_id, epoch=s.epoch) for s in shards]
+            left_s = max(ready_by_s - time.monotonic(), 0.0)
+            request = PullRequest(
+                token=self._token(), shards=items, wait_s=min(left_s, PULL_WAIT_S, timeout_s / 2)
+            )
+            receiver = Receiver(self._blocks, into, self._versions, todo)
+            parts = [self._part(shard, ()) for shard in shards]
+            for reply in calls.pull(request, parts, timeout_s):
+                receiver.take(reply)
+            self._epochs.update((s.shard_id, s.epoch) for s in shards)
+
+        self._until_done(attempt, ready_by_s)
+
+    def joint_step(self, rows_in: Collection[int]) -> JointStep:
+        """The step of the next push here, to every shard, and of a push of rows to these shards:
+        for both to be told of. See `TableClient.shard_ids`."""
+        self._sequence += 1
+        own = (shard.shard_id for shard in self._known_map().shards)
+        return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))
+
+    def push(
+        self,
+        gradients: Buffers,
+        *,
+        lr: Sequence[float] = (),
+        into: Buffers | None = None,
+        bases: Buffers | None = None,
+        only: Collection[int] | None = None,
+        step: JointStep | None = None,
+    ) -> PushResult:
+        """Apply gradients, each exactly once, and write the values of right after into `into`.
+
+        A parameter without a gradient is left alone by the optimizer. `lr` has one learning rate
+        a parameter group; empty: as created. `bases` are the values that the gradients were
+        computed on, for servers that compensate for delay: not the memory of `into`. With `only`,
+        nothing goes to, or comes from, any other shard. `step`: what `joint_step` gave for this
+        push and one of rows, which may be on its way at the same time. Raises NonFiniteGradient
+        with the parameter's name; then the parts that lie in other shards may have been applied.
+        """
+        shard_map = self._known_map()
+        check_buffers(shard_map, gradients, complete=False, writable=False)
+        if into is not None:
+            check_buffers(shard_map, into, complete=True, writable=True)
+        if bases is not None:
+            check_buffers(shard_map, bases, complete=True, writable=False)
+            bases = {name: bases[name] for name in gradients}
+        if step is None:
+            self._sequence += 1
+        push = _Push(
+            result=PushResult(sequence=self._sequence if step is None else step.sequence),
+            gradients=gradients,
+            bases=bases or {},
+            lr=lr,
+            into=into,
+            all_shard_ids=sorted(only or ()) if step is None else step.shard_ids,
+            base_versions=dict(self._versions),
+            base_epochs=dict(self._epochs),
+        )
+
+        def attempt(
+            calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
+        ) -> None:
+            self._push_once(calls, shards, timeout_s, todo, push)
+
+        push.result.retries = self._until_done(attempt, shard_ids=only)
+        return push.result
+
+    def _push_once(
+        self,
+        calls: ParameterCalls,
+        shards: Sequence[Shard],
+        timeout_s: float,
+        todo: set[int],
+        push: "_Push",
+    ) -> None:
+        receiver = Receiver(self._blocks, push.into or {}, self._versions, todo)
+        errors: list[ShoalError] = []
+        epochs = {shard.shard_id: shard.epoch for shard in shards}
+        given = (push.gradients, push.bases) if push.bases else (push.gradients,)
+        parts = [self._part(shard, given) for shard in shards]
+        for reply in calls.push(self._push_header(push, shards), parts, timeout_s):
+            if isinstance(reply, pieces.OnlyPiece) or not reply.HasField("outcome"):
+                receiver.take(reply)
+                continue
+            outcome = reply.outcome
+            if outcome.HasField("error"):
+                error = from_detail(outcome.error)
+                if isinstance(error, StalePush):
+                    push.result.stale[outcome.shard_id] = error
+                    todo.discard(outcome.shard_id)
+                else:
+                    errors.append(error)
+                continue
+            push.result.versions[outcome.shard_id] = outcome.version
+            push.result.staleness[outcome.shard_id] = outcome.staleness
+            push.result.duplicates += outcome.duplicate
+            if push.into is None:
+                todo.discard(outcome.shard_id)
+            else:
+                self._epochs[outcome.shard_id] = epochs[outcome.shard_id]
+        if errors:
+            raise worst_of(errors)
+
+    def _push_header(self, push: "_Push", shards: Sequence[Shard]) -> PushHeader:
+        items = [
+            PushItem(
+                shard_id=shard.shard_id,
+                epoch=shard.epoch,
+                base_version=push.base_versions.get(shard.shard_id, 0),
+                base_epoch=push.base_epochs.get(shard.shard_id, 0),
+                absent_blocks=self._blocks[shard.shard_id].absent(push.gradients),
+            )
+            for shard in shards
+        ]
+        return PushHeader(
+            token=self._token(),
+            sequence=push.result.sequence,
+            shards=items,
+            lr=push.lr,
+            return_values=push.into is not None,
+            all_shard_ids=push.all_shard_ids,
+            acknowledgement=self._acknowledgement,
+        )
+
+    def _until_done(
+        self,
+        attempt: Attempt[ParameterCalls],
+        ready_by_s: float = math.inf,
+        shard_ids: Collection[int] | None = None,
+    ) -> int:
+        """Run attempts at every server until each shard is done; how many rounds it took beyond
+        the first."""
+        try:
+            return self._servers.run(
+                self._known_map, self._refetch_map, attempt, ready_by_s, shard_ids
+            )
+        except StateLost as lost:
+            raise self._with_version(lost) from None
+
+    def _with_version(self, lost: StateLost) -> StateLost:
+        """The error, with the newest version of the shard that this member has seen."""
+        version = self._versions.get(int(lost.details.get("shard", -1)))
+        told = f"version {version}" if version else "no version of it"
+        return StateLost(
+            lost.what,
+            seen=f"{lost.seen}; this member has seen {told}",
+            expected=lost.expected,
+            fix=lost.fix,
+            details={**lost.details, **({"version": str(version)} if version else {})},
+        )
+
+    def _refetch_map(self) -> None:
+        try:
+            self.fetch_map(timeout_s=MAP_TIMEOUT_S)
+        except RetryError as error:
+            # The map in hand is the best there is; the servers say if it is not good enough.
+            log.info("shard_map_not_fetched", reason=str(error))
+
+    def _known_map(self) -> ShardMap:
+        if self._map is None:
+            raise InternalError(
+                "no shard map was fetched yet", expected="place() or fetch_map() first"
+            )
+        return self._map
+
+    def _adopt(self, received: ShardMap) -> ShardMap:
+        shard_map = without_tables(received)
+        if self._map is None or self._map.schema_digest != shard_map.schema_digest:
+            self._blocks = {shard.shard_id: ShardBlocks(shard) for shard in shard_map.shards}
+        self._map = shard_map
+        return shard_map
+
+    @property
+    def versions(self) -> Mapping[int, int]:
+        """Per shard: the version of the values received last."""
+        return dict(self._versions)
+
+    @property
+    def ways(self) -> Mapping[str, str]:
+        """Per server's address: how pulls and pushes went to it last, by `shared-memory`,
+        `unix-socket`, `tcp` or `grpc`."""
+        return {address: calls.way for address, calls in self._servers.stubs.items()}
+
+    def close(self) -> None:
+        """Close every connection; a call under way on another thread fails."""
+        self._servers.close()
+        self._coordinators.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Push:
+    """One push over all its attempts."""
+
+    result: PushResult
+    gradients: Buffers
+    bases: Buffers
+    lr: Sequence[float]
+    into: Buffers | None
+    all_shard_ids: Sequence[int]
+    """All that the step touches; none: every shard here."""
+    base_versions: Mapping[int, int]
+    base_epochs: Mapping[int, int]
+
+
+__all__ = ["ParameterClient", "PushResult"]

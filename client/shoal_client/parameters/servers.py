@@ -1,0 +1,225 @@
+"""Calls to every server that holds some of a job's shards, until each shard is done."""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
+from typing import Generic, TypeVar
+
+import grpc
+import structlog
+
+from shoal_client.connection.coordinators import CHANNEL_OPTIONS, BackOff, close_channels
+from shoal_proto import routes
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    RetryError,
+    ShardNotReady,
+    ShoalError,
+    Unavailable,
+    WrongEpoch,
+)
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+
+log = structlog.get_logger(__name__)
+
+MAX_SERVERS = 64
+"""Threads that talk to servers at a time; with more servers, some wait for their turn."""
+
+Stub = TypeVar("Stub")
+Attempt = Callable[[Stub, Sequence[Shard], float, set[int]], None]
+"""One call to one server about some of its shards, within so many seconds. Discards from the set
+the ids of shards that are done; raises for the others."""
+
+
+class ShardServers(Generic[Stub]):
+    """Connections to one service of the parameter servers. For one thread at a time, but for
+    `close`."""
+
+    def __init__(
+        self,
+        stub_of: Callable[[str, grpc.Channel], Stub],
+        timeout_s: float,
+        close_stub: Callable[[Stub], None] = lambda stub: None,
+    ) -> None:
+        """`stub_of` makes the stub for a server from its address and a channel to it, once for as
+        long as the channel lives."""
+        self._stub_of = stub_of
+        self._close_stub = close_stub
+        self._timeout_s = timeout_s
+        self._closed = threading.Event()
+        self._lock = threading.Lock()
+        self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
+        self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
+
+    def run(
+        self,
+        shard_map: Callable[[], ShardMap],
+        refetch: Callable[[], None],
+        attempt: Attempt[Stub],
+        ready_by_s: float,
+        shard_ids: Collection[int] | None = None,
+    ) -> int:
+        """Attempt until all shards of the map, or those of the ids, are done; how many rounds it
+        took beyond the first.
+
+        What may succeed later is attempted again until `timeout_s` has passed, by a newer map
+        where the old one may be at fault. Shards without values are waited for until `ready_by_s`
+        of the monotonic clock. A refusal that says where a shard is led now is followed at once:
+        the map then names that server, too. Raises the error that ended it.
+        """
+        give_up_s = time.monotonic() + self._timeout_s
+        back_off = BackOff()
+        todo = {shard.shard_id for shard in shard_map().shards}
+        if shard_ids is not None:
+            todo.intersection_update(shard_ids)
+            if not todo:
+                return 0
+        retries = 0
+        reason: ShoalError | None = None
+        while True:
+            held = [shard for shard in shard_map().shards if shard.shard_id in todo]
+            errors = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
+            # A connection that broke behind the last shard did no harm.
+            if not todo and all(isinstance(error, RetryError) for error in errors):
+                return retries
+            worst = worst_of(errors) if errors else _incomplete(todo)
+            if _redirected(held, errors) and time.monotonic() < give_up_s:
+                retries += 1
+                continue
+            pause_s = back_off.pause_s()
+            next_s = time.monotonic() + pause_s
+            out_of_time = next_s >= give_up_s or (
+                isinstance(worst, ShardNotReady) and next_s >= ready_by_s
+            )
+            if not isinstance(worst, DeadlineExceeded):
+                reason = worst
+            if not isinstance(worst, RetryError) or out_of_time or self._closed.is_set():
+                # That the time of the last attempt was too short explains nothing.
+                raise reason or worst
+            retries += 1
+            log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
+            self._closed.wait(pause_s)
+            if any(isinstance(error, WrongEpoch | Unavailable) for error in errors):
+                refetch()
+                self._keep_only({shard.address for shard in shard_map().shards})
+
+    def _at_each(
+        self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
+    ) -> list[ShoalError]:
+        *others, last = _by_address(shards).items()
+
+        def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
+            try:
+                attempt(self._stub(address), held, max(timeout_s, 0.01), todo)
+            except grpc.RpcError as rpc_error:
+                return from_rpc_error(rpc_error, address)
+            except ShoalError as error:
+                return error
+            except ValueError:
+                # What gRPC raises for a channel that was closed under it.
+                if not self._closed.is_set():
+                    raise
+                return _over()
+            return None
+
+        # The caller's own thread takes one server: with a single one there is no hop.
+        try:
+            futures = [self._pool.submit(run, address, held) for address, held in others]
+        except RuntimeError:
+            # What the pool raises once `close` has shut it down.
+            if not self._closed.is_set():
+                raise
+            return [_over()]
+        results = [run(*last), *(future.result() for future in futures)]
+        return [error for error in results if error is not None]
+
+    def _stub(self, address: str) -> Stub:
+        if not address:
+            raise Unavailable(
+                "the server of a shard is not there",
+                seen="no address for it",
+                expected="a server that comes back, or a backup that takes over",
+            )
+        with self._lock:
+            if self._closed.is_set():
+                raise _over()
+            if address not in self._reached:
+                channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+                self._reached[address] = channel, self._stub_of(address, channel)
+            return self._reached[address][1]
+
+    @property
+    def stubs(self) -> dict[str, Stub]:
+        """By address, of the servers that are connected to."""
+        with self._lock:
+            return {address: stub for address, (_, stub) in self._reached.items()}
+
+    def _keep_only(self, addresses: Collection[str]) -> None:
+        """Close what leads nowhere any more: gRPC would try to connect to it for ever."""
+        with self._lock:
+            gone = [self._reached.pop(a) for a in list(self._reached) if a not in addresses]
+        self._close(gone)
+
+    def close(self) -> None:
+        """Close every connection; calls under way fail."""
+        self._closed.set()
+        with self._lock:
+            gone, self._reached = list(self._reached.values()), {}
+        self._close(gone)
+        self._pool.shutdown(wait=False)
+
+    def _close(self, gone: Sequence[tuple[grpc.Channel, Stub]]) -> None:
+        for _, stub in gone:
+            self._close_stub(stub)
+        close_channels(channel for channel, _ in gone)
+
+
+def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
+    """The error that decides what happens next: one that forbids a retry, if there is one, then one
+    that does not say where to go instead. One that does says all that the errors together do."""
+    worst = min(errors, key=lambda error: (isinstance(error, RetryError), _has_route(error)))
+    return routes.gather(worst, errors)
+
+
+def _has_route(error: ShoalError) -> bool:
+    return isinstance(error, WrongEpoch) and bool(routes.of(error))
+
+
+def _redirected(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
+    """Write into the shards where they are led now, as far as the errors say; whether each of the
+    errors said something new, so that there is nothing to wait for."""
+    by_id = {shard.shard_id: shard for shard in shards}
+    told = [routes.of(error) if isinstance(error, WrongEpoch) else [] for error in errors]
+    news = [
+        [r for r in found if r.shard_id in by_id and r.epoch > by_id[r.shard_id].epoch]
+        for found in told
+    ]
+    for route in sorted(chain.from_iterable(news), key=lambda route: route.epoch):
+        shard = by_id[route.shard_id]
+        shard.epoch, shard.server_id = route.epoch, route.server_id
+        shard.address = route.address
+    return bool(news) and all(news)
+
+
+def _by_address(shards: Sequence[Shard]) -> dict[str, list[Shard]]:
+    """The shards of each server."""
+    grouped: dict[str, list[Shard]] = {}
+    for shard in shards:
+        grouped.setdefault(shard.address, []).append(shard)
+    return grouped
+
+
+def _incomplete(todo: set[int]) -> ShoalError:
+    return Unavailable(
+        "a server ended its answer early", seen=f"nothing of {len(todo)} shards", expected="all"
+    )
+
+
+def _over() -> ShoalError:
+    return Unavailable("the connection to the parameter servers was closed")
+
+
+__all__ = ["Attempt", "ShardServers", "worst_of"]

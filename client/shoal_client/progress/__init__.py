@@ -1,0 +1,1 @@
+"""A member's progress in its job: the samples it has leased, and its clock."""

@@ -1,0 +1,167 @@
+"""A member's clock: how far it is in a job that bounds how far its members may drift apart."""
+
+import math
+import time
+from collections.abc import Callable
+
+import structlog
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_proto.errors import DeadlineExceeded, RetryError
+from shoal_proto.v1 import clocks_pb2 as pb
+from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
+from shoal_proto.v1.identity_pb2 import Token
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 5.0
+"""One call waits no longer, so that one that was lost on the way is repeated soon."""
+TELL_WITHIN_S = 0.25
+TELL_AGAIN_S = 0.5
+REST_WITHIN_S = 2.0
+ANSWER_WITHIN_S = 5.0
+REST_AGAIN_S = 1.0
+
+
+class Clock:
+    """One member's clock, kept at the coordinator. For one thread; the last call is `rest`.
+
+    A step of a round begins with `begin` and ends with `finished`. Between them the others may be
+    at most `bound` rounds ahead or behind.
+    """
+
+    def __init__(
+        self,
+        coordinators: Coordinators,
+        token: Callable[[], Token],
+        *,
+        bound: int,
+        wait_s: float = 60.0,
+    ) -> None:
+        """`wait_s`: how long a wait for others may take while a coordinator is there, which takes
+        out whoever holds the others up for too long."""
+        self._coordinators = coordinators
+        self._token = token
+        self._bound = bound
+        self._wait_s = wait_s
+        self._round = 0
+        self._slowest = 0
+        self._enters = True
+        self._rested_s = self._silent_until_s = -math.inf
+
+    @property
+    def round(self) -> int:
+        """The round of the next step, or of the step under way."""
+        return self._round
+
+    @property
+    def slowest(self) -> int:
+        """The lowest clock of all members, as of the last answer; it is never lower than that."""
+        return self._slowest
+
+    def begin(self) -> bool:
+        """Return once a step of this member may begin; whether newer values must be pulled first.
+
+        The values in hand will do where all that they must hold was known to be applied before
+        they were received. While no coordinator is there it waits for one. Raises DeadlineExceeded,
+        which says for whom it waited, and Fenced.
+        """
+        known = self._slowest
+        if self._enters or known < self._round - self._bound:
+            self._wait(pulled=False)
+            return True
+        self._tell()
+        # The coordinator may have moved this member on into a newer round.
+        return known < self._round - self._bound
+
+    def await_pulled(self) -> None:
+        """Return once every member has the values of this round. Raises as `begin`."""
+        self._wait(pulled=True)
+
+    def finished(self) -> None:
+        """The push of the round's step is acknowledged: the next step is of the next round."""
+        self._round += 1
+
+    def rest(self) -> None:
+        """This member takes no steps for now, and nobody waits for it. Free to call often.
+
+        A coordinator that is away finds out by itself that nobody is to be waited for.
+        """
+        now_s = time.monotonic()
+        if self._enters and now_s - self._rested_s < REST_AGAIN_S:
+            return
+        self._enters, self._rested_s = True, now_s
+        request = pb.RestRequest(token=self._token(), clock=self._round)
+        try:
+            self._coordinators.call(
+                lambda channel: ClocksStub(channel).Rest, request, timeout_s=REST_WITHIN_S
+            )
+        except RetryError as error:
+            log.info("clock_not_told", reason=str(error))
+
+    def _tell(self) -> None:
+        """Let the others know how far this member is: it may begin whatever they say."""
+        if time.monotonic() < self._silent_until_s:
+            return
+        try:
+            reply = self._call(0.0, TELL_WITHIN_S, begins=True)
+            self._slowest = max(self._slowest, reply.slowest)
+            if reply.clock > self._round:
+                # The others are further. In which round it is counts from when it has said so.
+                self._round = reply.clock
+                self._call(0.0, TELL_WITHIN_S, begins=True)
+        except RetryError as error:
+            # Training goes on while no coordinator is there; a later step tells again.
+            self._silent_until_s = time.monotonic() + TELL_AGAIN_S
+            log.info("clock_not_told", reason=str(error))
+
+    def _wait(self, *, pulled: bool) -> None:
+        waited_s, reason = 0.0, "nobody"
+        while waited_s < self._wait_s:
+            reply, took_s = self._ask(min(POLL_S, self._wait_s - waited_s), pulled=pulled)
+            self._adopt(reply)
+            if reply.allowed:
+                return
+            waited_s, reason = waited_s + took_s, reply.reason
+        raise DeadlineExceeded(
+            f"this member may not begin its step in round {self._round}",
+            seen=f"a wait of {self._wait_s:g} s for {reason}",
+            expected=f"everybody to be at most {self._bound} rounds behind",
+            fix="See `shoal status` for who is slow, or raise the bound.",
+        )
+
+    def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:
+        """The answer, and how long the attempt that brought it took: an outage is no wait."""
+
+        def ask() -> tuple[pb.AdvanceReply, float]:
+            asked_s = time.monotonic()
+            reply = self._call(wait_s, wait_s + ANSWER_WITHIN_S, pulled=pulled)
+            return reply, time.monotonic() - asked_s
+
+        return self._coordinators.persist(ask, waits_for="the others' clocks")
+
+    def _call(
+        self, wait_s: float, timeout_s: float, *, pulled: bool = False, begins: bool = False
+    ) -> pb.AdvanceReply:
+        request = pb.AdvanceRequest(
+            token=self._token(),
+            clock=self._round,
+            enters=self._enters,
+            bound=self._bound,
+            pulled=pulled,
+            begins=begins,
+            wait_s=wait_s,
+        )
+        return self._coordinators.call(
+            lambda channel: ClocksStub(channel).Advance, request, timeout_s=timeout_s
+        )
+
+    def _adopt(self, reply: pb.AdvanceReply) -> None:
+        if self._enters:
+            if reply.allowed:  # else it is not known yet where it begins
+                self._enters, self._round, self._slowest = False, reply.clock, reply.slowest
+            return
+        self._round, self._slowest = reply.clock, max(self._slowest, reply.slowest)
+
+
+__all__ = ["Clock"]

@@ -1,0 +1,179 @@
+"""Pulls and pushes by shared memory, by sockets and by gRPC: the same bits, and the same care."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+
+import numpy as np
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.bulk import arena as client_arena
+from shoal_client.parameters.dense import ParameterClient
+from shoal_proto.errors import (
+    InvalidSpec,
+)
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+
+DTYPES = {"weight": "float32", "bias": "float32", "wide": "float64", "half": "float16"}
+SIZES = {"weight": 900_001, "bias": 70, "wide": 5_003, "half": 7_001}
+SCHEMA = [ParameterSpec(name=n, shape=[SIZES[n]], dtype=DTYPES[n]) for n in SIZES]
+MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1, momentum=0.9)])
+WAYS = {"auto": "shared-memory", "tcp": "tcp", "grpc": "grpc"}
+
+
+@pytest.fixture
+def servers() -> Iterator[ParameterServers]:
+    with ParameterServers(2) as servers:
+        yield servers
+
+
+def drawn(seed: int) -> dict[str, memoryview]:
+    rng = np.random.default_rng(seed)
+    return {n: memoryview(rng.standard_normal(SIZES[n]).astype(DTYPES[n])).cast("B") for n in SIZES}
+
+
+def zeros() -> dict[str, memoryview]:
+    return {n: memoryview(np.zeros(SIZES[n], dtype=DTYPES[n])).cast("B") for n in SIZES}
+
+
+def connect(
+    servers: ParameterServers, transport: str, *, job: str = "job", member: str = "w0"
+) -> ParameterClient:
+    token = servers.admit(member, job=job)
+    return ParameterClient(
+        [servers.coordinator], lambda: token, timeout_s=20.0, transport=transport
+    )
+
+
+def trained(
+    servers: ParameterServers, transport: str, optimizer: OptimizerSpec = MOMENTUM
+) -> Mapping[str, bytes]:
+    """The parameters after some pushes, of which one has not every gradient."""
+    with closing(connect(servers, transport, job=f"job-{transport}")) as client:
+        client.place(SCHEMA)
+        client.create(optimizer, drawn(0))
+        values = zeros()
+        client.pull(values)
+        for seed in range(1, 5):
+            gradients = drawn(seed)
+            if seed == 2:
+                del gradients["bias"], gradients["half"]
+            bases = None
+            if optimizer.HasField("staleness"):
+                bases = {name: memoryview(bytes(value)) for name, value in values.items()}
+            result = client.push(gradients, into=values if seed != 3 else None, bases=bases)
+            assert set(result.versions.values()) == {seed + 1}
+            assert result.retries == 0
+            if seed == 3:
+                client.pull(values)
+        assert set(client.ways.values()) == {WAYS[transport]}
+        assert len(client.ways) == 2
+        return {name: bytes(value) for name, value in values.items()}
+
+
+def test_every_way_gives_the_same_bits(servers: ParameterServers) -> None:
+    by_grpc = trained(servers, "grpc")
+    assert trained(servers, "auto") == by_grpc
+    assert trained(servers, "tcp") == by_grpc
+
+
+def test_values_that_a_gradient_was_computed_on_follow_it(servers: ParameterServers) -> None:
+    """Twice as many bytes go to a server as come back."""
+    policy = StalenessPolicy(kind="compensate", strength=0.5)
+    optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.1)], staleness=policy)
+    by_grpc = trained(servers, "grpc", optimizer)
+    assert trained(servers, "auto", optimizer) == by_grpc
+    assert trained(servers, "tcp", optimizer) == by_grpc
+
+
+def test_two_workers_by_different_ways(servers: ParameterServers) -> None:
+    """What one pushes the other sees, whichever way either takes."""
+    with (
+        closing(connect(servers, "auto")) as near,
+        closing(connect(servers, "tcp", member="w1")) as far,
+    ):
+        near.place(SCHEMA)
+        near.create(MOMENTUM, zeros())
+        far.fetch_map()
+        far.pull(zeros())
+        ones = {n: memoryview(np.ones(SIZES[n], dtype=DTYPES[n])).cast("B") for n in SIZES}
+        near.push(ones)
+        seen, again = zeros(), zeros()
+        far.push(ones, into=seen)
+        near.pull(again)
+        assert seen == again
+        assert np.frombuffer(seen["wide"])[0] == pytest.approx(-0.1 - 0.19)
+
+
+def test_shards_too_large_for_shared_memory_go_through_the_socket(
+    servers: ParameterServers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_arena, "MAX_ARENA_BYTES", 8192)
+    with closing(connect(servers, "auto")) as client:
+        client.place(SCHEMA)
+        client.create(MOMENTUM, drawn(0))
+        values = zeros()
+        client.pull(values)
+        assert values == drawn(0)
+        assert set(client.ways.values()) == {"unix-socket"}
+
+
+def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterServers) -> None:
+    with closing(connect(servers, "auto")) as client:
+        shard_map = client.place(SCHEMA)
+        client.create(MOMENTUM, drawn(0))
+        values = zeros()
+        client.pull(values)
+        sizes = {s.shard_id: sum(b.num_elements for b in s.blocks) for s in shard_map.shards}
+        smallest, largest = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+        with closing(connect(servers, "auto", member="w1")) as other:
+            other.fetch_map()
+            ones = {n: memoryview(np.ones(SIZES[n], dtype=DTYPES[n])).cast("B") for n in SIZES}
+            assert other.push(ones, only=[smallest]).versions == {smallest: 2}
+            assert other.push(ones, only=[largest]).versions == {largest: 2}
+            assert set(other.ways.values()) == {"shared-memory"}
+            seen = zeros()
+            other.pull(seen)
+            client.pull(values)
+            assert seen == values
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
+def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> None:
+    """They are refused before the client has come to send them: no place is kept for those."""
+    with ParameterServers(1) as servers, closing(connect(servers, transport)) as client:
+        num_elements = 3 * client_arena.NUM_PLACES * 2**18
+        schema = [ParameterSpec(name="w", shape=[num_elements], dtype="float32")]
+        shard_map = client.place(schema)
+        assert len(shard_map.shards) > 2 * client_arena.NUM_PLACES
+        values = memoryview(bytearray(4 * num_elements))
+        client.create(MOMENTUM, {"w": values})
+        client.pull({"w": values})
+        for shard in shard_map.shards:
+            shard.epoch += 7
+        started_s = time.monotonic()
+        result = client.push({"w": memoryview(bytes(4 * num_elements))}, into={"w": values})
+        assert result.retries == 1
+        assert set(result.versions.values()) == {2}
+        assert time.monotonic() - started_s < 10.0
+
+
+def test_a_server_without_memory_to_share_takes_the_socket() -> None:
+    """More than the parameters need is not there."""
+    with (
+        ParameterServers(1, memory_limit_bytes=9_000_000) as servers,
+        closing(connect(servers, "auto")) as client,
+    ):
+        client.place(SCHEMA)
+        client.create(MOMENTUM, drawn(0))
+        values = zeros()
+        client.pull(values)
+        assert values == drawn(0)
+        assert set(client.ways.values()) == {"unix-socket"}
+
+
+def test_an_unknown_transport_is_refused(servers: ParameterServers) -> None:
+    with pytest.raises(InvalidSpec, match="carrier-pigeon"):
+        connect(servers, "carrier-pigeon")

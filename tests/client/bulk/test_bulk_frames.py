@@ -1,0 +1,256 @@
+"""What a server does with the frames of a client, and a client with a server that is not well."""
+
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import grpc
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.bulk import connection as client_connection
+from shoal_client.bulk.connection import Connection
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.piece_stub import PieceStub
+from shoal_proto import bulk
+from shoal_proto.bulk import HEADER_BYTES, Frame, FrameReader, Kind
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import ChecksumMismatch, DeadlineExceeded, MalformedMessage, Unavailable
+from shoal_proto.status import from_detail
+from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import (
+    OpenBulkRequest,
+    PullItem,
+    PullRequest,
+    PushHeader,
+    PushItem,
+    PushReply,
+    PushRequest,
+)
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+
+
+class RawConnection:
+    """A connection of the bulk transport, frame by frame."""
+
+    def __init__(
+        self, servers: ParameterServers, token: Token, *, key: bytes | None = None
+    ) -> None:
+        with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
+            offer = PieceStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
+        self._reader = FrameReader()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(20.0)
+        self.socket.connect(f"\0{offer.local_name}")
+        self.key = offer.key if key is None else key
+        self.socket.sendall(bulk.message(Kind.HELLO, self.key))
+
+    def send(self, *parts: bytes) -> None:
+        self.socket.sendall(b"".join(parts))
+
+    def next(self) -> Frame | None:
+        """The next frame but beats; None once the server has hung up."""
+        while True:
+            frame = self._reader.next()
+            if frame is not None and frame.kind is not Kind.BEAT:
+                return frame
+            if frame is None:
+                count = self.socket.recv_into(self._reader.space())
+                if not count:
+                    return None
+                self._reader.received(count)
+
+    def error(self) -> Exception:
+        frame = self.next()
+        assert frame is not None
+        assert frame.kind is Kind.ERROR
+        return from_detail(ErrorDetail.FromString(bytes(frame.body)))
+
+
+@pytest.fixture
+def small() -> Iterator[tuple[ParameterServers, ParameterClient, Token]]:
+    """A server with one shard of 100 numbers, all zero."""
+    with ParameterServers(1) as servers:
+        token = servers.admit("w0")
+        with closing(ParameterClient([servers.coordinator], lambda: token)) as client:
+            client.place([ParameterSpec(name="w", shape=[100], dtype="float32")])
+            sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+            client.create(sgd, {"w": memoryview(bytes(400))})
+            yield servers, client, token
+
+
+def opened(small: tuple[ParameterServers, ParameterClient, Token]) -> RawConnection:
+    raw = RawConnection(small[0], small[2])
+    answer = raw.next()
+    assert answer is not None
+    assert answer.kind is Kind.HELLO
+    return raw
+
+
+def opening(token: Token, sequence: int = 1) -> bytes:
+    header = PushHeader(
+        token=token,
+        sequence=sequence,
+        shards=[PushItem(shard_id=0, epoch=1, base_version=1)],
+        all_shard_ids=[0],
+    )
+    return bulk.message(Kind.PUSH, PushRequest(header=header).SerializeToString())
+
+
+def piece(checksum: int | None = None) -> bytes:
+    body = struct.pack("<100f", *[-1.0] * 100)
+    checksum = crc32(body) if checksum is None else checksum
+    return bulk.header(Kind.PIECE, num_bytes=400, checksum=checksum) + body
+
+
+def value_of(client: ParameterClient) -> float:
+    values = memoryview(bytearray(400))
+    client.pull({"w": values})
+    (first,) = set(values.cast("f"))
+    assert isinstance(first, float)
+    return first
+
+
+Small = tuple[ParameterServers, ParameterClient, Token]
+
+
+def test_a_push_frame_by_frame(small: Small) -> None:
+    """The one way in which it is done right: what the next tests do wrong is refused for that."""
+    raw = opened(small)
+    raw.send(opening(small[2]), piece(), bulk.header(Kind.END))
+    reply, end = raw.next(), raw.next()
+    assert reply is not None
+    assert PushReply.FromString(bytes(reply.body)).outcome.version == 2
+    assert end is not None
+    assert end.kind is Kind.END
+    assert value_of(small[1]) == 1.0
+
+
+@pytest.mark.parametrize("is_spent", [False, True])
+def test_only_a_key_that_was_given_opens_a_connection_and_only_once(
+    small: Small, *, is_spent: bool
+) -> None:
+    key = opened(small).key if is_spent else bytes(32)
+    raw = RawConnection(small[0], small[2], key=key)
+    assert raw.next() is None
+
+
+def test_who_is_no_member_gets_no_key(small: Small) -> None:
+    stranger = Token(job="job", generation=1, member_id="w9", incarnation="none")
+    with pytest.raises(grpc.RpcError, match="w9"):
+        RawConnection(small[0], stranger)
+
+
+def test_a_gradient_that_changed_on_the_way_is_refused(small: Small) -> None:
+    raw = opened(small)
+    raw.send(opening(small[2]), piece(checksum=7), bulk.header(Kind.END))
+    reply = raw.next()
+    assert reply is not None
+    outcome = PushReply.FromString(bytes(reply.body)).outcome
+    assert isinstance(from_detail(outcome.error), ChecksumMismatch)
+    assert value_of(small[1]) == 0.0
+
+
+@pytest.mark.parametrize("cut_bytes", [1, 200, HEADER_BYTES + 399])
+def test_a_push_that_is_cut_off_changes_nothing(small: Small, cut_bytes: int) -> None:
+    raw = opened(small)
+    raw.send(opening(small[2]), piece()[:cut_bytes])
+    raw.socket.shutdown(socket.SHUT_WR)
+    frame = raw.next()
+    while frame is not None:
+        assert frame.kind is not Kind.MESSAGE
+        frame = raw.next()
+    assert value_of(small[1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (bulk.header(Kind.PLACED, num_bytes=400), "shared memory"),
+        (bulk.header(Kind.BEAT), "does not belong"),
+    ],
+)
+def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, words: str) -> None:
+    raw = opened(small)
+    raw.send(opening(small[2]), frame)
+    error = raw.error()
+    assert isinstance(error, MalformedMessage)
+    assert words in str(error)
+    assert raw.next() is None
+    assert value_of(small[1]) == 0.0
+
+
+def test_a_member_may_not_pass_for_a_server(small: Small) -> None:
+    raw = opened(small)
+    raw.send(bulk.header(Kind.FOLLOW))
+    assert isinstance(raw.error(), MalformedMessage)
+
+
+def test_a_push_that_does_not_parse_is_refused(small: Small) -> None:
+    raw = opened(small)
+    raw.send(bulk.message(Kind.PUSH, b"\xff\xff"))
+    assert "does not parse" in str(raw.error())
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Connection, socket.socket]]:
+    """A client's connection, and the other end of it."""
+    near, far = socket.socketpair()
+    with far, closing(Connection(near, "server", None)) as connection:
+        yield connection, far
+
+
+Ends = tuple[Connection, socket.socket]
+PULL = PullRequest(shards=[PullItem(shard_id=0, epoch=1)])
+
+
+def test_a_server_that_says_nothing_is_given_up(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that is stopped, or whose machine has lost its network: nothing breaks the socket."""
+    monkeypatch.setattr(client_connection, "SILENCE_S", 0.2)
+    started_s = time.monotonic()
+    with pytest.raises(Unavailable, match="nothing for"):
+        list(ends[0].pull(PULL, [], 60.0))
+    assert time.monotonic() - started_s < 10.0
+    assert not ends[0].is_usable
+
+
+def test_a_server_that_is_slow_but_there_is_waited_for(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until the time of the call is over."""
+    monkeypatch.setattr(client_connection, "SILENCE_S", 0.3)
+    answers = ends[0].pull(PULL, [], 1.0)
+    ends[1].sendall(bulk.header(Kind.BEAT))
+    monkeypatch.setattr(client_connection, "SILENCE_S", 30.0)
+    with pytest.raises(DeadlineExceeded):
+        list(answers)
+
+
+def test_a_server_that_hangs_up_is_told_from_one_that_is_done(ends: Ends) -> None:
+    ends[1].close()
+    with pytest.raises(Unavailable, match="server"):
+        list(ends[0].pull(PULL, [], 60.0))
+
+
+def test_a_call_that_its_caller_leaves_ends_the_connection(ends: Ends) -> None:
+    """What is still on its way must not be taken for the answer to the next call."""
+    version = bulk.message(Kind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08")
+    ends[1].sendall(version)
+    answers = ends[0].pull(PULL, [], 60.0)
+    assert next(answers) is not None
+    answers.close()  # type: ignore[attr-defined]
+    assert not ends[0].is_usable
+
+
+def test_close_ends_a_call_under_way(ends: Ends) -> None:
+    answers = ends[0].pull(PULL, [], 60.0)
+    ends[1].sendall(bulk.message(Kind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08"))
+    assert next(answers) is not None
+    ends[0].close()
+    with pytest.raises(Unavailable):
+        next(answers)

@@ -1,0 +1,95 @@
+"""`shoal drain` against a real coordinator with real members."""
+
+import argparse
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import count
+
+import pytest
+from support.clusters.coordinator_world import Served, served
+
+from shoal_client.commands.up import drain
+from shoal_client.membership import Membership
+from shoal_proto.errors import DeadlineExceeded, Unavailable, UnknownJob, UnknownMember
+from shoal_proto.v1.membership_pb2 import GenerationRecord
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    members: Served
+    url: str
+
+    async def shoal_drain(self, *arguments: str) -> int:
+        """What `shoal drain` returns or raises; the coordinator goes on meanwhile."""
+        parser = argparse.ArgumentParser()
+        drain.add(parser.add_subparsers())
+        addresses = ("--coordinator", self.members.address, "--http", self.url)
+        options = parser.parse_args(["drain", *addresses, *arguments])
+        return int(await asyncio.to_thread(options.handler, options))
+
+
+def train_on(member: Membership) -> GenerationRecord:
+    """Step after step, until the members agree to stop: the generation to go over to."""
+    for step in count():
+        record = member.begin_step(step)
+        if record is not None:
+            return record
+        member.progress(step + 1)
+        time.sleep(0.001)  # a step
+    raise AssertionError("no end")
+
+
+@asynccontextmanager
+async def world() -> AsyncIterator[World]:
+    async with served(MemoryStore(), LIMITS) as members:
+        view, board = members.coordinator.view, members.coordinator.board
+        async with StatusServer(build_app(view, board), "127.0.0.1", 0) as http:
+            yield World(members=members, url=http.url)
+
+
+async def test_one_of_two_leaves_and_the_other_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command returns when the member is gone, and says which generation runs without it."""
+    async with world() as at:
+        a, _ = await at.members.training("a", "b")
+        asked = asyncio.create_task(at.shoal_drain("b", "--job", "j"))
+        record = await asyncio.to_thread(train_on, a)
+        await asyncio.to_thread(a.ready, record)
+        assert await asked == 0
+        assert [entry.member_id for entry in record.roster.entries] == ["a"]
+        shown = capsys.readouterr().out.splitlines()[-1]
+        assert shown.startswith("b left job j after ")
+        assert shown.endswith(f"; generation {record.roster.generation} runs with 1 member")
+
+
+async def test_who_is_not_there_is_named_with_those_who_are() -> None:
+    """A wrong name is the coordinator's error, and nobody is drained."""
+    async with world() as at:
+        await at.members.training("a", "b")
+        with pytest.raises(UnknownMember, match="one of a, b"):
+            await at.shoal_drain("c", "--job", "j")
+        with pytest.raises(UnknownJob, match="one of j"):
+            await at.shoal_drain("a", "--job", "k")
+
+
+async def test_a_member_that_does_not_come_to_its_boundary() -> None:
+    """The wait is bounded, and the error tells where the member stands."""
+    async with world() as at:
+        await at.members.training("a", "b")
+        with pytest.raises(DeadlineExceeded, match="b has not left job j yet; saw it is "):
+            await at.shoal_drain("b", "--job", "j", "--timeout", "0.3")
+
+
+async def test_no_coordinator_is_a_clear_error() -> None:
+    """The address that does not answer is named."""
+    async with world() as at:
+        with pytest.raises(Unavailable, match=r"no coordinator answers at http://127\.0\.0\.1:1"):
+            await at.shoal_drain("a", "--job", "j", "--http", "http://127.0.0.1:1")

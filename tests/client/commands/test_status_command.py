@@ -1,0 +1,183 @@
+"""`shoal status` and `shoal why` against a real status endpoint."""
+
+import argparse
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal_client.commands.up import status
+from shoal_proto.errors import Unavailable, UnknownJob, UnknownMember
+from shoal_server.status.app import build_app
+from shoal_server.status.serve import StatusServer
+
+
+@pytest.fixture
+def world() -> World:
+    world = World()
+    world.put(status_world.job())
+    return world
+
+
+@pytest.fixture
+def url(world: World) -> Iterator[str]:
+    """The endpoint's URL; it runs on an event loop of its own thread."""
+    started, stop = threading.Event(), asyncio.Event()
+    found: list[str] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with StatusServer(build_app(world, world.board), "127.0.0.1", 0) as server:
+            found.append(server.url)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert started.wait(10)
+    yield found[0]
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def shoal(*arguments: str) -> int:
+    parser = argparse.ArgumentParser()
+    status.add(parser.add_subparsers())
+    options = parser.parse_args(arguments)
+    code: int = options.handler(options)
+    return code
+
+
+def test_status_shows_every_job_with_members_generations_and_servers(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Names, phases, reasons and figures are on the screen, and text in brackets stays text."""
+    reason = "waits [for] 2 members"
+    world.put(status_world.job("other", phase="collect", reason=reason, members=()))
+    world.samples_of["digits"] = status_world.samples()
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    world.board.report("digits", "w1", status_world.health("w1", loss=float("nan"), step=1300))
+    assert shoal("status", "--http", url) == 0
+    shown = capsys.readouterr().out
+    for text in ("digits", "running", "w1", "1300", "nothing: it trains", "unreachable", "NaN"):
+        assert text in shown
+    assert "5000 of 14370 completed" in shown
+    assert f"ps1 takes no more copies from ps0: {status_world.FULL}" in " ".join(shown.split())
+    assert "skew of parameter bytes over servers: 1.250" in shown
+    assert "round" not in shown
+    assert reason in shown
+    assert "all 3 members accepted generation 3" in shown
+
+
+def test_status_shows_the_rounds_of_members_with_a_bound(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And what one that is ahead waits for."""
+    reason = "w0 in round 13: its own next is 17, the bound 3"
+    slow = status_world.member("w0", 0, clock=13)
+    world.change(
+        "digits", members=(slow, status_world.member("w1", 1, clock=17, waiting_for=reason))
+    )
+    assert shoal("status", "--http", url) == 0
+    shown = capsys.readouterr().out
+    assert "round" in shown
+    assert reason in shown
+    assert shoal("why", "w1", "--job", "digits", "--http", url) == 0
+    assert f"waits for: {reason}" in capsys.readouterr().out
+
+
+def test_status_of_one_job_leaves_the_others_out(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--job narrows it down."""
+    world.put(status_world.job("other"))
+    assert shoal("status", "--http", url, "--job", "other") == 0
+    assert "digits" not in capsys.readouterr().out
+
+
+def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A script gets every job with members, generations and shards."""
+    assert shoal("status", "--http", url, "--json") == 0
+    (job,) = json.loads(capsys.readouterr().out)
+    assert job["summary"]["job"] == "digits"
+    assert len(job["members"]) == 3
+    assert job["shards"] == {"servers": [], "shards": [], "skew": 1.0}
+
+
+def test_status_without_jobs_says_so(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An empty coordinator is no error."""
+    world.by_name.clear()
+    assert shoal("status", "--http", url) == 0
+    assert "has no jobs" in capsys.readouterr().out
+
+
+def test_why_answers_in_a_sentence(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The member's reason, the job's, and the last error."""
+    waiting = status_world.member("w9", state="waiting", waiting_for="other members")
+    world.change("digits", members=(waiting,), phase="collect", reason="1 of 2 are ready")
+    world.board.report("digits", "w9", status_world.health("w9", last_error="peer reset"))
+    assert shoal("why", "w9", "--job", "digits", "--http", url) == 0
+    shown = capsys.readouterr().out
+    assert "w9 (waiting) waits for: other members" in shown
+    assert "1 of 2 are ready" in shown
+    assert "peer reset" in shown
+    assert shoal("why", "w9", "--job", "digits", "--http", url, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["waiting_for"] == "other members"
+
+
+def test_who_is_not_there_is_the_servers_own_error(url: str) -> None:
+    """The same class that the coordinator raised, with what there is."""
+    with pytest.raises(UnknownMember, match="one of w0, w1, w2"):
+        shoal("why", "w7", "--job", "digits", "--http", url)
+    with pytest.raises(UnknownJob, match="one of digits"):
+        shoal("status", "--job", "nope", "--http", url)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:{port}", "nonsense", "http://[bad"])
+def test_an_unreachable_coordinator_is_a_clear_error(address: str) -> None:
+    """It names the address, and how to give another."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(Unavailable, match=r"--http URL or \$SHOAL_HTTP"):
+        shoal("status", "--http", address.format(port=port))
+
+
+def test_something_else_at_the_address_is_a_clear_error() -> None:
+    """A web server that is no coordinator is not taken for one."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            connection, _ = other.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Unavailable, match="does not answer like a Shoal coordinator"):
+            shoal("status", "--http", f"http://127.0.0.1:{other.getsockname()[1]}")
+        thread.join()
+
+
+def test_the_address_comes_from_the_environment(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """$SHOAL_HTTP stands in for --http."""
+    monkeypatch.setenv("SHOAL_HTTP", url)
+    assert shoal("status") == 0
+    assert "digits" in capsys.readouterr().out

@@ -1,0 +1,42 @@
+"""A worker that is told to stop ends, even where a connection cannot be closed."""
+
+import threading
+import time
+
+from shoal_client.connection.coordinators import CLOSE_WITHIN_S, close_channels
+
+
+class Channel:
+    """Closes once `end` is set."""
+
+    def __init__(self, end: threading.Event) -> None:
+        self._end = end
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self._end.wait()
+        self.closed.set()
+
+
+def test_a_channel_that_does_not_close_holds_up_nobody() -> None:
+    """The others are closed, and the caller goes on within the bound."""
+    never, at_once = threading.Event(), threading.Event()
+    at_once.set()
+    stuck, good = Channel(never), Channel(at_once)
+    began_s = time.monotonic()
+    try:
+        close_channels([stuck, good])
+        assert CLOSE_WITHIN_S <= time.monotonic() - began_s < CLOSE_WITHIN_S + 5
+        assert good.closed.is_set()
+        assert not stuck.closed.is_set()
+    finally:
+        never.set()
+
+
+def test_channels_are_closed_before_it_returns() -> None:
+    """Where nothing holds it up, the end is waited for."""
+    at_once = threading.Event()
+    at_once.set()
+    channels = [Channel(at_once), Channel(at_once)]
+    close_channels(channels)
+    assert all(channel.closed.is_set() for channel in channels)

@@ -1,0 +1,58 @@
+"""Leaving a coordinator that accepts connections and answers nothing."""
+
+import asyncio
+import socket
+from dataclasses import replace
+
+from support.clusters.coordinator_world import served
+
+from shoal_client.connection.first_reply import Patience
+from shoal_client.membership import Membership
+from shoal_proto.errors import Unavailable
+from shoal_server.etcd.memory import MemoryStore
+
+
+async def test_a_silent_replica_is_left_for_one_that_answers() -> None:
+    """Its process is stopped, say: the kernel accepts the connection, and nothing follows."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        async with served(MemoryStore()) as world:
+            client = world.client("a")
+            addresses = [f"127.0.0.1:{silent.getsockname()[1]}", world.address]
+            member = replace(client._member, coordinators=addresses)
+            patient = Membership(member)
+            world.clients.append(patient)
+            await asyncio.to_thread(patient.attend)
+            assert "a" in world.coordinator.registry.find("j").job.members
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.cancelled = asyncio.Event()
+
+    def cancel(self) -> bool:
+        self.cancelled.set()
+        return True
+
+
+def test_each_silence_doubles_the_patience_and_an_answer_restores_it() -> None:
+    """A leader under load is not asked again and again, and a bound remains."""
+    patience = Patience(0.001)
+    waited = []
+    for _ in range(6):
+        stream = Stream()
+        with patience.until_answered(stream):
+            assert patience._timer is not None
+            patience._timer.join(30)
+        assert stream.cancelled.is_set()
+        error = patience.error("host:1")
+        assert isinstance(error, Unavailable)
+        waited.append(patience._waited_s)
+    assert waited == [0.001, 0.002, 0.004, 0.008, 0.008, 0.008]
+    with patience.until_answered(Stream()):
+        patience.answered()
+    assert patience.error("host:1") is None
+    with patience.until_answered(Stream()):
+        assert patience._timer is not None
+        patience._timer.join(30)
+    assert patience.error("host:1") is not None
+    assert patience._waited_s == 0.001

@@ -1,0 +1,131 @@
+"""The check that members reach each other, over real sockets."""
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from shoal_client.connection.reach import MAX_PEERS, ProbeListener, check, peers_to_check, ring
+from shoal_proto.incarnation import public_id
+from shoal_proto.v1 import membership_pb2 as pb
+
+KEEP, RECEIVE = pb.STATE_ACTION_KEEP, pb.STATE_ACTION_RECEIVE
+LIMIT_S = 30.0
+SHORT_S = 0.3
+"""For those who never answer: the whole of it is waited for."""
+
+
+def entry(name: str, port: int = 1, **fields: object) -> pb.RosterEntry:
+    given = {
+        "public_id": public_id(f"start of {name}"),
+        "address": "127.0.0.1",
+        "host": name,
+    } | fields
+    return pb.RosterEntry(member_id=name, probe_port=port, **given)  # type: ignore[arg-type]
+
+
+@contextmanager
+def listening(name: str, address: str = "127.0.0.1") -> Iterator[pb.RosterEntry]:
+    """A peer that can be reached, as the roster tells of it."""
+    listener = ProbeListener(address, name, f"start of {name}")
+    try:
+        yield entry(name, listener.port)
+    finally:
+        listener.close()
+
+
+@contextmanager
+def full_backlog() -> Iterator[int]:
+    """A port whose queue of connections is full, so that what comes to it is dropped."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(listener.getsockname())
+        yield listener.getsockname()[1]
+
+
+def test_peers_that_listen_are_reached_by_all_at_once() -> None:
+    """Over and over, at an address, at a name, and on all interfaces."""
+    with listening("a") as a, listening("b") as b, listening("c", "192.0.2.1") as everywhere:
+        named = pb.RosterEntry()
+        named.CopyFrom(b)
+        named.address = "localhost"
+        for _ in range(20):
+            assert check([a, b, named, everywhere], LIMIT_S) == {}
+
+
+def test_each_peer_that_cannot_be_reached_is_named_with_what_was_seen() -> None:
+    """A closed port, a port where nothing gets through, an address without a route, a bad name."""
+    with listening("fine") as fine, full_backlog() as blackhole:
+        with listening("left") as left:
+            pass
+        peers = [
+            fine,
+            left,
+            entry("silent", blackhole),
+            entry("astray", address="255.255.255.255"),
+            entry("nameless", address="no-such-host.invalid"),
+        ]
+        found = check(peers, SHORT_S)
+    assert found.pop("left") == f"Connection refused at 127.0.0.1 port {left.probe_port}"
+    assert found.pop("silent").startswith(f"no answer from 127.0.0.1 port {blackhole} within")
+    assert "255.255.255.255 port 1" in found.pop("astray")
+    found.pop("nameless", None)  # a resolver that takes its time is nobody's unreachable peer
+    assert found == {}
+
+
+def test_a_port_that_another_process_has_taken_over_is_not_the_peer() -> None:
+    """Another incarnation of the same member neither."""
+    with listening("a") as a:
+        a.public_id = public_id("an earlier start of a")
+        assert "another process answers" in check([a], LIMIT_S)["a"]
+
+
+def test_a_peer_that_lets_connect_and_is_busy_is_reached() -> None:
+    """The network is not to blame for what a process takes its time for."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        assert check([entry("busy", busy.getsockname()[1])], SHORT_S) == {}
+
+
+def test_a_caller_that_goes_away_at_once_does_not_end_the_listener() -> None:
+    """Nor do many."""
+    with listening("a") as a:
+        for _ in range(50):
+            socket.create_connection((a.address, a.probe_port)).close()
+        assert check([a], LIMIT_S) == {}
+
+
+@pytest.mark.parametrize(
+    ("when", "checked"),
+    [("auto", {"new elsewhere"}), ("always", {"new here", "new elsewhere"}), ("never", set())],
+)
+def test_only_pairs_with_somebody_new_are_checked(when: str, checked: set[str]) -> None:
+    """And by default only those on two hosts; who has no probe port is none's to check."""
+    entries = [
+        entry("own", host="h1", state=KEEP),
+        entry("old elsewhere", host="h2", state=KEEP),
+        entry("new elsewhere", host="h2", state=RECEIVE),
+        entry("new here", host="h1", state=RECEIVE),
+        entry("without", port=0, host="h2", state=RECEIVE),
+    ]
+    for rank, each in enumerate(entries):
+        each.rank = rank
+    roster = pb.Roster(entries=entries, synchronous=True)
+    assert {e.member_id for e in peers_to_check(roster, "own", when)} == checked
+    assert peers_to_check(pb.Roster(entries=entries), "own", "always") == []
+
+
+@pytest.mark.parametrize("number", [2, MAX_PEERS + 1, MAX_PEERS + 2, 1000])
+def test_in_a_large_roster_every_member_is_checked_by_as_many_as_it_checks(number: int) -> None:
+    """A pair is checked from both sides or not at all; the work grows with the logarithm."""
+    entries = [entry(str(place)) for place in range(number)]
+    checked = {
+        (str(place), peer.member_id) for place in range(number) for peer in ring(entries, place)
+    }
+    assert {(b, a) for a, b in checked} == checked
+    assert all(a != b for a, b in checked)
+    each = number - 1 if number - 1 <= MAX_PEERS else 2 * number.bit_length()
+    assert len(checked) <= number * each

@@ -1,0 +1,88 @@
+"""The memory that a launcher and its workers share."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shoal_client.liveness.beat_board import BeatBoard, BeatSlot
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.identity_pb2 import Token
+
+TOKEN = Token(job="j" * 128, member_id="m" * 128, incarnation="first")
+FOR_EVER_S = 1e6
+
+
+@pytest.fixture
+def board() -> Iterator[BeatBoard]:
+    with BeatBoard(3) as board:
+        yield board
+
+
+def test_a_claim_is_read_by_who_watches_the_process(board: BeatBoard) -> None:
+    """Token, heartbeat and steps come over to the slot of that number, and to no other."""
+    worker = BeatSlot.open(board.address(1))
+    assert board.slots[1].claimed(os.getpid()) is None
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
+    worker.progress(41)
+    claim = board.slots[1].claimed(os.getpid())
+    assert claim is not None
+    assert (claim.token, claim.heartbeat_s, claim.step) == (TOKEN, 0.25, 41)
+    assert board.slots[0].claimed(os.getpid()) is None
+    worker.withdraw()
+    assert board.slots[1].claimed(os.getpid()) is None
+
+
+def test_another_process_has_no_claim_in_the_slot(board: BeatBoard) -> None:
+    """A child of the worker finds the slot, and the launcher does not vouch for it."""
+    code = (
+        "import sys; from shoal_client.liveness.beat_board import BeatSlot, Token;"
+        "BeatSlot.open(sys.argv[1]).claim("
+        "Token(job='j', member_id='m', incarnation='c'), heartbeat_s=1.0, patience_s=1e6)"
+    )
+    subprocess.run([sys.executable, "-c", code, board.address(0)], check=True, timeout=60)
+    assert board.slots[0].claimed(os.getpid()) is None
+
+
+def test_nobody_vouches_for_ever_for_a_worker_that_hangs(board: BeatBoard) -> None:
+    """Once none of its threads has run for as long as its patience says, the claim is void."""
+    worker = BeatSlot.open(board.address(0))
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=0.0)
+    assert board.slots[0].claimed(os.getpid()) is None
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
+    assert board.slots[0].claimed(os.getpid()) is not None
+
+
+def test_an_accepted_beat_is_for_the_claim_that_it_spoke_of(board: BeatBoard) -> None:
+    """What was accepted for an earlier incarnation does not keep the next one silent."""
+    worker, launcher = BeatSlot.open(board.address(0)), board.slots[0]
+    worker.claim(TOKEN, heartbeat_s=0.25, patience_s=FOR_EVER_S)
+    first = launcher.claimed(os.getpid())
+    assert first is not None
+    assert not worker.beaten(within_s=1e-9)
+    launcher.accepted(first)
+    assert worker.beaten(within_s=FOR_EVER_S)
+    worker.claim(
+        Token(job="j", member_id="m", incarnation="second"), heartbeat_s=0.25, patience_s=FOR_EVER_S
+    )
+    launcher.accepted(first)
+    assert not worker.beaten(within_s=1.0)
+
+
+@pytest.mark.parametrize("made", ["nowhere", "file", "number", "text"])
+def test_what_is_no_slot_is_left_alone(board: BeatBoard, tmp_path: Path, made: str) -> None:
+    """An address that came to another host names some other file there: not a byte changes."""
+    path = tmp_path / "precious"
+    path.write_bytes(bytes(8192))
+    addresses = {
+        "nowhere": f"/proc/{os.getpid()}/fd/999999:0",
+        "file": f"{path}:0",
+        "number": board.address(3),
+        "text": "precious",
+    }
+    with pytest.raises((InvalidSpec, OSError)):
+        BeatSlot.open(addresses[made])
+    assert path.read_bytes() == bytes(8192)

@@ -1,0 +1,125 @@
+"""Connections that break at any byte, in any direction, neither lose nor repeat a push."""
+
+import asyncio
+import random
+from array import array
+
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.opening import connect
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.dense import calls as parameter_calls
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+
+NUM_ELEMENTS = 20_000
+NUM_PUSHES = 12
+SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)])
+
+
+class BreakingProxy:
+    """Passes bytes on between client and server until it has passed as many as it was told to."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._left_bytes = 1 << 60
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.target_port = 0
+        self.breaks = 0
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def stop(self) -> None:
+        self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def arm(self) -> None:
+        """Break after some bytes of the next push; a whole one is about four times 80 kB."""
+        self._left_bytes = self._rng.randrange(1, 240_000)
+
+    async def disarm(self) -> None:
+        self._left_bytes = 1 << 60
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        to_reader, to_writer = await asyncio.open_connection("127.0.0.1", self.target_port)
+        try:
+            await asyncio.wait(
+                [
+                    asyncio.create_task(self._pass_on(reader, to_writer)),
+                    asyncio.create_task(self._pass_on(to_reader, writer)),
+                ],
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            writer.transport.abort()
+            to_writer.transport.abort()
+            self._tasks.discard(task)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while data := await reader.read(16384):
+                passed = data[: self._left_bytes]
+                self._left_bytes -= len(passed)
+                writer.write(passed)
+                await writer.drain()
+                if len(passed) < len(data) or self._left_bytes == 0:
+                    self.breaks += 1
+                    self._left_bytes = 1 << 60
+                    return
+        except ConnectionError:
+            return
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_push_counts_once_over_broken_connections(
+    seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are those of every push applied once, in order, whatever broke on the way."""
+    with ParameterServers(0) as servers:
+        proxy = BreakingProxy(random.Random(seed))
+        port = servers.run(proxy.start())
+        if transport == "grpc":
+            proxy.target_port = servers.add("ps-0", advertise=f"127.0.0.1:{port}").port
+        else:
+            servers.add("ps-0")
+
+        def by_proxy(offer: OpenBulkReply, address: str, largest_bytes: int) -> Connection | None:
+            proxy.target_port, offer.port = offer.port, port
+            return connect(offer, address, largest_bytes)
+
+        monkeypatch.setattr(parameter_calls, "connect", by_proxy)
+        token = servers.admit("w0")
+        client = ParameterClient(
+            [servers.coordinator], lambda: token, timeout_s=30.0, transport=transport
+        )
+        client.place(SCHEMA)
+        values = memoryview(array("f", [0.0]) * NUM_ELEMENTS).cast("B")
+        client.create(MOMENTUM, {"w": values})
+        gradient = memoryview(array("f", [-1.0]) * NUM_ELEMENTS).cast("B")
+        client.pull({"w": values})
+        retries = 0
+        expected, speed = 0.0, 0.0
+        for _ in range(NUM_PUSHES):
+            servers.run(proxy.arm())
+            retries += client.push({"w": gradient}, into={"w": values}).retries
+            speed = 0.5 * speed + 1.0
+            expected += speed
+            assert set(values.cast("f")) == {array("f", [expected])[0]}
+        servers.run(proxy.disarm())
+        client.close()
+        servers.run(proxy.stop())
+        assert retries > 0
+        assert proxy.breaks > 0

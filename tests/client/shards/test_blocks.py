@@ -1,0 +1,86 @@
+"""Bytes of parameters go into their shards' pieces and back to where they were."""
+
+import random
+from collections.abc import Mapping
+
+import pytest
+
+from shoal_client.shards.blocks import ShardBlocks
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage
+from shoal_proto.v1.parameters_pb2 import Piece
+from shoal_proto.v1.shards_pb2 import Block, Shard
+
+SIZES = {"a": 700_000, "b": 3, "c": 64}
+SHARD = Shard(
+    shard_id=7,
+    dtype="float32",
+    blocks=[
+        Block(parameter="b", offset=1, num_elements=2),
+        Block(parameter="a", offset=64, num_elements=699_000),
+        Block(parameter="c", offset=0, num_elements=64),
+    ],
+)
+NUM_BYTES = 4 * (2 + 699_000 + 64)
+
+
+def buffers(fill: int | None = None) -> dict[str, memoryview]:
+    """All parameters: random bytes, or all the same."""
+    rng = random.Random(0)
+    return {
+        name: memoryview(
+            bytearray(rng.randbytes(4 * size) if fill is None else bytes([fill]) * 4 * size)
+        )
+        for name, size in SIZES.items()
+    }
+
+
+def piece(offset_bytes: int, data: bytes) -> Piece:
+    return Piece(shard_id=7, offset_bytes=offset_bytes, data=data, checksum=crc32(data))
+
+
+def gathered(source: Mapping[str, memoryview]) -> list[Piece]:
+    return [piece(at, b"".join(parts)) for at, parts in ShardBlocks(SHARD).gather(source)]
+
+
+def test_what_is_gathered_is_scattered_to_the_same_places() -> None:
+    """The shard's blocks come back, in any order of the pieces, and nothing beside them changes."""
+    source, into = buffers(), buffers(9)
+    blocks = ShardBlocks(SHARD)
+    assert blocks.num_bytes == NUM_BYTES
+    pieces = gathered(source)
+    assert len(pieces) > 2
+    for each in reversed(pieces):
+        blocks.scatter(each, into)
+    assert into["c"] == source["c"]
+    assert into["b"][4:] == source["b"][4:]
+    assert set(into["b"][:4]) == {9}
+    last = 4 * (64 + 699_000)
+    assert into["a"][256:last] == source["a"][256:last]
+    assert set(into["a"][:256]) == set(into["a"][last:]) == {9}
+
+
+def test_absent_parameters_leave_holes() -> None:
+    """Pieces never reach over a block without a buffer."""
+    source = buffers()
+    del source["a"]
+    pieces = gathered(source)
+    assert [each.offset_bytes for each in pieces] == [0, 4 * (2 + 699_000)]
+    assert ShardBlocks(SHARD).absent(source) == [1]
+
+
+BAD_PIECES = {
+    "corrupted": (Piece(shard_id=7, data=bytes(8), checksum=crc32(bytes(8)) ^ 1), ChecksumMismatch),
+    "beyond the end": (piece(NUM_BYTES - 4, bytes(8)), MalformedMessage),
+    "far beyond the end": (piece(1 << 40, bytes(8)), MalformedMessage),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PIECES)
+def test_a_bad_piece_changes_no_buffer(name: str) -> None:
+    """What a server sent is checked before a byte of it is written."""
+    bad, kind = BAD_PIECES[name]
+    into = buffers(9)
+    with pytest.raises(kind):
+        ShardBlocks(SHARD).scatter(bad, into)
+    assert all(set(buffer) == {9} for buffer in into.values())
