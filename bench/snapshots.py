@@ -30,7 +30,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.snapshots_pb2 import SnapshotSummary, TakeSnapshotRequest
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsStub
-from shoal_server.parameters import image_file
+from shoal_server.parameters.shard import image_file
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.storage import Storage
 

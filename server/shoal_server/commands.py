@@ -313,8 +313,8 @@ def parameter_server(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    from shoal_server.parameters.journal import JournalConfig  # noqa: PLC0415
-    from shoal_server.parameters.patience import Patience  # noqa: PLC0415
+    from shoal_server.parameters.cluster.peer_timeouts import Patience  # noqa: PLC0415
+    from shoal_server.parameters.journal.log import JournalConfig  # noqa: PLC0415
     from shoal_server.parameters.process import (  # noqa: PLC0415
         ParameterServerConfig,
         serve,

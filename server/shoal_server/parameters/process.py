@@ -28,29 +28,29 @@ from shoal_server.etcd import snapshot_roots
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.client import EtcdClient
 from shoal_server.etcd.config import EtcdConfig
-from shoal_server.parameters import handlers
 from shoal_server.parameters.allocator import keep_freed_memory
-from shoal_server.parameters.bulk.connection import Calls
-from shoal_server.parameters.bulk.listener import Listener
 from shoal_server.parameters.bulk.offers import Offers
-from shoal_server.parameters.catalog import Catalog
-from shoal_server.parameters.custody import Custody
-from shoal_server.parameters.cuts import Cuts
-from shoal_server.parameters.fence import Fence
-from shoal_server.parameters.follower import Follower
-from shoal_server.parameters.inflow import Budget
-from shoal_server.parameters.journal import Journal, JournalConfig
-from shoal_server.parameters.kinds import restore
-from shoal_server.parameters.memory import Memory
+from shoal_server.parameters.cluster.fence import Fence
+from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.registration import Identity, Registration
+from shoal_server.parameters.journal.log import Journal, JournalConfig
 from shoal_server.parameters.memory_limit import default_limit_bytes
-from shoal_server.parameters.patience import Patience
-from shoal_server.parameters.reclaiming import Reclaiming, disown
-from shoal_server.parameters.registration import Identity, Registration
-from shoal_server.parameters.servicer import Servicer
-from shoal_server.parameters.shard_snapshots import ShardSnapshots
-from shoal_server.parameters.tables.making import TableMaker
-from shoal_server.parameters.tables.servicer import TablesServicer
-from shoal_server.parameters.work import Workers
+from shoal_server.parameters.replication.journal_recovery import Reclaiming, disown
+from shoal_server.parameters.replication.replication_servicer import Follower
+from shoal_server.parameters.replication.shard_replicas import Custody
+from shoal_server.parameters.service import handlers
+from shoal_server.parameters.service.bulk_connection import Calls
+from shoal_server.parameters.service.bulk_listener import Listener
+from shoal_server.parameters.service.parameters_servicer import Servicer
+from shoal_server.parameters.service.snapshots_servicer import ShardSnapshots
+from shoal_server.parameters.service.table_maker import TableMaker
+from shoal_server.parameters.service.tables_servicer import TablesServicer
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.chunk_assembler import Budget
+from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.shard.workers import Workers
+from shoal_server.parameters.snapshot.barriers import Cuts
+from shoal_server.parameters.tables.restore import restore
 from shoal_server.ready import advertised, split_address, warn_of_reach
 from shoal_server.rpc import bind, new_server
 

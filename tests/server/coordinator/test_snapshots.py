@@ -43,8 +43,8 @@ from shoal_server.coordinator.snapshots import SnapshotPolicy
 from shoal_server.core.ledger import Ledger
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys, snapshot_roots
-from shoal_server.parameters import image_file
-from shoal_server.parameters.image import Image
+from shoal_server.parameters.shard import image_file
+from shoal_server.parameters.shard.image import Image
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.manifest import Manifest
 

@@ -24,7 +24,7 @@ from shoal_server.core.holdings import Holdings
 from shoal_server.etcd import holdings as records
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
-from shoal_server.parameters.patience import Patience
+from shoal_server.parameters.cluster.peer_timeouts import Patience
 
 PATIENCE = Patience(full_s=0.2)
 """Tests need not wait for what would spare a network."""

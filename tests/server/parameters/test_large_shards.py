@@ -18,10 +18,12 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.core.holdings import Holding
 from shoal_server.etcd import holdings as records
-from shoal_server.parameters import follower, kinds, work
-from shoal_server.parameters.image import Image, ShardState
-from shoal_server.parameters.patience import Patience
-from shoal_server.parameters.shard import LiveShard
+from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.replication import replication_servicer
+from shoal_server.parameters.shard import workers
+from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.image import Image, ShardState
+from shoal_server.parameters.tables import restore
 
 PATIENCE = Patience(beat_s=0.1, silence_s=0.5)
 NUM_ELEMENTS = 1_500_000
@@ -106,7 +108,7 @@ class Job:
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
     """They take every shard for a large one."""
-    monkeypatch.setattr(work, "INLINE_BYTES", 0)
+    monkeypatch.setattr(workers, "INLINE_BYTES", 0)
     with ParameterServers(1, patience=PATIENCE) as servers:
         yield servers
 
@@ -135,9 +137,9 @@ def test_a_copy_that_takes_long_is_waited_for(
     def slow(image: Image) -> ShardState:
         if image.kind == "table":
             assert go_on.wait(LIMIT_S)
-        return kinds.restore(image)
+        return restore.restore(image)
 
-    monkeypatch.setattr(follower, "restore", slow)
+    monkeypatch.setattr(replication_servicer, "restore", slow)
     with capture_logs() as logs, closing(Job(servers)) as job:
         servers.add("ps-1", patience=PATIENCE)
         job.push_until(lambda: job.in_step(job.dense_ids))
@@ -167,9 +169,9 @@ def test_an_image_that_fails_is_sent_again_alone(
     def failing(image: Image) -> ShardState:
         if image.kind == "table" and next(failures, False):
             raise RuntimeError("no such luck")
-        return kinds.restore(image)
+        return restore.restore(image)
 
-    monkeypatch.setattr(follower, "restore", failing)
+    monkeypatch.setattr(replication_servicer, "restore", failing)
     with capture_logs() as logs, closing(Job(servers)) as job:
         servers.add("ps-1", patience=PATIENCE)
         job.push_until(lambda: job.in_step([*job.dense_ids, job.table_id]))
@@ -192,9 +194,9 @@ def test_an_image_that_always_fails_is_given_up(
         if image.kind == "table":
             attempts.append(image.shard_id)
             raise RuntimeError("no such luck")
-        return kinds.restore(image)
+        return restore.restore(image)
 
-    monkeypatch.setattr(follower, "restore", failing)
+    monkeypatch.setattr(replication_servicer, "restore", failing)
     with capture_logs() as logs, closing(Job(servers)) as job:
         servers.add("ps-1", patience=PATIENCE)
         job.push_until(lambda: any(e["event"] == "copy_refused" for e in logs))

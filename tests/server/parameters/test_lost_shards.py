@@ -19,7 +19,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.holdings import Holding, Holdings, ShardContent
 from shoal_server.etcd import holdings as records
-from shoal_server.parameters import copying
+from shoal_server.parameters.replication import primary_replicator
 
 NUM_ELEMENTS = 10
 SCHEMA = [
@@ -169,20 +169,20 @@ def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
     """A server that dies before it has written so has shown them to nobody: other first values may
     take their place."""
     writing = asyncio.Event()
-    filled_in = copying.Copying._filled
+    filled_in = primary_replicator.Copying._filled
 
-    def held_up(self: copying.Copying, formed: object, holdings: Holdings) -> Holdings:
+    def held_up(self: primary_replicator.Copying, formed: object, holdings: Holdings) -> Holdings:
         writing.set()
         return holdings
 
-    monkeypatch.setattr(copying.Copying, "_filled", held_up)
-    monkeypatch.setattr("shoal_server.parameters.servicer.FORMING_S", 0.0)
+    monkeypatch.setattr(primary_replicator.Copying, "_filled", held_up)
+    monkeypatch.setattr("shoal_server.parameters.service.parameters_servicer.FORMING_S", 0.0)
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(1.0))
         servers.run(asyncio.wait_for(writing.wait(), LIMIT_S))
         with pytest.raises(ShardNotReady):
             client.pull(filled(9.0), wait_s=0.0)
-        monkeypatch.setattr(copying.Copying, "_filled", filled_in)
+        monkeypatch.setattr(primary_replicator.Copying, "_filled", filled_in)
         replace_server(servers)
         client.create(SGD, filled(2.0))
         values = filled(9.0)

@@ -33,7 +33,7 @@ from shoal_proto.v1.optimizer_pb2 import (
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Eviction, RowFate
 from shoal_server.parameters.memory_limit import SHARE, default_limit_bytes
-from shoal_server.parameters.shard import LiveShard
+from shoal_server.parameters.shard.dense import LiveShard
 
 
 @pytest.fixture

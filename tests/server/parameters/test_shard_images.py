@@ -19,9 +19,9 @@ from shoal_proto.v1.optimizer_pb2 import (
     StalenessPolicy,
 )
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.image import Image, Record
-from shoal_server.parameters.sessions import MAX_SESSIONS
-from shoal_server.parameters.shard import LiveShard, Push
+from shoal_server.parameters.shard.dense import LiveShard, Push
+from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
 SIZES = (7, 33, 64, 130)
 EPOCH = 3

@@ -11,14 +11,14 @@ from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.holdings import Holder, Holding, Holdings
-from shoal_server.parameters import journaling
-from shoal_server.parameters.handing_over import HandingOver
-from shoal_server.parameters.held import Held, Role
-from shoal_server.parameters.image import Image
-from shoal_server.parameters.journal import Journal
-from shoal_server.parameters.journaling import Journaling
-from shoal_server.parameters.record_of_holders import RecordOfHolders
-from shoal_server.parameters.shard import LiveShard
+from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
+from shoal_server.parameters.journal import shard_journal
+from shoal_server.parameters.journal.log import Journal
+from shoal_server.parameters.journal.shard_journal import Journaling
+from shoal_server.parameters.replication.handover import HandingOver
+from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.image import Image
+from shoal_server.parameters.shard.replica import Held, Role
 
 ME, OTHER = Holder("ps-0", "one"), Holder("ps-1", "one")
 LIMIT_S = 10.0
@@ -81,7 +81,7 @@ async def test_a_journal_is_shortened_after_a_failure(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """Whatever it was that failed: the next look is made all the same."""
-    monkeypatch.setattr(journaling, "LOOK_EACH_S", 0.01)
+    monkeypatch.setattr(shard_journal, "LOOK_EACH_S", 0.01)
     journal, held = FullJournal(), new_held()
     errors = iter([None, error])
 

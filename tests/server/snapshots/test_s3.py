@@ -10,7 +10,7 @@ import pytest
 from support.clusters.snapshot_world import image, write_part, write_snapshot
 
 from shoal_proto.errors import Unavailable
-from shoal_server.parameters import image_file
+from shoal_server.parameters.shard import image_file
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.storage import Storage
 

@@ -6,8 +6,8 @@ import torch
 
 from shoal_proto.v1.replication_pb2 import SessionImage
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.parameters import image_file
-from shoal_server.parameters.image import Image
+from shoal_server.parameters.shard import image_file
+from shoal_server.parameters.shard.image import Image
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.manifest import Manifest, Part, part_file
 

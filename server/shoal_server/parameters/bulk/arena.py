@@ -11,7 +11,7 @@ from shoal_proto import bulk
 from shoal_proto.bulk import Kind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import MalformedMessage
-from shoal_server.parameters.outlets import SEND_PIECE_BYTES, Writer
+from shoal_server.parameters.shard.reply_writer import SEND_PIECE_BYTES, Writer
 
 
 class Arena:

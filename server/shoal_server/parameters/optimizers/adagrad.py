@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.tensors import beside, copy_state
+from shoal_server.parameters.optimizers.tensors import beside, copy_state
 
 
 class Adagrad:

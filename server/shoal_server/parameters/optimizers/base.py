@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from shoal_server.parameters.tensors import Stateful
+from shoal_server.parameters.optimizers.tensors import Stateful
 
 
 class ShardOptimizer(Stateful, Protocol):

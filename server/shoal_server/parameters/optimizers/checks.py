@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.parameters.optimizers.schedules import check_schedule
-from shoal_server.parameters.staleness import check_policy
+from shoal_server.parameters.optimizers.staleness import check_policy
 
 KINDS = ("sgd", "adagrad", "adam", "adamw", "outer")
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.tensors import beside, copy_state, wide
+from shoal_server.parameters.optimizers.tensors import beside, copy_state, wide
 
 
 class Outer:

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.optimizer_pb2 import Schedule
 from shoal_server.parameters.optimizers.phases import running
-from shoal_server.parameters.tensors import copy_state
+from shoal_server.parameters.optimizers.tensors import copy_state
 
 MAX_PHASES = 64
 

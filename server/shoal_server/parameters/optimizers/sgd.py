@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from shoal_proto.v1.optimizer_pb2 import HyperParameters
-from shoal_server.parameters.tensors import beside, copy_state
+from shoal_server.parameters.optimizers.tensors import beside, copy_state
 
 
 class Sgd:

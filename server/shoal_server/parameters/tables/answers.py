@@ -7,7 +7,7 @@ from torch import Tensor
 
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.replication_pb2 import SessionImage
-from shoal_server.parameters.sessions import MAX_OUTCOMES
+from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 
 
 class Answers:

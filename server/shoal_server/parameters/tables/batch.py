@@ -12,7 +12,7 @@ from torch import Tensor
 from shoal_proto.errors import MalformedMessage, NonFiniteGradient, ShapeMismatch
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.tables_pb2 import TableSpec
-from shoal_server.parameters.gradients import DTYPES
+from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.tables.hashing import Ids, shards_of
 from shoal_server.parameters.tables.index import Rows
 

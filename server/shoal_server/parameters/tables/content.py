@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
-from shoal_server.parameters.gradients import DTYPES
+from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.tables.admission import new_gate
 from shoal_server.parameters.tables.batch import Batch, Fates
 from shoal_server.parameters.tables.hashing import Ids

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shoal_server.parameters.scope import Scope
+from shoal_server.parameters.shard.step_scope import Scope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,11 +16,11 @@ from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import PushRecord, TableShardSpec
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import TableSpec
-from shoal_server.parameters.gradients import DTYPES
-from shoal_server.parameters.image import Image, Keeper, Record
-from shoal_server.parameters.scope import Scope, to_message
-from shoal_server.parameters.sessions import Outcome, SessionTable
-from shoal_server.parameters.shard import STALENESS_BUCKETS
+from shoal_server.parameters.shard.dense import STALENESS_BUCKETS
+from shoal_server.parameters.shard.gradients import DTYPES
+from shoal_server.parameters.shard.image import Image, Keeper, Record
+from shoal_server.parameters.shard.sessions import Outcome, SessionTable
+from shoal_server.parameters.shard.step_scope import Scope, to_message
 from shoal_server.parameters.tables.answers import Answers
 from shoal_server.parameters.tables.batch import Batch, read_batch, read_ids
 from shoal_server.parameters.tables.content import Counts, TableContent

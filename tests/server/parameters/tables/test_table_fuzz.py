@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate, TableSpec
-from shoal_server.parameters.image import Record
+from shoal_server.parameters.shard.image import Record
 from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
 from shoal_server.parameters.tables.shard import TableShard
 

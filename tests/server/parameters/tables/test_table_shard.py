@@ -13,10 +13,10 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate
-from shoal_server.parameters.image import Image, Record
-from shoal_server.parameters.kinds import restore
-from shoal_server.parameters.sessions import MAX_OUTCOMES
+from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 from shoal_server.parameters.tables.hashing import shards_of
+from shoal_server.parameters.tables.restore import restore
 from shoal_server.parameters.tables.shard import TableShard
 
 APPLIED, MADE = RowFate.ROW_FATE_APPLIED, RowFate.ROW_FATE_MADE

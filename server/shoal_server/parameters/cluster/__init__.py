@@ -1,0 +1,1 @@
+"""What etcd tells of the cluster: servers, members, and which server has which shard."""

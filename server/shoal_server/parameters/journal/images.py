@@ -1,0 +1,86 @@
+"""The images in a journal's directory: one a shard, in the place of all that it replaces."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+
+from shoal_proto.errors import JournalDamaged, SnapshotDamaged
+from shoal_server.parameters.shard import image_file
+from shoal_server.parameters.shard.image import Image
+from shoal_server.snapshots.locations import Location
+from shoal_server.snapshots.storage import Storage
+
+log = structlog.get_logger(__name__)
+
+_NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A shard's image: its place among the shard's records, and its file."""
+
+    job: str
+    shard_id: int
+    epoch: int
+    version: int
+    number: int
+    """Log number of the first entry that was written after it."""
+    sha256: str
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.job, self.shard_id
+
+    @property
+    def path(self) -> str:
+        name = f"{self.shard_id:05d}-{self.epoch}-{self.version}-{self.number}-{self.sha256}"
+        return f"{self.job}/{name}.safetensors"
+
+
+class JournalImages:
+    """Every call blocks."""
+
+    def __init__(self, directory: Path) -> None:
+        self._files = Storage(Location.of_directory(directory))
+
+    def list(self) -> list[Kept]:
+        kept = []
+        for path in self._files.sizes(""):
+            job, _, name = path.rpartition("/")
+            found = _NAME.fullmatch(name)
+            if found is None:
+                log.info("journal_draft_removed", file=path)
+                self._files.remove([path])
+                continue
+            shard_id, epoch, version, number = map(int, found.groups()[:4])
+            kept.append(Kept(job, shard_id, epoch, version, number, found[5]))
+        return kept
+
+    def write(self, job: str, epoch: int, number: int, image: Image) -> Kept:
+        """On disk when it returns. Raises Unavailable."""
+        data = image_file.to_bytes(image)
+        sha256 = image_file.digest(data)
+        kept = Kept(job, image.shard_id, epoch, image.version, number, sha256)
+        self._files.write(kept.path, data)
+        return kept
+
+    def read(self, kept: Kept) -> Image:
+        """Raises JournalDamaged, naming the file, if it is not what was written."""
+        data = self._files.read(kept.path) or b""
+        try:
+            return image_file.from_bytes(
+                data, sha256=kept.sha256, file=kept.path, shard_id=kept.shard_id
+            )
+        except SnapshotDamaged as error:
+            raise JournalDamaged(
+                error.what, seen=error.seen, expected=error.expected, details=error.details
+            ) from error
+
+    def remove(self, images: Sequence[Kept]) -> None:
+        self._files.remove([kept.path for kept in images])
+
+
+__all__ = ["JournalImages", "Kept"]

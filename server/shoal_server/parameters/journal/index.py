@@ -1,0 +1,105 @@
+"""What a journal knows of its own files: which segments hold records that are still needed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from shoal_server.parameters.journal.images import Kept
+from shoal_server.parameters.journal.segment_format import Entry
+
+Key = tuple[str, int]
+"""Job and shard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The last entry of one shard in one segment."""
+
+    number: int
+    epoch: int
+    version: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """One file of the log."""
+
+    index: int
+    first_number: int
+    num_bytes: int = 0
+    last: dict[Key, Place] = field(default_factory=dict)
+
+    @property
+    def file(self) -> str:
+        return f"segment-{self.index:09d}.log"
+
+
+class Index:
+    """A shard's image replaces its records up to the image's version; the end of its time here
+    replaces everything before. Segments go from the oldest on only, so no end is forgotten before
+    what it ended."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self._images: dict[Key, Kept] = {}
+        self._ended: dict[Key, int] = {}
+
+    @property
+    def images(self) -> Mapping[Key, Kept]:
+        """Of the shards that are kept here."""
+        return self._images
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(segment.num_bytes for segment in self.segments)
+
+    def note(self, number: int, entry: Entry) -> Kept | None:
+        """An entry was written to the newest segment. Gives an image that it made superfluous."""
+        version = 0 if entry.record is None else entry.record.push.version
+        self.segments[-1].last[entry.key] = Place(number, entry.epoch, version)
+        if entry.record is not None:
+            return None
+        self._ended[entry.key] = number
+        kept = self._images.get(entry.key)
+        if kept is None or kept.number > number:
+            return None
+        return self._images.pop(entry.key)
+
+    def put(self, image: Kept) -> Kept | None:
+        """An image was written. Gives the one that is superfluous by it, this one maybe."""
+        before = self._images.get(image.key)
+        if image.number <= self._ended.get(image.key, 0):
+            return image
+        if before is not None and _order(before) > _order(image):
+            return image
+        self._images[image.key] = image
+        return before if before != image else None
+
+    def is_needed(self, key: Key, place: Place) -> bool:
+        """Whether the entry at that place is more than its shard's image holds."""
+        if place.number <= self._ended.get(key, 0):
+            return False
+        image = self._images.get(key)
+        return image is None or (place.epoch, place.version) > (image.epoch, image.version)
+
+    def take_removable(self) -> Sequence[Segment]:
+        """Take out the oldest segments of which nothing is needed; never the newest."""
+        removable = []
+        while len(self.segments) > 1 and not self.overdue():
+            removable.append(self.segments.pop(0))
+        first = self.segments[0].first_number if self.segments else 0
+        self._ended = {key: number for key, number in self._ended.items() if number >= first}
+        return removable
+
+    def overdue(self) -> Sequence[Key]:
+        """The shards for which the oldest segment is needed."""
+        if not self.segments:
+            return ()
+        oldest = self.segments[0]
+        return [key for key, place in oldest.last.items() if self.is_needed(key, place)]
+
+
+def _order(image: Kept) -> tuple[int, int]:
+    return image.epoch, image.version
+
+
+__all__ = ["Index", "Key", "Place", "Segment"]

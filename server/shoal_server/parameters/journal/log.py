@@ -1,0 +1,278 @@
+"""A server's log of the pushes that it applied, on its own disk: what `durable` waits for.
+
+    journal = Journal(JournalConfig(directory=...))
+    with journal:
+        for shard in journal.recover(make): ...     what the last process here left
+        journal.put_image(job, epoch, image)        before a shard's first record
+        journal.append(job, shard_id, epoch, record).result()
+
+Records are brought to disk in groups: all that came while the disk was busy goes with the next
+`fsync`. A shard's image, put there now and then, replaces all of its records up to the image's
+version; segments of which nothing is needed any more are removed.
+"""
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NamedTuple, TypeVar
+
+import structlog
+
+from shoal_proto.errors import AddressInUse, InvalidSpec, Overloaded, ShoalError, Unavailable
+from shoal_server.parameters.journal.images import JournalImages, Kept
+from shoal_server.parameters.journal.index import Key, Segment
+from shoal_server.parameters.journal.replay import Recovered, read_index, replay
+from shoal_server.parameters.journal.segment_format import START_BYTES, Entry, encode, start
+from shoal_server.parameters.shard.image import Image, Record, ShardState
+from shoal_server.parameters.shard.replica import num_bytes_of
+from shoal_server.snapshots.storage import sync_folder
+
+log = structlog.get_logger(__name__)
+
+State = TypeVar("State", bound=ShardState)
+ENTRY_BYTES = 256
+"""Counted for an entry beside its data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalConfig:
+    directory: Path
+    """Of this server alone, on a disk that keeps what `fsync` was called for."""
+    segment_bytes: int = 64 * 1024**2
+    """A segment that has grown so large is followed by a new one."""
+    max_pending_bytes: int = 64 * 1024**2
+    """Of records that wait for the disk; beyond it, `check_room` raises."""
+    max_bytes: int = 4 * 1024**3
+    """Of all segments; beyond it, `check_room` raises. From half of it on, `overdue` names the
+    shards whose image would let a segment go."""
+
+    def __post_init__(self) -> None:
+        if not START_BYTES < self.segment_bytes <= self.max_bytes or self.max_pending_bytes < 1:
+            raise InvalidSpec(
+                "a limit of the journal is out of range",
+                seen=f"segment_bytes {self.segment_bytes}, max_bytes {self.max_bytes},"
+                f" max_pending_bytes {self.max_pending_bytes}",
+                expected="segments of more than 16 bytes, no larger than max_bytes, all above zero",
+            )
+
+
+class _Waiting(NamedTuple):
+    number: int
+    entry: Entry
+    done: "Future[None]"
+
+
+class Journal:
+    """Any thread. `with` runs its writer; at the end all that was appended is on disk."""
+
+    def __init__(self, config: JournalConfig, *, fsync: Callable[[int], None] = os.fsync) -> None:
+        """Raises AddressInUse if another process has the directory, JournalDamaged."""
+        self._config = config
+        self._fsync = fsync
+        config.directory.mkdir(parents=True, exist_ok=True)
+        self._claim = _claimed(config.directory / "lock")
+        self._images = JournalImages(config.directory / "images")
+        self._index, self._next_number = read_index(config.directory, self._images)
+        self._wake = threading.Condition()
+        self._queue: list[_Waiting] = []
+        self._pending_bytes = 0
+        self._closing = False
+        self._failure: ShoalError | None = None
+        self._file: BinaryIO | None = None
+        self._thread = threading.Thread(target=self._write_for_ever, name="shoal-journal")
+
+    def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
+        """Every shard as it was when the last process here ended. To be called before `append`.
+
+        `make` makes the shard of an image. Raises JournalDamaged, naming the file.
+        """
+        return replay(self._config.directory, self._images, self._index, make)
+
+    def __enter__(self) -> "Journal":
+        self._begin_segment(self._next_number)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join()
+        assert self._file is not None
+        self._file.close()
+        self._claim.close()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all segments on disk."""
+        with self._wake:
+            return self._index.num_bytes
+
+    def check_room(self) -> None:
+        """Raise unless one more push can be kept: Overloaded, or Unavailable if the disk failed."""
+        with self._wake:
+            failure, pending_bytes = self._failure, self._pending_bytes
+            num_bytes = self._index.num_bytes
+        if failure is not None:
+            raise failure
+        if pending_bytes > self._config.max_pending_bytes:
+            raise Overloaded(
+                "the disk of the journal is behind",
+                seen=f"{pending_bytes} bytes waiting for it",
+                expected=f"at most {self._config.max_pending_bytes}",
+                fix="Retry a little later; give the journal a faster disk.",
+            )
+        if num_bytes > self._config.max_bytes:
+            raise Overloaded(
+                "the journal has grown as large as it may",
+                seen=f"{num_bytes} bytes",
+                expected=f"at most {self._config.max_bytes}",
+                fix="Take snapshots more often, or give the journal more room.",
+            )
+
+    def append(self, job: str, shard_id: int, epoch: int, record: Record) -> "Future[None]":
+        """Keep a push; done once it is on disk. To be called in the order of the versions.
+
+        Never refuses, for the push is applied already: ask `check_room` before. The future fails
+        with Unavailable if the disk did.
+        """
+        return self._enqueue(Entry(job, shard_id, epoch, record))
+
+    def forget(self, job: str, shard_id: int) -> "Future[None]":
+        """The shard is not this server's any more; done once that is on disk."""
+        return self._enqueue(Entry(job, shard_id, 0, None))
+
+    def put_image(self, job: str, epoch: int, image: Image) -> None:
+        """Keep a shard from here on, or let go of its records up to the image's version.
+
+        On disk when it returns. Blocks. Raises Unavailable, and then nothing has changed.
+        """
+        with self._wake:
+            # Above that of an end which was asked for before.
+            number = self._next_number
+        kept = self._images.write(job, epoch, number, image)
+        with self._wake:
+            superfluous = self._index.put(kept)
+            removable = self._index.take_removable()
+        self._remove([superfluous], removable)
+
+    def overdue(self) -> Sequence[Key]:
+        """Job and id of the shards that keep the oldest segment, once half of the room is full.
+
+        Segments are let go in turn: put images of these.
+        """
+        with self._wake:
+            if self._index.num_bytes <= self._config.max_bytes // 2:
+                return ()
+            return self._index.overdue()
+
+    def _enqueue(self, entry: Entry) -> "Future[None]":
+        done: Future[None] = Future()
+        with self._wake:
+            failure = self._failure
+            if failure is None:
+                self._queue.append(_Waiting(self._next_number, entry, done))
+                self._next_number += 1
+                self._pending_bytes += _num_bytes(entry)
+                self._wake.notify()
+        if failure is not None:
+            done.set_exception(failure)
+        return done
+
+    def _write_for_ever(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._queue or self._closing)
+                batch, self._queue = self._queue, []
+            if not batch:
+                return
+            try:
+                self._write(batch)
+            except (OSError, Unavailable) as error:
+                self._fail(error, batch)
+                return
+            for waiting in batch:
+                waiting.done.set_result(None)
+
+    def _write(self, batch: Sequence[_Waiting]) -> None:
+        assert self._file is not None
+        segment = self._index.segments[-1]
+        synced_bytes = segment.num_bytes
+        data = b"".join(encode(entry, number, synced_bytes) for number, entry, _ in batch)
+        self._file.write(data)
+        self._file.flush()
+        self._fsync(self._file.fileno())
+        with self._wake:
+            segment.num_bytes += len(data)
+            superfluous = [self._index.note(number, entry) for number, entry, _ in batch]
+            self._pending_bytes -= sum(_num_bytes(entry) for _, entry, _ in batch)
+        self._remove(superfluous, ())
+        if segment.num_bytes >= self._config.segment_bytes:
+            self._file.close()
+            self._begin_segment(batch[-1].number + 1)
+
+    def _begin_segment(self, first_number: int) -> None:
+        segments = self._index.segments
+        segment = Segment(segments[-1].index + 1 if segments else 1, first_number, START_BYTES)
+        file = (self._config.directory / segment.file).open("xb")
+        file.write(start(first_number))
+        file.flush()
+        self._fsync(file.fileno())
+        sync_folder(self._config.directory)
+        with self._wake:
+            self._file = file
+            segments.append(segment)
+            removable = self._index.take_removable()
+        self._remove((), removable)
+
+    def _remove(self, images: Sequence[Kept | None], segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            (self._config.directory / segment.file).unlink(missing_ok=True)
+        self._images.remove([kept for kept in images if kept is not None])
+
+    def _fail(self, error: Exception, batch: Sequence[_Waiting]) -> None:
+        """After a failed write nobody knows what is on disk: nothing more is written."""
+        failure = Unavailable(
+            "the journal cannot be written",
+            seen=str(error),
+            expected=f"a disk at {self._config.directory} that works and has room",
+            fix="Restart the server once it does, or push with another level than durable.",
+        )
+        log.error("journal_failed", reason=str(failure))
+        with self._wake:
+            self._failure = failure
+            waiting, self._queue = [*batch, *self._queue], []
+        for each in waiting:
+            each.done.set_exception(failure)
+
+
+def _num_bytes(entry: Entry) -> int:
+    return ENTRY_BYTES + (0 if entry.record is None else num_bytes_of(entry.record))
+
+
+def _claimed(path: Path) -> BinaryIO:
+    """The open lock file; it lasts as long as the file is open."""
+    file = path.open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise AddressInUse(
+            f"another server keeps its journal in {path.parent}",
+            seen=str(error),
+            expected="a directory of its own for each server",
+        ) from error
+    return file
+
+
+__all__ = ["Journal", "JournalConfig"]

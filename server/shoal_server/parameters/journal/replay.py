@@ -1,0 +1,123 @@
+"""What the last process left in a journal's directory, made into shards again."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import structlog
+
+from shoal_proto.errors import JournalDamaged
+from shoal_server.parameters.journal.images import JournalImages
+from shoal_server.parameters.journal.index import Index, Key, Place, Segment
+from shoal_server.parameters.journal.segment_format import START_BYTES, Entry, scan
+from shoal_server.parameters.shard.image import Image, ShardState
+from shoal_server.snapshots.storage import sync_folder
+
+log = structlog.get_logger(__name__)
+
+State = TypeVar("State", bound=ShardState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovered(Generic[State]):
+    """A shard as it was after its last record on disk."""
+
+    job: str
+    epoch: int
+    state: State
+    num_replayed: int
+
+
+def read_index(directory: Path, images: JournalImages) -> tuple[Index, int]:
+    """What lies there, with a torn end cut off; and the log number of the next entry.
+
+    Raises JournalDamaged, naming the file, for anything else that is not as it was written.
+    """
+    index, number = Index(), 1
+    paths = sorted(directory.glob("segment-*.log"))
+    for path in paths:
+        data = path.read_bytes()
+        found = scan(data, path.name, is_last=path == paths[-1])
+        if found.num_bytes < max(len(data), START_BYTES):
+            _cut(path, found.num_bytes, len(data))
+        if found.num_bytes < START_BYTES:
+            continue
+        if index.segments and found.first_number != number:
+            raise _gap(path.name, f"entry {found.first_number}", f"entry {number}")
+        segment = Segment(int(path.stem[8:]), found.first_number, found.num_bytes)
+        index.segments.append(segment)
+        number = found.first_number
+        for number, entry in found.entries:
+            index.note(number, entry)
+        number = found.first_number + len(found.entries)
+    superfluous = [index.put(kept) for kept in images.list()]
+    images.remove([kept for kept in superfluous if kept is not None])
+    return index, number
+
+
+def replay(
+    directory: Path, images: JournalImages, index: Index, make: Callable[[Image], State]
+) -> Sequence[Recovered[State]]:
+    """Make each shard from its image and apply what came after it."""
+    states = {key: make(images.read(kept)) for key, kept in index.images.items()}
+    epochs = {key: kept.epoch for key, kept in index.images.items()}
+    counts = dict.fromkeys(states, 0)
+    for file, number, entry in _entries(directory, index.segments):
+        key, record = entry.key, entry.record
+        if record is None or not index.is_needed(
+            key, Place(number, entry.epoch, record.push.version)
+        ):
+            continue
+        state = states.get(key)
+        if state is None or record.push.version != state.version + 1:
+            raise _gap(
+                file,
+                f"version {record.push.version} of shard {key[1]}, job {key[0]}",
+                "its image" if state is None else f"version {state.version + 1}",
+            )
+        state.replay(record)
+        epochs[key] = entry.epoch
+        counts[key] += 1
+    return [
+        Recovered(job=key[0], epoch=epochs[key], state=state, num_replayed=counts[key])
+        for key, state in states.items()
+    ]
+
+
+def _entries(directory: Path, segments: Sequence[Segment]) -> Iterator[tuple[str, int, Entry]]:
+    for segment in segments:
+        data = (directory / segment.file).read_bytes()
+        for number, entry in scan(data, segment.file, is_last=segment is segments[-1]).entries:
+            yield segment.file, number, entry
+
+
+def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
+    """Take off the end of the log that was never acknowledged."""
+    log.warning(
+        "journal_tail_cut",
+        file=path.name,
+        num_bytes=seen_bytes - num_bytes,
+        reason="the last write was cut off, as by a crash",
+    )
+    if num_bytes < START_BYTES:
+        path.unlink()
+    else:
+        with path.open("r+b") as file:
+            file.truncate(num_bytes)
+            os.fsync(file.fileno())
+    sync_folder(path.parent)
+
+
+def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
+    return JournalDamaged(
+        f"the journal {file} does not go on where the one before it ended",
+        seen=seen,
+        expected=expected,
+        fix="Restore from a snapshot, or from a copy of the journal.",
+        details={"file": file},
+    )
+
+
+__all__ = ["Key", "Recovered", "read_index", "replay"]

@@ -1,0 +1,169 @@
+"""One segment of a journal: entries one after the other, each with a checksum of all of it.
+
+    segment   16 bytes: magic, log number of its first entry
+    entry     head: magic, bytes of the header, bytes of the data, log number,
+                    bytes of this segment that were on disk for certain when it was written
+              CRC-32 of head, header and data
+              header: a RecordStart without `num_bytes`; without `record`, it says that the shard
+                      is not kept here any more
+              data
+
+A write that a crash cut off leaves a torn end behind, in any order of its bytes. What an entry
+says of the bytes before it tells such an end from damage: bytes that were on disk for certain
+must be whole.
+"""
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import JournalDamaged
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.replication_pb2 import RecordStart
+from shoal_server.parameters.shard.image import Record
+
+SEGMENT_MAGIC = b"SHOALJ1\n"
+ENTRY_MAGIC = b"\xf5SJ1"
+_START = struct.Struct("<8sQ")
+_HEAD = struct.Struct("<4sIIQQ")
+_CRC = struct.Struct("<I")
+START_BYTES = _START.size
+HEAD_BYTES = _HEAD.size + _CRC.size
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A push as it was applied; or, without a record, the end of a shard's time here."""
+
+    job: str
+    shard_id: int
+    epoch: int
+    record: Record | None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.job, self.shard_id
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a segment holds."""
+
+    first_number: int
+    """The log number of its first entry."""
+    entries: tuple[tuple[int, Entry], ...]
+    """With their log numbers."""
+    num_bytes: int
+    """Up to the end of the last whole entry. Behind it lies nothing, or a torn end."""
+
+
+def start(first_number: int) -> bytes:
+    """What a segment begins with."""
+    return _START.pack(SEGMENT_MAGIC, first_number)
+
+
+def encode(entry: Entry, number: int, synced_bytes: int) -> bytes:
+    """The bytes of an entry."""
+    header = RecordStart(job=entry.job, shard_id=entry.shard_id, epoch=entry.epoch)
+    data: Buffer = b""
+    if entry.record is not None:
+        header.record.CopyFrom(entry.record.push)
+        data = entry.record.data
+    text = header.SerializeToString()
+    head = _HEAD.pack(ENTRY_MAGIC, len(text), len(data), number, synced_bytes)
+    crc = crc32(data, crc32(text, crc32(head)))
+    return b"".join((head, _CRC.pack(crc), text, data))
+
+
+def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
+    """Every entry up to the first that is not whole.
+
+    Raises JournalDamaged, naming the file, if what is not whole had been on disk for certain: in
+    the last segment that shows by a later entry, and every earlier segment was finished.
+    """
+    if len(data) < START_BYTES or data[:8] != SEGMENT_MAGIC:
+        _check_torn(data, 0, file, is_last=is_last)
+        return Scan(0, (), 0)
+    _, number = _START.unpack_from(data)
+    first_number, at = number, START_BYTES
+    entries: list[tuple[int, Entry]] = []
+    while at < len(data):
+        found = _entry_at(data, at)
+        if found is None or found.number != number:
+            _check_torn(data, at, file, is_last=is_last)
+            break
+        entries.append((number, found.entry()))
+        number += 1
+        at = found.stop
+    return Scan(first_number, tuple(entries), at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    number: int
+    synced_bytes: int
+    stop: int
+    header: RecordStart
+    data: bytes
+
+    def entry(self) -> Entry:
+        header = self.header
+        record = Record(header.record, self.data) if header.HasField("record") else None
+        return Entry(header.job, header.shard_id, header.epoch, record)
+
+
+def _entry_at(data: bytes, at: int) -> _Found | None:
+    """The entry that begins there; None if none does, or it is not whole."""
+    body = at + HEAD_BYTES
+    if body > len(data):
+        return None
+    magic, num_header, num_data, number, synced_bytes = _HEAD.unpack_from(data, at)
+    stop = body + num_header + num_data
+    if magic != ENTRY_MAGIC or stop > len(data):
+        return None
+    (expected,) = _CRC.unpack_from(data, at + _HEAD.size)
+    view = memoryview(data)
+    if crc32(view[body:stop], crc32(view[at : at + _HEAD.size])) != expected:
+        return None
+    try:
+        header = RecordStart.FromString(data[body : body + num_header])
+    except DecodeError:
+        return None
+    return _Found(number, synced_bytes, stop, header, data[body + num_header : stop])
+
+
+def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
+    """Raise unless what is not whole at `at` may be the torn end of the journal."""
+    witness = None if not is_last else _witness(data, at)
+    if is_last and witness is None:
+        return
+    raise JournalDamaged(
+        f"the journal {file} is damaged",
+        seen=f"no whole entry at byte {at} of {len(data)}",
+        expected="an entry that had been on disk for certain"
+        + (f", as the one at byte {witness} says" if witness is not None else ""),
+        fix="Restore from a snapshot, or from a copy of the journal.",
+        details={"file": file, "offset": str(at)},
+    )
+
+
+def _witness(data: bytes, at: int) -> int | None:
+    """Where a later entry begins that was written when the byte at `at` was on disk."""
+    for place in _places(data, at + 1):
+        found = _entry_at(data, place)
+        if found is not None and found.synced_bytes > at:
+            return place
+    return None
+
+
+def _places(data: bytes, at: int) -> Iterator[int]:
+    place = data.find(ENTRY_MAGIC, at)
+    while place >= 0:
+        yield place
+        place = data.find(ENTRY_MAGIC, place + 1)
+
+
+__all__ = ["START_BYTES", "Entry", "Scan", "encode", "scan", "start"]

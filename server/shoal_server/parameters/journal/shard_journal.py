@@ -1,0 +1,228 @@
+"""The shards that this server leads, in its journal from the first moment on.
+
+What is applied counts as durable once the journal has the shard from an image on, and the record of
+holders names this server's disk (`Holding.on_disk`). A shard that is led elsewhere by now stays in
+the journal until the record names another disk: until then this is the only one that has it.
+"""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Collection, Iterable
+from concurrent.futures import Executor, Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import ShoalError, Unavailable
+from shoal_server.core.holdings import Holder
+from shoal_server.parameters.journal.log import Journal
+from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.replica import Held
+
+log = structlog.get_logger(__name__)
+
+DISK = Holder("disk", "")
+"""Stands for the disk among those who have received a version."""
+LOOK_EACH_S = 1.0
+
+Take = Callable[[Held], Awaitable[Image]]
+PutOnDisk = Callable[[str, Collection[int]], Awaitable[None]]
+Key = tuple[str, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Led:
+    """A shard from when this server leads it until it does no longer."""
+
+    held: Held
+    kept: list[Record] | None = field(default_factory=list)
+    """What follows the image; None once that is on disk and the record says so."""
+
+
+class Journaling:
+    """Lives on the event loop; files are written in `pool`. `take` gives a shard's image;
+    `put_on_disk` has the record say that shards of a job are on this server's disk."""
+
+    def __init__(
+        self, journal: Journal, pool: Executor, take: Take, put_on_disk: PutOnDisk
+    ) -> None:
+        self._journal = journal
+        self._pool = pool
+        self._take = take
+        self._put_on_disk = put_on_disk
+        self._led: dict[Key, _Led] = {}
+        self._for_others: set[Key] = set()
+        self._imaged: list[tuple[_Led, Image]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._saying: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "Journaling":
+        self._looking = asyncio.create_task(self._look_for_ever(), name="journal")
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        tasks = [*self._tasks, *filter(None, [self._looking, self._saying])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- shards that are led here ---
+
+    def lead(self, held: Held) -> None:
+        """Keep a shard from here on. What is applied before its image is on disk is kept back, and
+        follows it."""
+        led = self._led[_key(held)] = _Led(held)
+        self._for_others.discard(_key(held))
+        held.disk.require([DISK])
+        held.check_disk = self._check_room
+        task = asyncio.create_task(self._begin(led))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def tell(self, held: Held, record: Record) -> None:
+        """A push was applied. To be called for each, in order."""
+        led = self._led.get(_key(held))
+        if led is None or led.held is not held:
+            return
+        if led.kept is not None:
+            led.kept.append(record)
+        else:
+            self._append(held, record)
+
+    def end(self, held: Held) -> None:
+        """The shard is not led here any more."""
+        key = _key(held)
+        led = self._led.get(key)
+        if led is not None and led.held is held:
+            del self._led[key]
+            self._for_others.add(key)
+
+    async def _begin(self, led: _Led) -> None:
+        key = _key(led.held)
+        try:
+            image = await self._take(led.held)
+            await self._put(led.held, image)
+        except ShoalError as error:
+            self._give_up(led, error)
+            return
+        if self._led.get(key) is led:
+            self._imaged.append((led, image))
+            if self._saying is None or self._saying.done():
+                self._saying = asyncio.create_task(self._say_on_disk(), name="journal-record")
+        elif key not in self._led:
+            self._for_others.add(key)
+
+    async def _say_on_disk(self) -> None:
+        """In the record, for all shards at once whose images have come by now."""
+        while self._imaged:
+            by_job: dict[str, list[tuple[_Led, Image]]] = defaultdict(list)
+            for led, image in self._imaged:
+                by_job[led.held.job].append((led, image))
+            self._imaged = []
+            for job, imaged in by_job.items():
+                try:
+                    await self._put_on_disk(job, [led.held.shard_id for led, _ in imaged])
+                except ShoalError as error:
+                    for led, _ in imaged:
+                        self._give_up(led, error)
+                    continue
+                for led, image in imaged:
+                    self._go_on(led, image)
+
+    def _go_on(self, led: _Led, image: Image) -> None:
+        if self._led.get(_key(led.held)) is not led or led.kept is None:
+            return
+        led.held.disk.received(DISK, image.version)
+        kept, led.kept = led.kept, None
+        for record in kept:
+            if record.push.version > image.version:
+                self._append(led.held, record)
+
+    def _give_up(self, led: _Led, error: ShoalError) -> None:
+        held = led.held
+        log.error("shard_not_journaled", job=held.job, shard_id=held.shard_id, why=str(error))
+        if self._led.get(_key(held)) is led:
+            held.disk.end(error)
+            self.end(held)
+
+    def _append(self, held: Held, record: Record) -> None:
+        loop = asyncio.get_running_loop()
+        done = self._journal.append(held.job, held.shard_id, held.epoch, record)
+
+        def on_disk(result: "Future[None]") -> None:
+            loop.call_soon_threadsafe(_note, held, record.push.version, result)
+
+        done.add_done_callback(on_disk)
+
+    async def _put(self, held: Held, image: Image) -> None:
+        put = partial(self._journal.put_image, held.job, held.epoch, image)
+        await asyncio.get_running_loop().run_in_executor(self._pool, put)
+
+    def _check_room(self) -> None:
+        """Raise Overloaded while the disk is behind. One that failed is no reason to take no
+        pushes: only those that wait for it are told."""
+        with suppress(Unavailable):
+            self._journal.check_room()
+
+    async def _look_for_ever(self) -> None:
+        """Put new images of shards whose old records fill the disk."""
+        while True:
+            await asyncio.sleep(LOOK_EACH_S)
+            for key in self._journal.overdue():
+                try:
+                    await self._shorten(key)
+                except Exception:
+                    # The journal is as it was, and is looked at again: without this task, it would
+                    # fill the disk and nobody would be told why.
+                    log.exception("journal_not_shortened", job=key[0], shard_id=key[1])
+
+    async def _shorten(self, key: Key) -> None:
+        led = self._led.get(key)
+        if led is None or led.kept is not None:
+            return
+        image = await self._take(led.held)
+        if self._led.get(key) is not led:
+            return
+        await self._put(led.held, image)
+        if key not in self._led:
+            # It may have been forgotten while it was written: it is to be let go of once more.
+            self._for_others.add(key)
+
+    # --- shards that others lead ---
+
+    @property
+    def keeps_for_others(self) -> bool:
+        """Whether this disk may be the only one that has something of what others lead."""
+        return bool(self._for_others)
+
+    def keeps(self, job: str, shard_id: int) -> bool:
+        """Whether this disk may have a shard that is not led here."""
+        return (job, shard_id) in self._for_others
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """Shards that the last process of this server left in the journal."""
+        self._for_others.update(keys)
+
+    def let_go(self, job: str, but: Collection[int]) -> None:
+        """Forget the job's shards that are not led here, but these."""
+        for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
+            self._for_others.discard(key)
+            self._journal.forget(*key)
+
+
+def _key(held: Held) -> Key:
+    return held.job, held.shard_id
+
+
+def _note(held: Held, version: int, result: "Future[None]") -> None:
+    error = result.exception()
+    if error is None:
+        held.disk.received(DISK, version)
+    elif isinstance(error, ShoalError):
+        held.disk.end(error)
+
+
+__all__ = ["DISK", "Journaling"]

@@ -1,0 +1,143 @@
+"""What is done about gradients that were computed on values which others have changed since.
+
+Staleness is the number of updates that a gradient does not know of. A policy may let it be, divide
+the learning rate by it, slow the optimizer down (`damping`), refuse what is too stale, or correct
+the gradient:
+
+Zheng et al. 2017, "Asynchronous Stochastic Gradient Descent with Delay Compensation",
+arXiv:1609.08326, adds the first term of the gradient's Taylor series, with the square of the
+gradient in the place of the Hessian: g + lambda * g * g * (w_now - w_then). Where lambda is
+adaptive, it is an element's own: lambda_0 / sqrt(m + epsilon), m being the running mean of g * g.
+
+The values of then come with the gradient, from the member that computed it. The paper's server
+keeps them for each member instead: that is a copy of the model a member, which would have to be
+replicated, moved and put into snapshots with the shard.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import InvalidSpec, StalePush
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, StalenessPolicy
+from shoal_server.parameters.optimizers.damping import KINDS as DAMPED
+from shoal_server.parameters.optimizers.damping import damping
+from shoal_server.parameters.optimizers.tensors import beside, copy_state, wide
+
+EPSILON = 1e-7
+KINDS = ("", "none", "scale", "damp", "compensate")
+
+
+class Staleness:
+    """The policy of one shard, and what it keeps from push to push."""
+
+    def __init__(
+        self,
+        policy: StalenessPolicy,
+        kind: str,
+        hyper: HyperParameters,
+        blocks: Sequence[Tensor],
+    ) -> None:
+        """`check_policy` has passed. `kind` is the optimizer's, `blocks` are the shard's values,
+        only ever read here."""
+        self._policy = policy
+        self._kind = kind
+        self._hyper = hyper
+        self._blocks = blocks
+        # An objective that is to grow has the gradient of its negative.
+        self._strength = -policy.strength if hyper.maximize else policy.strength
+        self._square: Tensor | None = None
+        self._squares: Sequence[Tensor] = ()
+        if self.needs_base and policy.adaptive:
+            self._square, self._squares = beside(blocks, dtype=wide(blocks[0].dtype))
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the values that a gradient was computed on have to come with it."""
+        return self._policy.kind == "compensate"
+
+    def admit(self, staleness: int, shard_id: int) -> None:
+        """Raise StalePush for what is beyond the bound."""
+        if self._policy.HasField("bound") and staleness > self._policy.bound:
+            raise StalePush(
+                f"the gradient for shard {shard_id} is too stale",
+                seen=f"a staleness of {staleness}",
+                expected=f"at most {self._policy.bound}",
+                fix="Pull the values and compute the gradient anew.",
+            )
+
+    def scale(self, lr: float, staleness: int) -> float:
+        """The learning rate for a push of that staleness."""
+        if self._policy.kind == "damp":
+            return lr * damping(self._kind, self._hyper, staleness).rate
+        return lr / max(1, staleness) if self._policy.kind == "scale" else lr
+
+    def momentum(self, staleness: int) -> float:
+        """SGD's momentum for a push of that staleness."""
+        if self._policy.kind == "damp":
+            return damping(self._kind, self._hyper, staleness).momentum
+        return self._hyper.momentum
+
+    def correct(
+        self,
+        blocks: Sequence[int],
+        gradients: Sequence[Tensor],
+        bases: Sequence[Tensor],
+        staleness: int,
+    ) -> Sequence[Tensor]:
+        """The gradients to step on. `bases` has the values of then, one tensor a named block.
+
+        An element whose correction is too large for its type stays as it came.
+        Each operation is rounded by itself: the result does not depend on how a tensor is cut
+        among threads.
+        """
+        if not self.needs_base:
+            return gradients
+        corrected = []
+        for b, gradient, base in zip(blocks, gradients, bases, strict=True):
+            own = gradient.to(wide(gradient.dtype))
+            squared = own * own
+            strength: Tensor | float = self._strength
+            if self._squares:
+                decay = self._policy.decay
+                mean = self._squares[b].mul_(decay).add_(squared * (1 - decay))
+                mean.clamp_(max=torch.finfo(own.dtype).max)
+                strength = self._strength / (mean + EPSILON).sqrt()
+            if staleness:
+                gone = self._blocks[b].to(own.dtype) - base.to(own.dtype)
+                shifted = (own + squared * strength * gone).to(gradient.dtype)
+                corrected.append(torch.where(shifted.isfinite(), shifted, gradient))
+        return corrected or gradients
+
+    def state(self) -> Mapping[str, Tensor]:
+        """Not copied."""
+        return {} if self._square is None else {"mean_square": self._square}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave. Raises InternalError if that was another policy's."""
+        copy_state(self.state(), state)
+
+
+def check_policy(policy: StalenessPolicy, optimizer: str) -> None:
+    """Raise InvalidSpec for a policy that there is not, that is out of range, or that the kind of
+    optimizer does not have."""
+    if policy.kind not in KINDS:
+        raise InvalidSpec(
+            "no such staleness policy",
+            seen=repr(policy.kind),
+            expected=", ".join(map(repr, KINDS[1:])),
+        )
+    if policy.kind == "damp" and optimizer not in DAMPED:
+        raise InvalidSpec(
+            "this optimizer is not slowed down for stale gradients",
+            seen=f"staleness 'damp' with {optimizer!r}",
+            expected=f"'damp' with one of {', '.join(map(repr, DAMPED))}",
+        )
+    if not (0 <= policy.strength < math.inf and 0 <= policy.decay < 1):
+        raise InvalidSpec(
+            "the delay compensation is out of range",
+            seen=f"strength {policy.strength:g}, decay {policy.decay:g}",
+            expected="a finite strength from 0 up, and 0 <= decay < 1",
+        )

@@ -1,0 +1,99 @@
+"""A backup's side of copies: whether its primaries live, and taking over from one that does not."""
+
+import asyncio
+from collections import defaultdict
+from functools import partial
+
+import structlog
+
+from shoal_server.core.holdings import Holder, Holdings, promoted
+from shoal_server.identify import answers
+from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
+from shoal_server.parameters.cluster.background import Background
+from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, Patience
+from shoal_server.parameters.cluster.server_directory import Roster
+from shoal_server.parameters.shard.catalog import Catalog
+
+log = structlog.get_logger(__name__)
+
+
+class Watching:
+    """Lives on the event loop. Every primary of which this server is a backup has a stream to here;
+    one that has not, and does not answer either, is succeeded."""
+
+    def __init__(
+        self,
+        me: Holder,
+        *,
+        record: RecordOfHolders,
+        catalog: Catalog,
+        roster: Roster,
+        patience: Patience,
+    ) -> None:
+        self._me = me
+        self._record = record
+        self._catalog = catalog
+        self._roster = roster
+        self._patience = patience
+        self._background = Background()
+        self._streams: dict[Holder, int] = defaultdict(int)
+
+    async def close(self) -> None:
+        await self._background.close()
+
+    def stream_opened(self, primary: Holder) -> None:
+        self._streams[primary] += 1
+
+    def stream_ended(self, primary: Holder) -> None:
+        self._streams[primary] -= 1
+        if not self._streams[primary]:
+            del self._streams[primary]
+        for job in self._record.jobs:
+            self.look(job)
+
+    def look(self, job: str) -> None:
+        """See after every primary of the job that is silent."""
+        for holding in self._record.of_job(job).values():
+            if self._me in holding.backups and holding.primary not in self._streams:
+                self._background.start(holding.primary, self._see_after(holding.primary))
+
+    async def _see_after(self, primary: Holder) -> None:
+        """Return once its stream is there, or this server is its backup no longer; else, once it
+        does not answer, take over from it."""
+        while primary not in self._streams and (jobs := self._backed(primary)):
+            if await self._answers(primary):
+                await asyncio.sleep(self._patience.beat_s)
+                continue
+            for job in jobs:
+                # It may have come back while it was waited for, or while etcd was.
+                if primary in self._streams:
+                    break
+                log.warning("primary_lost", server=primary.server_id, job=job)
+                await self._record.change(job, partial(self._taken_over, primary))
+
+    def _taken_over(self, primary: Holder, holdings: Holdings) -> Holdings:
+        """The record in which this server leads what it has a copy of now, and no copy that it had
+        when it first looked."""
+        shard_ids = self._backed_of(primary, holdings.job)
+        return holdings.changed(shard_ids, partial(promoted, lost=primary, backup=self._me))
+
+    def _backed(self, primary: Holder) -> list[str]:
+        """Jobs with shards of that primary of which this server has a copy in step."""
+        return [job for job in self._record.jobs if self._backed_of(primary, job)]
+
+    def _backed_of(self, primary: Holder, job: str) -> list[int]:
+        return [
+            shard_id
+            for shard_id, h in self._record.of_job(job).items()
+            if h.primary == primary
+            and self._me in h.backups
+            and self._catalog.find(job, shard_id) is not None
+        ]
+
+    async def _answers(self, holder: Holder) -> bool:
+        """Whether that very process answers at its address."""
+        address = await self._roster.reach(holder)
+        if address is None:
+            return False
+        within_s = self._patience.silence_s / 2
+        return await answers(holder, address, options=PEER_OPTIONS, within_s=within_s)

@@ -1,0 +1,315 @@
+"""The Replication service: what a primary's server tells this one of the copies kept here."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from shoal_proto.errors import (
+    InternalError,
+    MalformedMessage,
+    Overloaded,
+    ShoalError,
+    Unavailable,
+)
+from shoal_proto.pieces import OnlyPiece
+from shoal_proto.status import to_detail
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_server.core.holdings import Holder
+from shoal_server.parameters.bulk.offers import Offers, Purpose
+from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.silence import Silence
+from shoal_server.parameters.replication.bounded_queue import Handoff
+from shoal_server.parameters.replication.frames import Arrived, Arriving, Assembly
+from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.shard.replica import Held, Role, num_bytes_of
+from shoal_server.parameters.shard.workers import Runner
+from shoal_server.parameters.tables.batch import ID_BYTES
+from shoal_server.parameters.tables.restore import restore
+from shoal_server.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
+"""Of records received and not applied yet, over all shards; beyond it the stream is not read."""
+MAX_ANSWERS = 64
+"""Of one stream, not sent yet; beyond it the stream is not read."""
+
+
+class Custodian(Protocol):
+    """What the service asks of the keeper of this server's shards."""
+
+    async def refresh_source(self, arrived: Arrived, primary: Holder) -> None:
+        """Look whether the record names that primary by now, if it did not as last seen."""
+        ...
+
+    def check_source(self, arrived: Arrived, primary: Holder) -> None:
+        """Raise WrongEpoch unless that primary may tell this server of the shard."""
+        ...
+
+    def adopt(self, held: Held) -> None:
+        """Keep a shard as a backup, in place of what was kept of it before."""
+        ...
+
+    def held(self, job: str, shard_id: int) -> Held | None: ...
+
+    def discard(self, held: Held) -> None:
+        """Keep a copy no longer: it is not what it should be."""
+        ...
+
+    def stream_opened(self, primary: Holder) -> None: ...
+
+    def stream_ended(self, primary: Holder, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Backlog:
+    """What was received for one shard and is still to be applied, in order."""
+
+    held: Held
+    received_version: int
+    is_closed: bool = False
+    """No more is taken: the shard is to be led here, or another image of it has come."""
+    records: deque[Record] = field(default_factory=deque)
+    task: asyncio.Task[None] | None = None
+
+
+class Follower:
+    """Acknowledges a record once it is received whole and is the next one; applies it behind."""
+
+    def __init__(
+        self,
+        *,
+        me: Holder,
+        custodian: Custodian,
+        run: Runner,
+        patience: Patience,
+        memory: Memory,
+        offers: Offers,
+    ) -> None:
+        self._me = me
+        self._custodian = custodian
+        self._run = run
+        self._patience = patience
+        self._memory = memory
+        self._offers = offers
+        self._is_full = False
+        self._backlogs: dict[tuple[str, int], _Backlog] = {}
+        self._unapplied_bytes = 0
+        self._room = asyncio.Condition()
+
+    async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
+        return pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation)
+
+    async def OpenBulk(self, request: pb.OpenFollowRequest, context: Context) -> OpenBulkReply:
+        return self._offers.make(Purpose.REPLICATION)
+
+    def Follow(
+        self, requests: AsyncIterator[Arriving], context: Context
+    ) -> AsyncIterator[pb.FollowReply]:
+        return self.follow(requests)
+
+    async def follow(
+        self, requests: AsyncIterator[Arriving]
+    ) -> AsyncGenerator[pb.FollowReply, None]:
+        """Take in what a primary tells; what is received is acknowledged in the replies."""
+        first = await anext(requests, pb.FollowRequest())
+        if isinstance(first, OnlyPiece) or not first.HasField("hello"):
+            raise MalformedMessage(
+                "the stream does not begin with its hello", seen="another message, or none"
+            )
+        primary = Holder(first.hello.primary.server_id, first.hello.primary.incarnation)
+        self._custodian.stream_opened(primary)
+        reason = "the stream ended"
+        try:
+            async with aclosing(self._replies(requests, primary)) as replies:
+                async for reply in replies:
+                    yield reply
+        except Exception as error:
+            reason = repr(error)
+            raise
+        finally:
+            self._custodian.stream_ended(primary, reason)
+
+    async def _replies(
+        self, requests: AsyncIterator[Arriving], primary: Holder
+    ) -> AsyncGenerator[pb.FollowReply, None]:
+        """The answers in order; an empty one where there was none for a beat: the primary is to
+        hear that somebody is there, also while a large image comes in or is restored."""
+        answers, silence = Handoff[pb.FollowReply](MAX_ANSWERS), Silence(self._patience)
+        answering = asyncio.create_task(self._answer_all(requests, primary, answers, silence))
+        silent = asyncio.create_task(silence.wait())
+        for task in (answering, silent):
+            task.add_done_callback(lambda _: answers.end())
+        try:
+            while not answers.is_over:
+                answer = await answers.take(self._patience.beat_s)
+                if answer is not None:
+                    yield answer
+                elif not answers.is_over:
+                    yield pb.FollowReply()
+            if silent.done():
+                raise Unavailable(
+                    f"the primary {primary.server_id} says nothing any more",
+                    seen=f"nothing for {self._patience.silence_s:g} s",
+                )
+            await answering
+        finally:
+            for task in (answering, silent):
+                task.cancel()
+            await asyncio.gather(answering, silent, return_exceptions=True)
+
+    async def _answer_all(
+        self,
+        requests: AsyncIterator[Arriving],
+        primary: Holder,
+        answers: Handoff[pb.FollowReply],
+        silence: Silence,
+    ) -> None:
+        assembly = Assembly()
+        while True:
+            # While it has to wait here, it need not say anything.
+            silence.expect()
+            request = await anext(requests, None)
+            silence.heard()
+            if request is None:
+                return
+            if not isinstance(request, OnlyPiece) and request.HasField("beat"):
+                await answers.put(pb.FollowReply())
+                continue
+            arrived = assembly.take(request)
+            if arrived is not None:
+                await answers.put(await self._receive(arrived, primary))
+
+    async def _receive(self, arrived: Arrived, primary: Holder) -> pb.FollowReply:
+        reply = pb.FollowReply(job=arrived.job, shard_id=arrived.shard_id)
+        try:
+            if isinstance(arrived.content, Image):
+                await self._custodian.refresh_source(arrived, primary)
+                self._custodian.check_source(arrived, primary)
+                reply.version = await self._take_image(arrived, arrived.content, primary)
+            else:
+                async with self._room:
+                    await self._room.wait_for(self._has_room)
+                # Only now: while there was no room, this server may have come to lead the shard.
+                self._custodian.check_source(arrived, primary)
+                reply.version = self._take_record(arrived, arrived.content)
+        except ShoalError as error:
+            self._log_refusal(arrived, error)
+            reply.error.CopyFrom(to_detail(error))
+        return reply
+
+    def _log_refusal(self, arrived: Arrived, error: ShoalError) -> None:
+        # A full server refuses many: one line until it has taken one again.
+        if not isinstance(error, Overloaded) or not self._is_full:
+            kind = "record" if isinstance(arrived.content, Record) else "copy"
+            log.warning(
+                f"{kind}_refused", job=arrived.job, shard_id=arrived.shard_id, why=str(error)
+            )
+        self._is_full |= isinstance(error, Overloaded)
+
+    def _has_room(self) -> bool:
+        return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
+
+    async def _take_image(self, arrived: Arrived, image: Image, primary: Holder) -> int:
+        key = arrived.job, arrived.shard_id
+        self._check_not_older(arrived, image)
+        await self._settle(key)
+        before = self._custodian.held(*key)
+        more_bytes = image.num_bytes - (before.state.memory_bytes if before is not None else 0)
+        what = f"a copy of shard {arrived.shard_id} of job {arrived.job}"
+        with self._memory.reserve(more_bytes, what) as claim:
+            state = await self._run(image.num_bytes, partial(restore, image))
+            held = Held(arrived.job, state, Role.BACKUP, arrived.epoch)
+            # Once more: while it was restored, this server may have come to lead the shard.
+            # There is no await from here on.
+            self._custodian.check_source(arrived, primary)
+            self._custodian.adopt(held)
+            claim.became(more_bytes)
+        self._is_full = False
+        self._backlogs[key] = _Backlog(held, image.version)
+        return image.version
+
+    def _check_not_older(self, arrived: Arrived, image: Image) -> None:
+        """What a primary was told to be received here must not be replaced by less."""
+        backlog = self._backlogs.get((arrived.job, arrived.shard_id))
+        if (
+            backlog is not None
+            and self._custodian.held(arrived.job, arrived.shard_id) is backlog.held
+            and backlog.held.epoch == arrived.epoch
+            and backlog.received_version > image.version
+        ):
+            raise InternalError(
+                f"an image of shard {arrived.shard_id} is older than the copy that is here",
+                seen=f"version {image.version}",
+                expected=f"version {backlog.received_version} or a newer one",
+            )
+
+    def _take_record(self, arrived: Arrived, record: Record) -> int:
+        """Without an await: what was checked holds until the record has its place in the order."""
+        key = arrived.job, arrived.shard_id
+        backlog = self._backlogs.get(key)
+        is_open = backlog is not None and not backlog.is_closed
+        if backlog is None or not is_open or self._custodian.held(*key) is not backlog.held:
+            raise InternalError(
+                f"no copy of shard {arrived.shard_id} of job {arrived.job} is here",
+                seen=f"a record of version {record.push.version}",
+                expected="the shard's image first",
+            )
+        if record.push.version != backlog.received_version + 1:
+            raise InternalError(
+                f"a record of shard {arrived.shard_id} does not follow on what came before",
+                seen=f"version {record.push.version}",
+                expected=f"version {backlog.received_version + 1}",
+            )
+        if record.push.row_ids:
+            # What was acknowledged stays here until the record says that it may go.
+            self._memory.check(f"more rows in a copy of shard {arrived.shard_id}")
+        self._unapplied_bytes += num_bytes_of(record)
+        backlog.received_version = record.push.version
+        backlog.records.append(record)
+        if backlog.task is None or backlog.task.done():
+            backlog.task = asyncio.create_task(self._apply(backlog))
+        return record.push.version
+
+    async def _apply(self, backlog: _Backlog) -> None:
+        """Replay until nothing is left; a copy that fails to is given up."""
+        while backlog.records:
+            record = backlog.records.popleft()
+            size = num_bytes_of(record)
+            state = backlog.held.state
+            num_bytes = len(record.data) + state.regrown_bytes(len(record.push.row_ids) // ID_BYTES)
+            try:
+                await self._run(num_bytes, partial(state.replay, record))
+            except Exception:
+                log.exception("copy_failed", job=backlog.held.job, shard_id=backlog.held.shard_id)
+                size += sum(map(num_bytes_of, backlog.records))
+                backlog.records.clear()
+                self._custodian.discard(backlog.held)
+            finally:
+                self._unapplied_bytes -= size
+                async with self._room:
+                    self._room.notify_all()
+
+    async def settle(self, held: Held) -> None:
+        """Return once everything that was received for a shard is applied."""
+        await self._settle((held.job, held.shard_id))
+
+    async def _settle(self, key: tuple[str, int]) -> None:
+        backlog = self._backlogs.get(key)
+        if backlog is None:
+            return
+        backlog.is_closed = True
+        if backlog.task is not None:
+            # Whoever else settles it waits too, and what was acknowledged is applied although who
+            # waits for it is cancelled.
+            await asyncio.wait({backlog.task})
+        if self._backlogs.get(key) is backlog:
+            del self._backlogs[key]

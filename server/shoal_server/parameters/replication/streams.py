@@ -1,0 +1,196 @@
+"""The stream that a link writes to: a bulk connection where there is one, else a gRPC call."""
+
+import asyncio
+import mmap
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+import structlog
+from google.protobuf.message import DecodeError
+
+from shoal_proto import bulk
+from shoal_proto.bulk import Kind
+from shoal_proto.bulk_opening import greet, reach
+from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
+from shoal_proto.status import from_detail
+from shoal_proto.v1.identity_pb2 import ErrorDetail
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.replication_pb2 import FollowReply, OpenFollowRequest
+from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
+from shoal_server.parameters.bulk.places import NUM_PLACES, PLACE_BYTES, Places
+from shoal_server.parameters.bulk.wire import HungUp, Wire
+from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
+from shoal_server.parameters.replication import frames
+from shoal_server.parameters.replication.frames import Chunk, Frame
+
+log = structlog.get_logger(__name__)
+
+FOLLOW = "/shoal.v1.Replication/Follow"
+OPEN_S = 2.0
+
+
+class Stream(Protocol):
+    """What is written by one task arrives in order. Either method raises what broke the stream: a
+    ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
+
+    async def write(self, frame: Frame) -> None: ...
+
+    def replies(self) -> AsyncIterator[FollowReply]: ...
+
+
+@asynccontextmanager
+async def open_stream(address: str) -> AsyncIterator[Stream]:
+    """A stream to the server there, for as long as the block runs. Raises grpc.RpcError."""
+    async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
+        stream = await _connect(channel, address)
+        if stream is not None:
+            with closing(stream):
+                yield stream
+            return
+        call: _Call = channel.stream_stream(
+            FOLLOW,
+            request_serializer=frames.serialize,
+            response_deserializer=FollowReply.FromString,
+        )()
+        try:
+            yield GrpcStream(call)
+        finally:
+            call.cancel()
+
+
+_Call = grpc.aio.StreamStreamCall[Any, Any]
+
+
+class GrpcStream:
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+
+    async def write(self, frame: Frame) -> None:
+        await self._call.write(frame)
+
+    async def replies(self) -> AsyncIterator[FollowReply]:
+        async for reply in self._call:
+            yield reply
+
+
+class BulkStream:
+    def __init__(self, wire: Wire, address: str, places: Places | None) -> None:
+        self._wire = wire
+        self._address = address
+        self._places = places
+
+    async def begin(self) -> None:
+        await self._send(bulk.header(Kind.FOLLOW))
+
+    def close(self) -> None:
+        self._wire.socket.close()
+
+    async def write(self, frame: Frame) -> None:
+        if isinstance(frame, Chunk) and self._places is not None:
+            at = await self._places.fill(frame.data)
+            head = bulk.header(
+                Kind.PLACED,
+                offset_bytes=frame.offset_bytes,
+                num_bytes=len(frame.data),
+                at=at,
+                checksum=frame.checksum,
+            )
+            await self._send(head)
+        elif isinstance(frame, Chunk):
+            head = bulk.header(
+                Kind.PIECE,
+                offset_bytes=frame.offset_bytes,
+                num_bytes=len(frame.data),
+                checksum=frame.checksum,
+            )
+            await self._send(head, frame.data)
+        else:
+            await self._send(bulk.message(Kind.MESSAGE, frame.SerializeToString()))
+
+    async def _send(self, *parts: bytes | memoryview) -> None:
+        try:
+            await self._wire.send(*parts)
+        except HungUp as error:
+            raise self._broken(error) from error
+
+    async def replies(self) -> AsyncIterator[FollowReply]:
+        while True:
+            try:
+                frame = await self._wire.next_frame()
+            except HungUp as error:
+                raise self._broken(error) from error
+            try:
+                if frame.kind is Kind.MESSAGE:
+                    yield FollowReply.FromString(bytes(frame.body))
+                elif frame.kind is Kind.ERROR:
+                    raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
+                elif frame.kind is Kind.ROOM and self._places is not None:
+                    self._places.free(frame.at)
+                elif frame.kind is Kind.END:
+                    return
+            except DecodeError as error:
+                raise MalformedMessage(
+                    f"a reply of {self._address} does not parse", seen=repr(error)
+                ) from error
+
+    def _broken(self, error: HungUp) -> ShoalError:
+        return Unavailable(
+            f"the bulk connection to {self._address} broke",
+            seen=str(error),
+            expected="a stream that goes on",
+        )
+
+
+async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | None":
+    """A stream that has begun; None where there is no way but gRPC. Raises grpc.RpcError."""
+    try:
+        offer: OpenBulkReply = await ReplicationStub(channel).OpenBulk(
+            OpenFollowRequest(), timeout=OPEN_S
+        )
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+            raise
+        return None
+    if not offer.port:
+        return None
+    opening = asyncio.get_running_loop().run_in_executor(None, _open, offer, address)
+    try:
+        opened = await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        # The thread goes on, and nobody wants what it opens.
+        opening.add_done_callback(_discard)
+        raise
+    except (OSError, ShoalError) as error:
+        log.info("bulk_connection_failed", address=address, reason=repr(error))
+        return None
+    connected, shared = opened
+    stream = BulkStream(Wire(connected), address, Places(shared) if shared is not None else None)
+    try:
+        await stream.begin()
+    except BaseException:
+        connected.close()
+        raise
+    return stream
+
+
+def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap | None]:
+    connected = reach(offer, address)
+    try:
+        shared = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES)
+        connected.setblocking(False)
+    except BaseException:
+        connected.close()
+        raise
+    return connected, shared
+
+
+def _discard(opening: "asyncio.Future[tuple[socket.socket, mmap.mmap | None]]") -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        opening.result()[0].close()
+
+
+__all__ = ["Stream", "open_stream"]

@@ -1,0 +1,99 @@
+"""A stream to another server that is given up once the other end says nothing any more."""
+
+import asyncio
+from asyncio import FIRST_COMPLETED
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+
+from shoal_proto.errors import ShoalError, Unavailable
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.holdings import Holder
+from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.silence import Silence
+from shoal_server.parameters.replication import frames
+from shoal_server.parameters.replication.streams import Stream
+
+log = structlog.get_logger(__name__)
+
+CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.InternalError)
+"""What grpcio raises for a write to a call that is over."""
+
+
+class WatchedStream:
+    """Lives on the event loop. One task writes, one reads.
+
+    The other end says something every now and then, however long it takes to do what it was told:
+    silence means that it is gone, or that nothing gets through.
+    """
+
+    def __init__(self, stream: Stream, address: str, patience: Patience) -> None:
+        self._stream = stream
+        self._address = address
+        self._patience = patience
+        self._silence = Silence(patience)
+        self.heard_s = 0.0
+        """When the other end said something last, by the clock of the event loop."""
+
+    async def greet(self, me: Holder) -> None:
+        """Say who speaks: the first message of a stream."""
+        primary = pb.Holder(server_id=me.server_id, incarnation=me.incarnation)
+        await self._stream.write(pb.FollowRequest(hello=pb.Hello(primary=primary)))
+
+    async def send(self, frame: frames.Frame) -> None:
+        """Raises what broke the stream; see `Stream`."""
+        self._silence.expect()
+        await self._stream.write(frame)
+
+    async def beat(self) -> None:
+        """Say something that is answered."""
+        await self.send(pb.FollowRequest(beat=pb.FollowBeat()))
+
+    async def replies(self) -> AsyncIterator[pb.FollowReply]:
+        """What is answered, but for the answers to beats."""
+        async for reply in self._stream.replies():
+            self.heard_s = asyncio.get_running_loop().time()
+            self._silence.heard()
+            if reply.job:
+                yield reply
+
+    async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Return once one of these tasks has come to its end, and end the others.
+
+        Raises ShoalError if the stream broke, or the other end has left something unanswered for
+        too long.
+        """
+        tasks = [asyncio.create_task(each) for each in (*work, self._await_silence())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        errors = [error for task in done if (error := task.exception()) is not None]
+        # The reader has the reason, where the writer found the call over.
+        for error in sorted(errors, key=lambda error: not isinstance(error, ShoalError)):
+            raise self._why(error)
+
+    def _why(self, error: BaseException) -> ShoalError:
+        if isinstance(error, ShoalError):
+            return error
+        if isinstance(error, grpc.RpcError):
+            return from_rpc_error(error, self._address)
+        if not isinstance(error, CALL_IS_OVER):
+            log.error("stream_failed", address=self._address, exc_info=error)
+        return Unavailable(f"writing to {self._address} failed", seen=repr(error))
+
+    async def _await_silence(self) -> None:
+        await self._silence.wait()
+        raise Unavailable(
+            f"{self._address} says nothing any more",
+            seen=f"no answer for {self._patience.silence_s:g} s",
+        )
+
+
+__all__ = ["WatchedStream"]

@@ -1,0 +1,221 @@
+"""One connection of the bulk transport: the calls of one client, one after the other."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import structlog
+from google.protobuf.message import DecodeError, Message
+
+from shoal_proto import bulk
+from shoal_proto.bulk import BEAT_S, Frame, Kind
+from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.pieces import OnlyPiece, ReadPiece
+from shoal_proto.status import to_detail
+from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
+from shoal_proto.v1.replication_pb2 import FollowRequest
+from shoal_server.parameters.bulk.arena import Arena, in_frames, in_place
+from shoal_server.parameters.bulk.wire import HungUp, Wire
+from shoal_server.parameters.replication.frames import Arriving
+from shoal_server.parameters.replication.replication_servicer import Follower
+from shoal_server.parameters.service.parameters_servicer import Servicer
+from shoal_server.parameters.shard.reply_writer import Writer
+from shoal_server.rpc import refusal_of
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """What answers the calls that a connection may carry."""
+
+    parameters: Servicer
+    replication: Follower
+
+
+def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMessage:
+    return MalformedMessage(
+        f"a message of a bulk connection, {frame.kind.name}, does not parse",
+        seen=f"{frame.num_bytes} bytes ({error})",
+        expected=expected,
+    )
+
+
+class Connection:
+    """Lives on the event loop."""
+
+    def __init__(self, wire: Wire, calls: Calls, arena: Arena | None, *, is_peer: bool) -> None:
+        """Only another server, a peer, may tell this one of its shards."""
+        self._wire = wire
+        self._calls = calls
+        self._arena = arena
+        self._is_peer = is_peer
+        self._is_in_call = False
+
+    async def serve(self) -> None:
+        """Answer calls until the client hangs up, or breaks the rules of the transport."""
+        beats = asyncio.create_task(self._beat(), name="bulk-beats")
+        try:
+            while True:
+                await self._answer(await self._wire.next_frame())
+        except HungUp as hung_up:
+            log.debug("bulk_connection_ended", reason=str(hung_up))
+        except ShoalError as error:
+            log.warning("bulk_connection_ended", kind=type(error).__name__, reason=str(error))
+            await self._fail(error)
+        finally:
+            beats.cancel()
+            await asyncio.gather(beats, return_exceptions=True)
+
+    async def _answer(self, opening: Frame) -> None:
+        call = _Call(self._wire, self._arena)
+        self._is_in_call = True
+        try:
+            async with aclosing(self._replies(opening, call)) as replies:
+                async for reply in replies:
+                    if isinstance(reply, Message):
+                        await self._wire.send(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
+                    else:
+                        await self._wire.send(reply)
+            # Only then may the next frame be the beginning of a call.
+            await call.finish()
+            await self._wire.send(bulk.header(Kind.END))
+        except HungUp:
+            raise
+        except Exception as error:
+            await self._fail(refusal_of(f"bulk {opening.kind.name}", error))
+            raise HungUp("the call failed") from error
+        finally:
+            self._is_in_call = False
+
+    def _replies(self, opening: Frame, call: "_Call") -> AsyncGenerator[Message | bytes, None]:
+        try:
+            if opening.kind is Kind.PUSH:
+                push = PushRequest.FromString(bytes(opening.body))
+                return self._calls.parameters.push(call.requests(push), call)
+            if opening.kind is Kind.PULL:
+                return self._calls.parameters.pull(
+                    PullRequest.FromString(bytes(opening.body)), call
+                )
+        except DecodeError as error:
+            raise _unreadable(opening, error, "PushRequest or PullRequest") from error
+        if opening.kind is Kind.FOLLOW and self._is_peer:
+            return self._calls.replication.follow(call.told())
+        raise MalformedMessage(
+            "a frame that begins no call of this connection",
+            seen=opening.kind.name,
+            expected="PUSH or PULL, or FOLLOW of a server",
+        )
+
+    async def _fail(self, error: ShoalError) -> None:
+        """Tell the client, if it still listens; nothing more is sent after it."""
+        try:
+            await self._wire.send(bulk.message(Kind.ERROR, to_detail(error).SerializeToString()))
+        except HungUp as hung_up:
+            log.info("bulk_error_not_told", error=str(error), reason=str(hung_up))
+
+    async def _beat(self) -> None:
+        """While a call is worked on, its client is to hear something."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            if self._is_in_call and self._wire.silent_s >= BEAT_S:
+                await self._wire.send(bulk.header(Kind.BEAT))
+
+
+class _Call:
+    """What comes in of one call, and the way back of its values."""
+
+    def __init__(self, wire: Wire, arena: Arena | None) -> None:
+        self._wire = wire
+        self._arena = arena
+        self._rooms: dict[int, tuple[memoryview, int]] = {}
+        self._is_over = False
+
+    async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
+        yield first
+        while (piece := await self._next_piece()) is not None:
+            yield OnlyPiece(piece)
+
+    async def told(self) -> AsyncIterator[Arriving]:
+        """What another server tells of its shards."""
+        while True:
+            frame = await self._wire.next_frame()
+            if frame.kind is Kind.PIECE:
+                yield OnlyPiece(
+                    ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
+                )
+            elif frame.kind is Kind.PLACED:
+                # What is acknowledged must be this server's own.
+                data = memoryview(bytes(self._view(frame)))
+                await self._wire.send(bulk.header(Kind.ROOM, at=frame.at))
+                yield OnlyPiece(ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum))
+            elif frame.kind is Kind.MESSAGE:
+                try:
+                    yield FollowRequest.FromString(bytes(frame.body))
+                except DecodeError as error:
+                    raise _unreadable(frame, error, "FollowRequest") from error
+            else:
+                self._note(frame)
+                if self._is_over:
+                    return
+
+    async def finish(self) -> None:
+        """Read what is left of the call."""
+        while not self._is_over:
+            if await self._next_piece() is not None:
+                raise MalformedMessage(
+                    "a piece that nobody expects", seen="a piece", expected="the end of the call"
+                )
+
+    async def _next_piece(self) -> ReadPiece | None:
+        """The next piece, or None at the end. Rooms are noted on the way."""
+        while not self._is_over:
+            frame = await self._wire.next_frame()
+            if frame.kind is Kind.PIECE:
+                return ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
+            if frame.kind is Kind.PLACED:
+                data = self._view(frame)
+                return ReadPiece(frame.shard_id, frame.offset_bytes, data, frame.checksum, True)
+            self._note(frame)
+        return None
+
+    def _note(self, frame: Frame) -> None:
+        if frame.kind is Kind.ROOM:
+            self._rooms[frame.shard_id] = self._view(frame), frame.at
+        elif frame.kind is Kind.END:
+            self._is_over = True
+        else:
+            raise MalformedMessage(
+                "a frame that does not belong into a call",
+                seen=frame.kind.name,
+                expected="PIECE, PLACED, ROOM or END",
+            )
+
+    def _view(self, frame: Frame) -> memoryview:
+        if self._arena is None:
+            raise MalformedMessage(
+                "a frame tells of shared memory",
+                seen=f"{frame.kind.name} at {frame.at}",
+                expected="pieces in the stream: none is shared on this connection",
+            )
+        return self._arena.view(frame.at, frame.num_bytes)
+
+    async def await_room(self, shard_id: int) -> None:
+        if self._arena is None:
+            return
+        while shard_id not in self._rooms:
+            self._note(await self._wire.next_frame())
+            if self._is_over:
+                raise MalformedMessage(
+                    f"the call ended without a place for shard {shard_id}",
+                    seen=f"places for {len(self._rooms)} shards",
+                    expected="a ROOM for each shard that is pulled",
+                )
+
+    def writer(self, shard_id: int, num_bytes: int) -> Writer:
+        room, at = self._rooms.pop(shard_id, (memoryview(b""), 0))
+        return in_place(room, at) if num_bytes <= len(room) else in_frames
+
+
+__all__ = ["Calls", "Connection"]

@@ -1,0 +1,174 @@
+"""Where connections of the bulk transport come in: a TCP port, and a name on this machine."""
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+
+import structlog
+
+from shoal_proto import bulk
+from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
+from shoal_proto.errors import AddressInUse, MalformedMessage, Overloaded, ShoalError
+from shoal_server.parameters.bulk.arena import Arena
+from shoal_server.parameters.bulk.offers import Offers, Purpose
+from shoal_server.parameters.bulk.wire import HungUp, Wire
+from shoal_server.parameters.service.bulk_connection import Calls, Connection
+from shoal_server.parameters.shard.memory import Memory
+
+log = structlog.get_logger(__name__)
+
+HELLO_S = 5.0
+ACCEPT_AGAIN_S = 0.5
+MAX_CONNECTIONS = 4096
+# A client's machine that vanished is found out by the kernel: probes after so many seconds.
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
+
+
+class Listener:
+    """Takes connections from clients that show a key which `offers` gave."""
+
+    def __init__(self, calls: Calls, offers: Offers, memory: Memory) -> None:
+        self._calls = calls
+        self._offers = offers
+        self._memory = memory
+        self._connections: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def listening(self, host: str, port: int) -> AsyncIterator[None]:
+        """Take connections as long as the block runs. Raises AddressInUse."""
+        with ExitStack() as stack:
+            remote = stack.enter_context(_bound(host, port))
+            local, name = _named(stack)
+            listeners = [remote, local] if local is not None else [remote]
+            for listener in listeners:
+                listener.listen(128)
+                listener.setblocking(False)
+            accepting = [
+                asyncio.create_task(self._accept(listener), name="bulk-accept")
+                for listener in listeners
+            ]
+            self._offers.listening(name, remote.getsockname()[1])
+            try:
+                yield
+            finally:
+                self._offers.listening("", 0)
+                ending = [*accepting, *self._connections]
+                for task in ending:
+                    task.cancel()
+                await asyncio.gather(*ending, return_exceptions=True)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connected, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # Out of descriptors, most likely: clients take gRPC until some are free again.
+                log.warning("bulk_connection_not_accepted", reason=str(error))
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            if len(self._connections) >= MAX_CONNECTIONS:
+                log.warning("bulk_connection_refused", num_connections=len(self._connections))
+                connected.close()
+                continue
+            task = asyncio.create_task(self._serve(connected), name="bulk-connection")
+            self._connections.add(task)
+            task.add_done_callback(self._connections.discard)
+
+    async def _serve(self, connected: socket.socket) -> None:
+        with connected, ExitStack() as stack:
+            connected.setblocking(False)
+            is_local = connected.family == socket.AF_UNIX
+            wire = Wire(connected)
+            try:
+                if not is_local:
+                    _tune(connected)
+                async with asyncio.timeout(HELLO_S):
+                    arena_bytes, purpose = await self._greeted(wire)
+                arena = self._arena(arena_bytes, stack) if is_local and arena_bytes else None
+                await _welcome(wire, arena)
+            except (OSError, HungUp, ShoalError) as error:
+                log.warning("bulk_connection_refused", reason=repr(error))
+                return
+            is_peer = purpose is Purpose.REPLICATION
+            await Connection(wire, self._calls, arena, is_peer=is_peer).serve()
+
+    async def _greeted(self, wire: Wire) -> tuple[int, Purpose]:
+        """How much memory the other end would share, and what for. Raises MalformedMessage."""
+        frame = await wire.next_frame()
+        purpose = self._offers.redeem(bytes(frame.body)) if frame.kind is Kind.HELLO else None
+        if purpose is None:
+            raise MalformedMessage(
+                "a bulk connection does not begin as it should",
+                seen=f"a frame of kind {frame.kind.name}",
+                expected="HELLO with a key that this server gave a moment ago",
+            )
+        return min(frame.at, MAX_ARENA_BYTES), purpose
+
+    def _arena(self, num_bytes: int, stack: ExitStack) -> Arena | None:
+        try:
+            claim = self._memory.reserve(num_bytes, "memory shared with a client")
+            arena = Arena(num_bytes)
+        except (Overloaded, OSError) as error:
+            log.warning("no_shared_memory", num_bytes=num_bytes, reason=str(error))
+            return None
+        stack.enter_context(claim)
+        return arena
+
+
+async def _welcome(wire: Wire, arena: Arena | None) -> None:
+    """Answer the hello; the descriptor of the shared memory goes with it."""
+    if arena is None:
+        await wire.send(bulk.header(Kind.HELLO))
+        return
+    try:
+        # The first bytes on a fresh connection always find room.
+        answer = bulk.header(Kind.HELLO, at=arena.num_bytes)
+        socket.send_fds(wire.socket, [answer], [arena.descriptor])
+    except OSError as error:
+        raise HungUp(repr(error)) from error
+    finally:
+        arena.close_descriptor()
+
+
+def _named(stack: ExitStack) -> tuple[socket.socket | None, str]:
+    """A socket with a name that nobody else has, for clients in this network namespace; none where
+    the system has no such names, and then all of them come by the port."""
+    name = f"shoal-{secrets.token_hex(16)}"
+    try:
+        local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        local.bind(f"\0{name}")
+    except OSError as error:
+        log.info("no_local_bulk_connections", reason=str(error))
+        return None, ""
+    return local, name
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        bound.close()
+        raise AddressInUse(
+            f"cannot listen on {host}:{port} for bulk connections",
+            seen=str(error),
+            expected="a free port",
+            fix="Choose another --bulk-port; port 0 takes any free one.",
+        ) from error
+    return bound
+
+
+def _tune(connected: socket.socket) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in KEEPALIVE:
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+__all__ = ["Listener"]

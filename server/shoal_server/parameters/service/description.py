@@ -1,0 +1,78 @@
+"""What a parameter server says of itself, for people: sizes, counters, how far its copies are."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal_proto.errors import WrongEpoch
+from shoal_proto.v1.parameters_pb2 import CopyState, DescribeReply, PushOutcome
+from shoal_proto.v1.parameters_pb2 import ShardState as ShardFigures
+from shoal_server.core.holdings import Holding
+from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.tables.shard import TableShard
+
+MAX_JOBS = 1024
+
+
+@dataclass(slots=True)
+class Refusals:
+    """What became of pushes that were not applied whole, of one job since the server started."""
+
+    by_epoch: int = 0
+    partial: int = 0
+
+
+class Tally:
+    """Counts refusals by job; of the newest 1024 jobs."""
+
+    def __init__(self) -> None:
+        self._jobs: OrderedDict[str, Refusals] = OrderedDict()
+
+    def count(self, job: str, outcomes: Iterable[PushOutcome]) -> None:
+        """Take note of all outcomes of one call."""
+        kinds = [each.error.kind if each.HasField("error") else "" for each in outcomes]
+        if not any(kinds):
+            return
+        refusals = self._jobs.setdefault(job, Refusals())
+        refusals.by_epoch += kinds.count(WrongEpoch.__name__)
+        refusals.partial += "" in kinds
+        if len(self._jobs) > MAX_JOBS:
+            self._jobs.popitem(last=False)
+
+    def fill(self, reply: DescribeReply, job: str) -> None:
+        """Add the counts of one job, or of all."""
+        for name, refusals in self._jobs.items():
+            if job in ("", name):
+                reply.refused_by_epoch += refusals.by_epoch
+                reply.partial_pushes += refusals.partial
+
+
+def add_shard(reply: DescribeReply, held: Held, holding: Holding | None) -> None:
+    """Describe one shard, or count it where this server has a copy only."""
+    reply.memory_bytes += held.state.memory_bytes
+    if held.role is not Role.PRIMARY:
+        reply.num_copies += 1
+        return
+    if isinstance(held.state, LiveShard | TableShard):
+        figures = held.state.describe(held.job)
+        _add_copies(figures, held, holding)
+        reply.shards.append(figures)
+
+
+def _add_copies(figures: ShardFigures, held: Held, holding: Holding | None) -> None:
+    figures.epoch = held.epoch
+    figures.unreplicated_bytes = held.unreplicated_bytes
+    figures.pushed_bytes = held.pushed_bytes
+    for holder in holding.holders[1:] if holding is not None else ():
+        figures.copies.append(
+            CopyState(
+                server_id=holder.server_id,
+                # It may have more by now than when the shard was described.
+                version=min(held.receipts.version_of(holder), figures.version),
+                joining=holding is not None and holder == holding.joining,
+            )
+        )
+
+
+__all__ = ["Tally", "add_shard"]

@@ -1,0 +1,211 @@
+"""The ShardSnapshots service: this server's shards into a snapshot's files, and out of them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Executor
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, WrongEpoch
+from shoal_proto.v1 import snapshots_pb2 as pb
+from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
+from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.parameters.replication.shard_replicas import Custody
+from shoal_server.parameters.service.table_maker import TableMaker
+from shoal_server.parameters.shard import image_file
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.image import ShardState
+from shoal_server.parameters.shard.memory import Claim, Memory
+from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.snapshot.barriers import Cuts
+from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
+from shoal_server.parameters.tables import restore
+from shoal_server.rpc import Context
+from shoal_server.snapshots import messages
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.locations import Roots
+from shoal_server.snapshots.manifest import Part, part_file
+from shoal_server.snapshots.storage import open_below
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+MAX_LIMIT_S = 60.0
+WRITE_WITHIN_S = 30.0
+"""Between the taking of the shards and the call that writes them."""
+FORMING_S = 10.0
+"""How long a load waits for backups to have the shards."""
+
+
+class ShardSnapshots(ShardSnapshotsServicer):
+    """`pool` is for storage alone: it may be slow."""
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        custody: Custody,
+        cuts: Cuts,
+        maker: TableMaker,
+        memory: Memory,
+        pool: Executor,
+        read_roots: Callable[[], Awaitable[Sequence[str]]],
+    ) -> None:
+        self._catalog = catalog
+        self._custody = custody
+        self._cuts = cuts
+        self._maker = maker
+        self._memory = memory
+        self._pool = pool
+        self._read_roots = read_roots
+
+    async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
+        if not 0 < request.limit_s <= MAX_LIMIT_S:
+            raise InvalidSpec(
+                "the limit of a cut is out of range",
+                seen=f"{request.limit_s:g} s",
+                expected=f"above 0, at most {MAX_LIMIT_S:g} s",
+            )
+        await self._maker.make_all(request.job)
+        begun = self._cuts.close(request.job, request.cut_id, request.limit_s)
+        return pb.CloseReply(begun=messages.of_begun(begun))
+
+    async def Freeze(self, request: pb.FreezeRequest, context: Context) -> pb.FreezeReply:
+        stamps, torn = await self._cuts.freeze(
+            request.job,
+            request.cut_id,
+            messages.to_begun(request.begun),
+            min(request.wait_s, MAX_LIMIT_S),
+            take_torn=request.take_torn,
+        )
+        known = [Stamp(each.shard_id, each.epoch, each.version) for each in request.known]
+        self._cuts.keep_only(request.job, request.cut_id, known, WRITE_WITHIN_S)
+        return pb.FreezeReply(
+            shards=[
+                pb.ShardStamp(shard_id=s.shard_id, epoch=s.epoch, version=s.version) for s in stamps
+            ],
+            torn=messages.of_begun(dict.fromkeys(torn)),
+        )
+
+    async def Write(self, request: pb.WriteRequest, context: Context) -> pb.WriteReply:
+        try:
+            _check_cut(request)
+            library = await self._library(request.url, request.job)
+            files = []
+            for image in self._cuts.taken(request.job, request.cut_id):
+                await image.take_in_turn(lambda _, take: self._in_pool(take))
+                part = await self._in_pool(partial(_write, library, request, image))
+                files.append(messages.of_part(part))
+            return pb.WriteReply(files=files)
+        finally:
+            self._cuts.abort(request.job, request.cut_id, "it was written, or could not be")
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
+        self._cuts.abort(request.job, request.cut_id, "the coordinator gave it up")
+        return pb.AbortReply()
+
+    async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadReply:
+        job = request.job
+        parts = [messages.to_part(file) for file in request.files]
+        # The record names this server before it is asked to load.
+        await self._custody.begin_anew(job)
+        epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}
+        library = await self._library(request.url, job)
+        with self._claim(job, parts) as claim:
+            for part in parts:
+                before_bytes = self._bytes_of(job, part)
+                state = await self._in_pool(partial(_read, library, part))
+                self._lead(job, state, epochs[part.shard_id])
+                claim.became(part.num_bytes - before_bytes)
+        await self._catalog.notify()
+        await self._catalog.wait_for(job, epochs, FORMING_S)
+        log.info("shards_loaded", job=job, num_shards=len(parts), url=request.url)
+        return pb.LoadReply(shard_ids=sorted(epochs))
+
+    def _claim(self, job: str, parts: Sequence[Part]) -> Claim:
+        """Room for what is to be loaded in place of what is here. Raises Overloaded."""
+        num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
+        return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
+
+    def _bytes_of(self, job: str, part: Part) -> int:
+        held = self._catalog.find(job, part.shard_id)
+        return 0 if held is None else held.state.memory_bytes
+
+    def _epoch_to_lead(self, job: str, shard_id: int) -> int:
+        holding = self._custody.holding(job, shard_id)
+        me = self._custody.me
+        if holding is None or holding.primary != me:
+            raise WrongEpoch(
+                f"shard {shard_id} of job {job} is not this server's to load",
+                seen=f"server {me.server_id}",
+                expected="no record" if holding is None else f"server {holding.primary.server_id}",
+                fix="Restore again.",
+            )
+        return holding.epoch
+
+    def _lead(self, job: str, state: ShardState, epoch: int) -> None:
+        """Take a shard over, in the place of what a member may have created meanwhile."""
+        if self._epoch_to_lead(job, state.shard_id) != epoch:
+            raise WrongEpoch(
+                f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
+            )
+        state.enter_epoch(epoch)
+        held = Held(job, state, Role.PRIMARY, epoch)
+        self._custody.adopt(held)
+        self._custody.created(held)
+
+    async def _library(self, url: str, job: str) -> Library:
+        roots = Roots(await self._read_roots())
+        return await self._in_pool(lambda: Library(open_below(roots, url), job))
+
+    async def _in_pool(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+
+def _check_cut(request: pb.WriteRequest) -> None:
+    """Raise InvalidSpec for a cut whose name is no name: it becomes part of a path."""
+    if not is_name(request.cut_id) or not 0 < request.number < 2**63:
+        raise InvalidSpec(
+            "bad cut or number of a snapshot",
+            seen=f"{request.cut_id!r}, number {request.number}",
+            expected=f"{NAME_RULE}, and a number above 0",
+        )
+
+
+def _write(library: Library, request: pb.WriteRequest, lazy: LazyImage) -> Part:
+    image = lazy.take()
+    if image is None:
+        raise SnapshotFailed(f"cut {request.cut_id} is over", seen="a shard that was let go of")
+    data = image_file.to_bytes(image)
+    file = part_file(request.number, request.cut_id, image.shard_id)
+    library.storage.write(f"{request.job}/{file}", data)
+    return Part(
+        shard_id=image.shard_id,
+        epoch=lazy.stamp.epoch,
+        version=image.version,
+        kind=image.kind,
+        file=file,
+        num_bytes=len(data),
+        sha256=image_file.digest(data),
+    )
+
+
+def _read(library: Library, part: Part) -> ShardState:
+    data = library.read_part(part)
+    image = image_file.from_bytes(data, sha256=part.sha256, file=part.file, shard_id=part.shard_id)
+    try:
+        return restore.restore(image)
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError) as error:
+        raise SnapshotDamaged(
+            f"the file {part.file} of shard {part.shard_id} holds no shard",
+            seen=repr(error)[:200],
+            expected="tensors and metadata that fit together",
+            fix="Restore another snapshot.",
+            details={"file": part.file, "shard": str(part.shard_id)},
+        ) from error
+
+
+__all__ = ["ShardSnapshots"]

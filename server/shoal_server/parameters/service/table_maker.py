@@ -1,0 +1,128 @@
+"""Tables come into being without values: the server that first leads a shard makes it itself."""
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+from shoal_server.core.holdings import ShardContent
+from shoal_server.etcd import shard_map
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.parameters.replication.shard_replicas import Custody
+from shoal_server.parameters.service.table_parts import Part
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.tables.shard import TableShard
+
+log = structlog.get_logger(__name__)
+
+FORMING_S = 10.0
+"""How long a call that makes shards waits for the first backup to have them."""
+
+
+class TableMaker:
+    """Lives on the event loop."""
+
+    def __init__(
+        self, store: KeyValueStore, catalog: Catalog, custody: Custody, memory: Memory
+    ) -> None:
+        self._store = store
+        self._catalog = catalog
+        self._custody = custody
+        self._memory = memory
+
+    async def look_up(
+        self, job: str, wanted: Iterable[tuple[int, int]]
+    ) -> list[tuple[Held, TableShard] | ShoalError]:
+        """For each (shard id, epoch) the shard that this server leads, made now if it never was, or
+        the error that explains why it is not to be had."""
+        items = list(wanted)
+        missing = [
+            shard_id
+            for shard_id, epoch in items
+            if self._catalog.find(job, shard_id) is None
+            and self._catalog.redirect(job, shard_id, epoch) is None
+        ]
+        if missing:
+            await self._make(job)
+        found: list[tuple[Held, TableShard] | ShoalError] = []
+        for held in await self._catalog.look_up(job, items):
+            if isinstance(held, ShoalError):
+                found.append(held)
+            elif isinstance(held.state, TableShard):
+                found.append((held, held.state))
+            else:
+                found.append(_dense(held))
+        return found
+
+    def with_route(self, error: ShoalError, part: Part) -> ShoalError:
+        """A refusal of a shard, with the way to where it is led now; see `Catalog`."""
+        item = part.item
+        return self._catalog.with_route(error, part.held.job, item.shard_id, item.epoch)
+
+    async def make_all(self, job: str) -> None:
+        """Make all that this server leads and nobody ever had: a snapshot has every shard."""
+        await self._make(job)
+
+    async def _make(self, job: str) -> None:
+        """Make all of the job's tables that this server leads and nobody ever had."""
+        # What is made must be led as the record says from the start: a watch may be behind.
+        await self._custody.refresh(job)
+        layout = await shard_map.read(self._store, job)
+        if layout is None:
+            return
+        new = []
+        for spec in layout.shards:
+            holding = self._custody.holding(job, spec.shard_id)
+            if not spec.table or holding is None or holding.primary != self._custody.me:
+                continue
+            is_new = holding.content is ShardContent.NONE
+            if is_new and self._catalog.find(job, spec.shard_id) is None:
+                shard = _new(spec, layout, holding.epoch)
+                new.append(Held(job, shard, Role.PRIMARY, holding.epoch))
+        made = self._register(job, new) if new else []
+        if made:
+            log.info("table_shards_made", job=job, num_shards=len(made))
+            await self._catalog.notify()
+            await self._catalog.wait_for(job, made, FORMING_S)
+            await self._wait_on_disk(job, made)
+
+    def _register(self, job: str, new: Sequence[Held]) -> list[int]:
+        """Lead new shards; their ids. Raises Overloaded, and then leads none of them."""
+        num_bytes = sum(held.state.memory_bytes for held in new)
+        with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
+            for held in new:
+                self._catalog.add(held)
+                self._custody.created(held)
+                claim.became(held.state.memory_bytes)
+        return [held.shard_id for held in new]
+
+    async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
+        """Have shards in the journal, where there is one, before anybody trains them: one that is
+        on no disk would be told to be lost after all servers died, though nobody pushed to it."""
+        for held in map(partial(self._catalog.find, job), made):
+            if held is None:
+                continue
+            try:
+                await held.disk.wait_safe(held.state.version)
+            except ShoalError as error:
+                log.warning("table_shard_not_on_disk", job=job, why=str(error))
+
+
+def _new(spec: Shard, layout: ShardMap, epoch: int) -> TableShard:
+    table = next(table for table in layout.tables if table.name == spec.table)
+    first = Shard()
+    first.CopyFrom(spec)
+    first.epoch = epoch
+    return TableShard(first, table)
+
+
+def _dense(held: Held) -> MalformedMessage:
+    return MalformedMessage(
+        f"shard {held.shard_id} of job {held.job} is not part of a table",
+        seen="a call of the Tables service",
+        expected="one of the Parameters service",
+    )

@@ -1,0 +1,145 @@
+"""The rows of one push as they come in, and what became of them as messages."""
+
+from dataclasses import dataclass, field
+
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    InvalidSpec,
+    MalformedMessage,
+    ShapeMismatch,
+    ShoalError,
+)
+from shoal_proto.status import to_detail
+from shoal_proto.v1.tables_pb2 import (
+    RowGradients,
+    TablePushHeader,
+    TablePushItem,
+    TablePushOutcome,
+)
+from shoal_server.parameters.shard.replica import Held
+from shoal_server.parameters.shard.step_scope import Scope
+from shoal_server.parameters.tables.batch import ID_BYTES
+from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
+from shoal_server.parameters.tables.shard import TableShard
+
+MAX_PUSH_BYTES = 256 * 1024 * 1024
+"""Of one shard in one push."""
+
+
+@dataclass(kw_only=True)
+class Part:
+    """One shard's part of a push."""
+
+    item: TablePushItem
+    held: Held
+    shard: TableShard
+    _ids: list[bytes] = field(default_factory=list)
+    _births: list[bytes] = field(default_factory=list)
+    _gradients: list[bytes] = field(default_factory=list)
+    _num_rows: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises Overloaded or InvalidSpec for a push that is not to be taken in at all."""
+        self.held.check_room()
+        if self.num_bytes > MAX_PUSH_BYTES:
+            raise InvalidSpec(
+                f"a push names too many rows of shard {self.item.shard_id}",
+                seen=f"{self.item.num_rows} rows",
+                expected=f"at most {MAX_PUSH_BYTES} bytes of them",
+                fix="Push smaller batches.",
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all of it once it is whole."""
+        return self.item.num_rows * (2 * ID_BYTES + self.shard.row_bytes)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._num_rows == self.item.num_rows
+
+    def take(self, rows: RowGradients) -> None:
+        """Add the next rows. Raises ChecksumMismatch or ShapeMismatch."""
+        seen = crc32(rows.gradients, crc32(rows.births, crc32(rows.ids)))
+        if seen != rows.checksum:
+            raise ChecksumMismatch(
+                f"rows of shard {rows.shard_id} changed on the way",
+                seen=f"CRC-32 {seen:#010x} of {len(rows.ids) // ID_BYTES} rows",
+                expected=f"{rows.checksum:#010x}",
+            )
+        self._num_rows += len(rows.ids) // ID_BYTES
+        if self._num_rows > self.item.num_rows or not rows.ids:
+            raise ShapeMismatch(
+                f"another number of rows for shard {rows.shard_id} than announced",
+                seen=f"{self._num_rows} rows, {len(rows.ids)} bytes of ids in a message",
+                expected=f"{self.item.num_rows} rows, some in each message",
+            )
+        self._ids.append(rows.ids)
+        self._births.append(rows.births)
+        self._gradients.append(rows.gradients)
+
+    def truncated(self) -> ShapeMismatch:
+        """The error of a stream that ended before the part was complete."""
+        return ShapeMismatch(
+            f"the stream ended within shard {self.item.shard_id}",
+            seen=f"{self._num_rows} rows",
+            expected=f"{self.item.num_rows} rows",
+        )
+
+    def push(self, session: str, sequence: int, at_unix_s: float, scope: Scope | None) -> TablePush:
+        """All of it, as one push."""
+        return TablePush(
+            session=session,
+            sequence=sequence,
+            epoch=self.item.epoch,
+            base_version=self.item.base_version,
+            base_epoch=self.item.base_epoch,
+            step=self.item.step,
+            lr=self.item.lr if self.item.HasField("lr") else None,
+            row_ids=b"".join(self._ids),
+            births=b"".join(self._births),
+            gradient=b"".join(self._gradients),
+            at_unix_s=at_unix_s,
+            scope=scope,
+        )
+
+
+def checked(header: TablePushHeader) -> Scope | None:
+    """The step that a push is part of. Raises for what is wrong with the push as a whole."""
+    if header.sequence < 1:
+        raise MalformedMessage(
+            "a push needs its sequence number",
+            seen=str(header.sequence),
+            expected="1 or more, one higher for each push of the incarnation",
+        )
+    shard_ids = [item.shard_id for item in header.shards]
+    if len(set(shard_ids)) != len(shard_ids) or not set(shard_ids) <= set(header.all_shard_ids):
+        raise MalformedMessage(
+            "a push names a shard twice, or leaves one out of all its shards",
+            seen=str(sorted(shard_ids))[:200],
+            expected=f"each once, of {sorted(header.all_shard_ids)}"[:200],
+        )
+    for item in header.shards:
+        if item.HasField("lr") and not 0.0 <= item.lr < float("inf"):
+            raise InvalidSpec(
+                "the learning rate of a push is out of range",
+                seen=f"{item.lr:g}",
+                expected="0 <= lr, finite",
+            )
+    return Scope.of(header.all_shard_ids, of_tables=not header.with_parameters)
+
+
+def answer(shard: TableShard, outcome: TableOutcome) -> TablePushOutcome:
+    return TablePushOutcome(
+        shard_id=shard.shard_id,
+        version=outcome.version,
+        staleness=outcome.staleness,
+        duplicate=outcome.is_duplicate,
+        fates=outcome.fates,
+        step=shard.table_step,
+    )
+
+
+def refusal(shard_id: int, error: ShoalError) -> TablePushOutcome:
+    return TablePushOutcome(shard_id=shard_id, error=to_detail(error))

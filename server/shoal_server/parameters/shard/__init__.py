@@ -1,0 +1,1 @@
+"""One shard: its values, its versions, its memory of pushes, and what this server holds of it."""

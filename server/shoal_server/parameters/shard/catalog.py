@@ -1,0 +1,269 @@
+"""All the shards that a server holds, by job and id, and how a missing one is explained."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import structlog
+
+from shoal_proto import routes
+from shoal_proto.errors import (
+    DtypeMismatch,
+    ProposalConflict,
+    ShapeMismatch,
+    ShoalError,
+    UnknownShard,
+    WrongEpoch,
+)
+from shoal_proto.routes import Route
+from shoal_proto.v1.parameters_pb2 import OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+from shoal_server.core.holdings import Holder, Holding, ShardContent
+from shoal_server.etcd import holdings as records
+from shoal_server.etcd import shard_map
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.parameters.shard.absence import not_ready, why_absent
+from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.replica import Held, Role
+
+log = structlog.get_logger(__name__)
+
+LED_WITHIN_S = 1.0
+"""Who comes ahead of the news that this server leads a shard is kept waiting for so long."""
+
+FindRoute = Callable[[str, int], Route | None]
+
+
+def _no_route(job: str, shard_id: int) -> Route | None:
+    """Before there is a record to know one from."""
+
+
+def _never_kept(job: str, shard_id: int) -> bool:
+    """Where there is no journal."""
+    return False
+
+
+class Catalog:
+    """Lives on the event loop; the shards' states may be used from any thread."""
+
+    def __init__(self, store: KeyValueStore, me: Holder) -> None:
+        self._store = store
+        self._me = me
+        self._shards: dict[str, dict[int, Held]] = {}
+        self._changed = asyncio.Condition()
+        self.route: FindRoute = _no_route
+        """Where a shard is led, or is about to be, as far as this server knows."""
+        self.is_kept: Callable[[str, int], bool] = _never_kept
+        """Whether this server's journal has a shard that is not led here."""
+
+    def find(self, job: str, shard_id: int) -> Held | None:
+        return self._shards.get(job, {}).get(shard_id)
+
+    async def look_up(self, job: str, wanted: Sequence[tuple[int, int]]) -> list[Held | ShoalError]:
+        """For each (shard id, epoch) the shard that this server leads, or the error that explains
+        why it is not to be had: WrongEpoch, ShardNotReady or UnknownShard.
+
+        Waits for those that it is about to lead: who sends somebody here for them does so while
+        they are handed over."""
+        await self._wait_led(job, wanted)
+        found: list[Held | ShoalError] = []
+        for shard_id, epoch in wanted:
+            held = self.find(job, shard_id)
+            if held is None or held.role is not Role.PRIMARY:
+                found.append(
+                    self.redirect(job, shard_id, epoch) or await self._explain(job, shard_id)
+                )
+            elif held.epoch != epoch or held.is_handing_over:
+                found.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(held, epoch))
+            elif held.is_forming:
+                found.append(not_ready(job, shard_id, "a backup that has its values"))
+            else:
+                found.append(held)
+        return found
+
+    async def _wait_led(self, job: str, wanted: Sequence[tuple[int, int]]) -> None:
+        def is_expected(shard_id: int, epoch: int) -> bool:
+            held = self.find(job, shard_id)
+            return held is not None and held.role is Role.BACKUP and held.epoch < epoch
+
+        def none_expected() -> bool:
+            return not any(is_expected(*each) for each in wanted)
+
+        if none_expected():
+            return
+        try:
+            async with asyncio.timeout(LED_WITHIN_S), self._changed:
+                await self._changed.wait_for(none_expected)
+        except TimeoutError:
+            return
+
+    def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
+        """The error for one who believes in that epoch of a shard, with the way to where a newer
+        one is led; None if this server knows of none."""
+        route = self.route(job, shard_id)
+        if route is None or route.epoch <= epoch:
+            return None
+        return WrongEpoch(
+            f"shard {shard_id} of job {job} is not led here in epoch {epoch}",
+            seen=f"epoch {epoch} at server {self._me.server_id}",
+            expected=f"epoch {route.epoch} at server {route.server_id}",
+            fix=f"Retry at {route.address}, or fetch the shard map.",
+            details=routes.told([route]),
+        )
+
+    def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
+        """A refusal of a shard that was led here when the call came, with the way to where it is
+        led now."""
+        if not isinstance(error, WrongEpoch) or error.details:
+            return error
+        return self.redirect(job, shard_id, epoch) or error
+
+    async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
+        """Return when all are there, or when the time is over. Those that another server leads
+        are not waited for."""
+        wanted = list(shard_ids)
+
+        def is_there(shard_id: int) -> bool:
+            route = self.route(job, shard_id)
+            if route is not None and route.server_id != self._me.server_id:
+                return True
+            held = self.find(job, shard_id)
+            return held is not None and held.role is Role.PRIMARY and not held.is_forming
+
+        def all_there() -> bool:
+            return all(map(is_there, wanted))
+
+        if wait_s <= 0 or all_there():
+            return
+        try:
+            async with asyncio.timeout(wait_s), self._changed:
+                await self._changed.wait_for(all_there)
+        except TimeoutError:
+            return
+
+    async def check_creatable(
+        self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
+    ) -> None:
+        """Raise unless the job's map has exactly these shards here, with no other optimizer."""
+        record = await shard_map.read(self._store, job)
+        entry = await records.read(self._store, job)
+        mapped = {shard.shard_id: shard for shard in record.shards} if record else {}
+        holdings = {h.shard_id: h for h in entry.holdings.shards} if entry else {}
+        for shard in shards:
+            expected, holding = mapped.get(shard.shard_id), holdings.get(shard.shard_id)
+            if expected is None or holding is None:
+                raise _unknown(job, shard.shard_id, record)
+            self.check_new(job, shard, holding)
+            self._compare(shard, expected)
+            held = self.find(job, shard.shard_id)
+            known = held.state if held is not None else None
+            if isinstance(known, LiveShard) and known.optimizer_spec != optimizer:
+                raise ProposalConflict(
+                    f"shard {shard.shard_id} of job {job} has another optimizer",
+                    seen=_one_line(optimizer),
+                    expected=_one_line(known.optimizer_spec),
+                    fix="Give every worker the same optimizer and hyper-parameters.",
+                )
+
+    def check_new(self, job: str, shard: Shard, holding: Holding | None) -> None:
+        """Raise unless a shard may get its first values here now, or has got them: WrongEpoch, or
+        ShardNotReady or StateLost where it had some already."""
+        if holding is None or holding.primary != self._me or shard.epoch != holding.epoch:
+            raise WrongEpoch(
+                f"shard {shard.shard_id} is mapped in another way",
+                seen=f"epoch {shard.epoch} at server {self._me.server_id}",
+                expected=f"epoch {holding.epoch} at server {holding.primary.server_id}"
+                if holding is not None
+                else "no record of it",
+                fix="Fetch the shard map and retry.",
+            )
+        is_new = holding.content is ShardContent.NONE
+        if not is_new and self.find(job, shard.shard_id) is None:
+            raise self.why_absent(job, holding)
+
+    def why_absent(self, job: str, holding: Holding) -> ShoalError:
+        """Why nothing of a shard is here, which this server leads by the record."""
+        return why_absent(job, holding, is_kept=self.is_kept(job, holding.shard_id))
+
+    def _compare(self, shard: Shard, expected: Shard) -> None:
+        if shard.dtype != expected.dtype:
+            raise DtypeMismatch(
+                f"shard {shard.shard_id} has another dtype",
+                seen=shard.dtype,
+                expected=expected.dtype,
+            )
+        if shard.group != expected.group or list(shard.blocks) != list(expected.blocks):
+            raise ShapeMismatch(
+                f"shard {shard.shard_id} is cut in another way",
+                seen=f"{len(shard.blocks)} blocks in group {shard.group}",
+                expected=f"the {len(expected.blocks)} blocks of the job's shard map"
+                f" in group {expected.group}",
+                fix="Fetch the shard map and create from it.",
+            )
+
+    def add(self, held: Held) -> bool:
+        """Add a shard unless there is one; whether it was added. `notify` tells who waits."""
+        shards = self._shards.setdefault(held.job, {})
+        if held.shard_id in shards:
+            return False
+        shards[held.shard_id] = held
+        return True
+
+    def remove(self, held: Held) -> None:
+        """Forget a shard, if it is still the one that is held here."""
+        if self.find(held.job, held.shard_id) is held:
+            del self._shards[held.job][held.shard_id]
+
+    async def notify(self) -> None:
+        """Have those look again who wait for shards."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def of_job(self, job: str) -> list[Held]:
+        return list(self._shards.get(job, {}).values())
+
+    def shards(self, job: str = "") -> Iterator[Held]:
+        """All the shards of one job, or of all, in order."""
+        for name in sorted(self._shards):
+            if job in ("", name):
+                for shard_id in sorted(self._shards[name]):
+                    yield self._shards[name][shard_id]
+
+    async def _explain(self, job: str, shard_id: int) -> ShoalError:
+        """Why this server does not lead a shard."""
+        record = await shard_map.read(self._store, job)
+        entry = await records.read(self._store, job)
+        holding = entry.holdings.find(shard_id) if entry is not None else None
+        if holding is None:
+            return _unknown(job, shard_id, record)
+        if holding.primary == self._me:
+            if self.find(job, shard_id) is not None:
+                return not_ready(job, shard_id, "this server, which is about to lead it")
+            return self.why_absent(job, holding)
+        return WrongEpoch(
+            f"shard {shard_id} of job {job} is not here",
+            seen=f"server {self._me.server_id}",
+            expected=f"server {holding.primary.server_id}, epoch {holding.epoch}",
+            fix="Fetch the shard map and retry.",
+        )
+
+
+def _wrong_epoch(held: Held, epoch: int) -> WrongEpoch:
+    return WrongEpoch(
+        f"shard {held.shard_id} has another epoch",
+        seen=str(epoch),
+        expected=f"{held.epoch + 1}, soon" if held.is_handing_over else str(held.epoch),
+        fix="Fetch the shard map and retry.",
+    )
+
+
+def _unknown(job: str, shard_id: int, record: ShardMap | None) -> UnknownShard:
+    return UnknownShard(
+        f"there is no shard {shard_id} in job {job}",
+        seen=f"shard {shard_id}",
+        expected=f"one of {len(record.shards)} shards" if record else "a job with a shard map",
+        fix="Fetch the shard map.",
+    )
+
+
+def _one_line(spec: OptimizerSpec) -> str:
+    return " ".join(str(spec).split())

@@ -1,0 +1,73 @@
+"""The bytes of a push as tensors, one a block, and what is wrong with them if anything is."""
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import NonFiniteGradient, ShapeMismatch
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.optimizers.tensors import wide
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+# A gradient is only ever read: torch need not warn that its bytes cannot be written.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
+
+
+class Cutter:
+    """Cuts the flat data of one shard along its blocks."""
+
+    def __init__(self, spec: Shard) -> None:
+        self._spec = spec
+        self._dtype = DTYPES[spec.dtype]
+        self._sizes = [block.num_elements for block in spec.blocks]
+
+    def cut(self, blocks: Sequence[int], data: Buffer) -> Sequence[Tensor]:
+        """A view of the data for each of the named blocks, which lie in it one after the other.
+
+        Raises ShapeMismatch if it is longer or shorter than these.
+        """
+        sizes = [self._sizes[b] for b in blocks]
+        expected_bytes = sum(sizes) * self._dtype.itemsize
+        if len(data) != expected_bytes:
+            raise ShapeMismatch(
+                f"the gradient for shard {self._spec.shard_id} has another length",
+                seen=f"{len(data)} bytes",
+                expected=f"{expected_bytes} bytes of {self._spec.dtype}",
+            )
+        if not sizes:
+            return ()
+        return torch.split(torch.frombuffer(data, dtype=self._dtype), sizes)
+
+    def check_finite(self, blocks: Sequence[int], data: Buffer) -> None:
+        """Raise NonFiniteGradient, with the parameter's name, or ShapeMismatch."""
+        gradients = self.cut(blocks, data)
+        if not gradients:
+            return
+        # A sum is finite only if all are, and far cheaper than asking each one; a sum that is not
+        # may also be an overflow of finite numbers.
+        flat = torch.frombuffer(data, dtype=self._dtype)
+        if not math.isfinite(flat.sum(dtype=wide(self._dtype)).item()):
+            self._refuse_non_finite(blocks, gradients)
+
+    def _refuse_non_finite(self, blocks: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        for b, gradient in zip(blocks, gradients, strict=True):
+            finite = torch.isfinite(gradient)
+            if not finite.all():
+                block = self._spec.blocks[b]
+                at = int((~finite).nonzero()[0])
+                raise NonFiniteGradient(
+                    f"the gradient of parameter {block.parameter} is not finite",
+                    seen=f"{gradient[at].item()} at element {block.offset + at}",
+                    expected="finite numbers",
+                    fix="Look for a division by zero, or lower the learning rate.",
+                    details={"parameter": block.parameter},
+                )

@@ -1,0 +1,129 @@
+"""What a server holds altogether, and whether more fits under its memory limit."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from shoal_proto.errors import Overloaded
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.chunk_assembler import Budget
+
+SUM_EACH_S = 0.25
+"""A sum over hundreds of shards takes milliseconds: too long for every push."""
+FIX = "Add a server (`shoal ps`) or raise --memory-limit-bytes."
+
+
+class Memory:
+    """Counts the shards' states, copies included, and what is received and not applied yet.
+
+    The shards are summed up now and then; what was taken since counts on top. Lives on the event
+    loop; `take` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        limit_bytes: int,
+        catalog: Catalog,
+        budget: Budget,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.limit_bytes = limit_bytes
+        self._catalog = catalog
+        self._budget = budget
+        self._now_s = now_s
+        self._lock = threading.Lock()
+        self._summed_bytes = 0
+        self._summed_at_s = float("-inf")
+        self._taken_bytes = 0
+        self._reserved_bytes = 0
+
+    def refresh(self) -> None:
+        """Sum up anew if the last time is more than a quarter of a second ago."""
+        if self._now_s() - self._summed_at_s >= SUM_EACH_S:
+            self._sum()
+
+    def _sum(self) -> None:
+        before_bytes = self._taken_bytes
+        summed_bytes = sum(held.state.memory_bytes for held in self._catalog.shards())
+        with self._lock:
+            self._summed_at_s = self._now_s()
+            self._summed_bytes = summed_bytes
+            self._taken_bytes -= before_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What counts against the limit, as of the last sum and what was taken since."""
+        grown_bytes = self._summed_bytes + self._taken_bytes
+        return grown_bytes + self._reserved_bytes + self._budget.held_bytes
+
+    def check(self, what: str) -> None:
+        """Raise Overloaded while more is held than may be."""
+        self.refresh()
+        if self.held_bytes > self.limit_bytes:
+            raise self._full(what, 0)
+
+    def take(self, num_bytes: int, what: str) -> None:
+        """Count what a shard is about to grow by. Raises Overloaded if it does not fit."""
+        if num_bytes <= 0:
+            return
+        with self._lock:
+            self._check_fits(num_bytes, what)
+            self._taken_bytes += num_bytes
+
+    def reserve(self, num_bytes: int, what: str) -> "Claim":
+        """Hold room for shards that are still to be made. Raises Overloaded if it does not fit."""
+        self.refresh()
+        if self.held_bytes + num_bytes > self.limit_bytes:
+            # Something may be gone since; this is rare enough to look.
+            self._sum()
+        with self._lock:
+            if num_bytes > 0:
+                self._check_fits(num_bytes, what)
+            self._reserved_bytes += num_bytes
+        return Claim(self, num_bytes)
+
+    def settle(self, num_bytes: int, *, is_held: bool) -> None:
+        """Reserved room is not needed any more: what it was for is held now, or will not be."""
+        with self._lock:
+            self._reserved_bytes -= num_bytes
+            self._taken_bytes += num_bytes if is_held else 0
+
+    def _check_fits(self, num_bytes: int, what: str) -> None:
+        if self.held_bytes + num_bytes > self.limit_bytes:
+            raise self._full(what, num_bytes)
+
+    def _full(self, what: str, num_bytes: int) -> Overloaded:
+        held_bytes = self.held_bytes
+        return Overloaded(
+            f"the server has no memory left for {what}",
+            seen=f"{held_bytes} bytes held, {num_bytes} more asked for",
+            expected=f"at most {self.limit_bytes} bytes",
+            fix=FIX,
+            details={
+                "held_bytes": str(held_bytes),
+                "asked_bytes": str(num_bytes),
+                "limit_bytes": str(self.limit_bytes),
+            },
+        )
+
+
+class Claim:
+    """Reserved room; what is left of it is given back on exit."""
+
+    def __init__(self, memory: Memory, num_bytes: int) -> None:
+        self._memory = memory
+        self._left_bytes = num_bytes
+
+    def __enter__(self) -> "Claim":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._memory.settle(self._left_bytes, is_held=False)
+
+    def became(self, num_bytes: int) -> None:
+        """So much of it is a shard in the catalog now."""
+        self._left_bytes -= num_bytes
+        self._memory.settle(num_bytes, is_held=True)
+
+
+__all__ = ["Claim", "Memory"]

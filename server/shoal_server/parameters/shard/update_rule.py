@@ -1,0 +1,80 @@
+"""How one shard is updated: optimizer, schedule and staleness policy, as the job has agreed."""
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+from shoal_proto.v1.replication_pb2 import PushRecord
+from shoal_server.parameters.optimizers import RunningSchedule, new_optimizer
+from shoal_server.parameters.optimizers.staleness import Staleness
+from shoal_server.parameters.optimizers.tensors import Stateful
+from shoal_server.parameters.shard.gradients import Cutter
+
+
+class UpdateRule:
+    """Changes the blocks in place. Who holds the shard's lock may call it."""
+
+    def __init__(
+        self, spec: OptimizerSpec, group: int, blocks: Sequence[Tensor], cutter: Cutter
+    ) -> None:
+        """`check_spec` has passed."""
+        hyper = spec.groups[group]
+        self._optimizer = new_optimizer(spec, group, blocks)
+        self._schedule = RunningSchedule(spec.schedule, hyper.lr)
+        self._staleness = Staleness(spec.staleness, spec.kind, hyper, blocks)
+        self._cutter = cutter
+        self._parts: Mapping[str, Stateful] = {
+            "optimizer/": self._optimizer,
+            "schedule/": self._schedule,
+            "staleness/": self._staleness,
+        }
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether the values that a gradient was computed on have to follow it in a push."""
+        return self._staleness.needs_base
+
+    def check(self, blocks: Sequence[int], data: Buffer, staleness: int, shard_id: int) -> None:
+        """Raise StalePush, ShapeMismatch or NonFiniteGradient for what must not be applied."""
+        self._staleness.admit(staleness, shard_id)
+        self._cutter.check_finite(self._spans(blocks), data)
+
+    def lr(self, asked: float | None, staleness: int) -> float:
+        """The learning rate for a push; without one of its own, that of the schedule."""
+        return self._staleness.scale(self._schedule.lr if asked is None else asked, staleness)
+
+    def apply(self, record: PushRecord, data: Buffer) -> None:
+        """Update the blocks that the record names. Depends on nothing but what was applied before.
+
+        Raises ShapeMismatch if there is not as much data as the record asks for; then nothing has
+        changed.
+        """
+        blocks = record.blocks
+        parts = self._cutter.cut(self._spans(blocks), data)
+        if blocks:
+            gradients, bases = parts[: len(blocks)], parts[len(blocks) :]
+            gradients = self._staleness.correct(blocks, gradients, bases, record.staleness)
+            momentum = self._staleness.momentum(record.staleness)
+            self._optimizer.step(blocks, gradients, record.lr, momentum)
+        # A new shard has version 1.
+        self._schedule.advance(record.version - 1)
+
+    def _spans(self, blocks: Sequence[int]) -> Sequence[int]:
+        return (*blocks, *blocks) if self.needs_base else blocks
+
+    def state(self) -> Mapping[str, Tensor]:
+        """All that is kept from push to push, not copied."""
+        return {
+            prefix + name: tensor
+            for prefix, part in self._parts.items()
+            for name, tensor in part.state().items()
+        }
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave. Raises InternalError if that was of another rule."""
+        for prefix, part in self._parts.items():
+            part.load_state(
+                {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+            )

@@ -1,0 +1,1 @@
+"""One instant of a job over all servers, while pushes go on."""

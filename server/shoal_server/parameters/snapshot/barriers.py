@@ -1,0 +1,290 @@
+"""The server's side of snapshots: a gate for each job's pushes, and shards copied when need be.
+
+Once a cut is drained, every shard is marked and everything is let in again at once. A marked shard
+is copied before the next push to it, or when its turn to be written comes, whichever is first.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import structlog
+
+from shoal_proto.errors import InternalError, RefusedError, ShoalError, SnapshotFailed
+from shoal_proto.v1.identity_pb2 import ErrorDetail
+from shoal_server.core.steps import Begun, Shards, Step
+from shoal_server.parameters.cluster.fence import Fence
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.step_scope import TABLES
+from shoal_server.parameters.snapshot.barrier import Gate, Phase
+from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.002
+"""While a gate drains, how often it is looked whether all is applied: the threads that apply
+pushes tell nobody."""
+MAX_QUIET_JOBS = 64
+
+
+@dataclass
+class _JobCut:
+    """What there is of one job's gate, and of the cut that is under way."""
+
+    gate: Gate = field(default_factory=Gate)
+    turned: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set, and replaced, when the gate lets in more than before."""
+    left: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when a part of a push has gone through."""
+    known: dict[int, tuple[Held, int]] = field(default_factory=dict)
+    """Shards whose sessions the gate has learnt, and their epochs."""
+    images: dict[int, LazyImage] = field(default_factory=dict)
+    cut_id: str = ""
+    """Whose images these are."""
+    limit: asyncio.TimerHandle | None = None
+
+    def turn(self) -> None:
+        turned, self.turned = self.turned, asyncio.Event()
+        turned.set()
+
+    def set_limit(self, limit: asyncio.TimerHandle | None) -> None:
+        if self.limit is not None:
+            self.limit.cancel()
+        self.limit = limit
+
+
+class Cuts:
+    """Lives on the event loop."""
+
+    def __init__(self, catalog: Catalog, fence: Fence) -> None:
+        self._catalog = catalog
+        self._fence = fence
+        self._jobs: dict[str, _JobCut] = {}
+
+    @asynccontextmanager
+    async def passing(
+        self, job: str, session: str, sequence: int, shards: Shards = None
+    ) -> AsyncIterator["Passage"]:
+        """Within the block, a part of that push may be applied. Waits while a cut holds it back.
+
+        `shards`: all that the push touches at any server; None: every dense shard.
+        """
+        step = Step(session, sequence)
+        cut = self._of(job)
+        while not cut.gate.may_enter(step):
+            await cut.turned.wait()
+            cut = self._of(job)
+        cut.gate.enter(step, shards)
+        try:
+            yield Passage(cut.gate, step)
+        finally:
+            cut.gate.leave(step, _Lacking(self._led(job)))
+            cut.left.set()
+
+    def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
+        """Let no new step in, for so long at most; the steps that have begun here.
+
+        Raises SnapshotFailed while another cut is under way.
+        """
+        self._forget_quiet_jobs()
+        cut = self._of(job)
+        if cut.images:
+            raise SnapshotFailed(
+                "another snapshot is being written",
+                seen=f"cut {cut.cut_id}",
+                fix="Wait for it to end.",
+            )
+        self._learn(job, cut)
+        begun = cut.gate.close(cut_id)
+        self._limit(job, cut_id, limit_s)
+        return begun
+
+    async def freeze(
+        self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
+    ) -> tuple[Sequence[Stamp], Sequence[Step]]:
+        """Take every shard that is led here, with all that has begun; what was torn.
+
+        Raises SnapshotFailed if something is torn and may not be, if shards came or went, or if
+        the gate has opened; and then the gate is open.
+        """
+        cut = self._of(job)
+        cut.gate.drain(cut_id, begun)
+        cut.set_limit(None)
+        cut.turn()
+        try:
+            await self._drained(job, cut, wait_s)
+            cut.gate.check(cut_id, Phase.DRAINING)
+            led = self._led(job)
+            torn = cut.gate.torn(_Lacking(led))
+            if torn and not take_torn:
+                raise _torn(job, torn)
+            if {held.shard_id: (held, held.epoch) for held in led} != cut.known:
+                raise SnapshotFailed(
+                    f"shards of job {job} came or went",
+                    seen=f"{len(led)} shards led here",
+                    expected=f"the same {len(cut.known)} as at the beginning",
+                )
+            cut.cut_id = cut_id
+            cut.images = {held.shard_id: LazyImage(held) for held in led}
+            for held in led:
+                held.copy_first = cut.images[held.shard_id].take
+            return [image.stamp for image in cut.images.values()], torn
+        finally:
+            self.open(job, cut_id)
+
+    def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
+        """Of what was taken, let go of shards in these states; and of all, in so long, unless
+        `written` begins meanwhile."""
+        cut = self._of(job)
+        not_needed = set(unwanted)
+        for image in list(cut.images.values()):
+            if image.stamp in not_needed:
+                self._let_go(job, image)
+                del cut.images[image.stamp.shard_id]
+        self._limit(job, cut_id, limit_s)
+
+    def taken(self, job: str, cut_id: str) -> Iterator[LazyImage]:
+        """What was taken, one by one; each is let go of when the next one is asked for.
+
+        Raises SnapshotFailed if that cut is over.
+        """
+        cut = self._of(job)
+        if cut.cut_id != cut_id:
+            raise SnapshotFailed(f"cut {cut_id} is over", seen=f"cut {cut.cut_id or 'none'}")
+        cut.set_limit(None)
+        while cut.images:
+            image = next(iter(cut.images.values()))
+            yield image
+            self._let_go(job, image)
+            cut.images.pop(image.stamp.shard_id, None)
+
+    def open(self, job: str, cut_id: str) -> None:
+        """Let everything in again, if that cut holds it back."""
+        cut = self._of(job)
+        if cut.gate.open(cut_id):
+            cut.set_limit(None)
+            cut.turn()
+
+    def abort(self, job: str, cut_id: str, reason: str) -> None:
+        """Forget about a cut, whatever has become of it."""
+        self.open(job, cut_id)
+        cut = self._of(job)
+        if cut.cut_id == cut_id:
+            for image in cut.images.values():
+                self._let_go(job, image)
+            log.info("cut_ended", job=job, cut=cut_id, num_left=len(cut.images), reason=reason)
+            cut.images, cut.cut_id = {}, ""
+            cut.set_limit(None)
+
+    def _limit(self, job: str, cut_id: str, limit_s: float) -> None:
+        def expire() -> None:
+            log.warning("cut_expired", job=job, cut=cut_id, limit_s=limit_s)
+            self.abort(job, cut_id, "nothing was heard of it")
+
+        loop = asyncio.get_running_loop()
+        self._of(job).set_limit(loop.call_later(limit_s, expire))
+
+    async def _drained(self, job: str, cut: _JobCut, wait_s: float) -> None:
+        """Return once all that may still come has come and is applied, or when the time is over."""
+        give_up_s = time.monotonic() + wait_s
+        while (
+            cut.gate.waits_for(_Lacking(self._led(job)), self._is_live)
+            and (left_s := give_up_s - time.monotonic()) > 0
+        ):
+            cut.left.clear()
+            try:
+                async with asyncio.timeout(min(left_s, LOOK_S)):
+                    await cut.left.wait()
+            except TimeoutError:
+                continue
+
+    def _learn(self, job: str, cut: _JobCut) -> None:
+        """Tell the gate of the steps in shards that did not get them through it."""
+        led = {held.shard_id: (held, held.epoch) for held in self._led(job)}
+        for shard_id, (held, epoch) in led.items():
+            if cut.known.get(shard_id) != (held, epoch):
+                cut.gate.learn(_begun_in(held))
+        cut.known = led
+
+    def _led(self, job: str) -> list[Held]:
+        return [held for held in self._catalog.of_job(job) if held.role is Role.PRIMARY]
+
+    def _is_live(self, session: str) -> bool:
+        return self._fence.is_live(session.removeprefix(TABLES))
+
+    def _let_go(self, job: str, image: LazyImage) -> None:
+        image.drop()
+        held = self._catalog.find(job, image.stamp.shard_id)
+        if held is not None and held.copy_first == image.take:
+            held.copy_first = None
+
+    def _of(self, job: str) -> _JobCut:
+        return self._jobs.setdefault(job, _JobCut())
+
+    def _forget_quiet_jobs(self) -> None:
+        """What is kept for jobs that have nothing here any more."""
+        if len(self._jobs) <= MAX_QUIET_JOBS:
+            return
+        for job, cut in list(self._jobs.items()):
+            cut.gate.forget(self._is_live)
+            if not cut.gate.num_sessions and cut.gate.phase is Phase.OPEN and not cut.images:
+                del self._jobs[job]
+
+
+class Passage:
+    """A part of a push that was let in."""
+
+    def __init__(self, gate: Gate, step: Step) -> None:
+        self._gate = gate
+        self._step = step
+
+    def answered(self, shard_id: int, error: ErrorDetail) -> None:
+        """Tell of a shard that refused: a cut waits for a part that may be sent again."""
+        if issubclass(ShoalError.kinds.get(error.kind, InternalError), RefusedError):
+            self._gate.refuse(self._step, shard_id)
+
+
+class _Lacking:
+    """Which of these shards have not applied a step. Asks them without their locks."""
+
+    def __init__(self, led: Sequence[Held]) -> None:
+        self._led = led
+
+    def __call__(self, step: Step, shards: Shards) -> Sequence[int]:
+        session = step.session.removeprefix(TABLES)
+        return [
+            held.shard_id
+            for held in self._led
+            if (isinstance(held.state, LiveShard) if shards is None else held.shard_id in shards)
+            and not held.state.sessions.has_applied(session, step.sequence)
+        ]
+
+
+def _begun_in(held: Held) -> Begun:
+    """The steps that a shard remembers."""
+    is_dense = isinstance(held.state, LiveShard)
+    alone = None if is_dense else frozenset({held.shard_id})
+    begun = {}
+    for session, sequence, scope in held.state.sessions.remembered():
+        if scope is None:
+            begun[Step(session if is_dense else TABLES + session, sequence)] = alone
+        else:
+            begun[scope.step(session, sequence)] = scope.shards
+    return begun
+
+
+def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
+    told = ", ".join(f"push {step.sequence} of {step.session}" for step in torn[:3])
+    return SnapshotFailed(
+        f"some pushes of job {job} did not end in time",
+        seen=f"{len(torn)} of which a part is missing: {told}",
+        expected="members that finish what they began",
+        fix="Take another snapshot.",
+    )
+
+
+__all__ = ["Cuts", "Passage"]

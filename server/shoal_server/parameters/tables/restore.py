@@ -1,0 +1,23 @@
+"""From an image back to a shard of its kind."""
+
+from shoal_proto.errors import MalformedMessage
+from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.image import Image, ShardState
+from shoal_server.parameters.tables.shard import TableShard
+
+
+def restore(image: Image) -> ShardState:
+    """The shard that the image is of; it takes the image's tensors over.
+
+    Raises MalformedMessage for an image of an unknown kind, or one that does not fit together.
+    """
+    if image.kind == "dense":
+        return LiveShard.from_image(image)
+    if image.kind == "table":
+        return TableShard.from_image(image)
+    raise MalformedMessage(
+        f"shard {image.shard_id} is of a kind that this server does not know",
+        seen=repr(image.kind),
+        expected="dense or table",
+        fix="Run the same version of Shoal on every server.",
+    )

@@ -1,0 +1,120 @@
+"""A parameter server is known in etcd exactly while it serves, and no two under one id."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+from support.clusters.parameter_servers import config
+
+from shoal_proto.errors import AddressInUse, InvalidSpec
+from shoal_server.core.holdings import Holder
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import EventKind, KeyValue, Revision
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.cluster.registration import Identity, Registration
+from shoal_server.parameters.process import ParameterServerConfig, running
+
+KEY = keys.server("ps-0")
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    store = MemoryStore(min_ttl_s=0.01)
+    yield store
+    await store.close()
+
+
+def identity(address: str = "127.0.0.1:1") -> Identity:
+    return Identity(holder=Holder("ps-0", "one"), address=address, started_unix_s=1.0)
+
+
+async def registered(store: MemoryStore, start: Revision) -> bytes:
+    """The next record that is put at or after a revision."""
+    async with asyncio.timeout(10), aclosing(store.watch(KEY, start)) as batches:  # type: ignore[type-var]
+        async for batch in batches:
+            for event in batch.events:
+                if event.kind is EventKind.PUT:
+                    return event.value
+    raise AssertionError("the watch ended")
+
+
+async def held(store: MemoryStore) -> KeyValue:
+    found = await store.get(KEY)
+    assert found is not None
+    return found
+
+
+async def test_known_while_it_serves(store: MemoryStore) -> None:
+    """The record has the address that was advertised, and is gone as soon as the server stops."""
+    async with running(config("ps-0", advertise="127.0.0.7"), store) as server:
+        record = json.loads((await held(store)).value)
+        assert record["address"] == server.address == f"127.0.0.7:{server.port}"
+        assert record["started_unix_s"] > 0
+    assert await store.get(KEY) is None
+
+
+async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> None:
+    """A lease that ran out while etcd could not be reached is replaced."""
+    async with Registration(store, identity(), lease_ttl_s=0.3):
+        first = await held(store)
+        await store.revoke(first.lease)
+        value = await registered(store, Revision(first.mod_revision + 1))
+        assert value == first.value
+        assert (await held(store)).lease != first.lease
+
+
+async def test_the_lease_is_kept(store: MemoryStore) -> None:
+    """A server that lives stays known for longer than its lease would last by itself."""
+    async with Registration(store, identity(), lease_ttl_s=0.2):
+        first = await held(store)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.7):
+                await registered(store, Revision(first.mod_revision + 1))
+        assert (await held(store)).mod_revision == first.mod_revision
+
+
+async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None:
+    """The one that came first keeps the id; the other is told who has it."""
+    async with Registration(store, identity(), lease_ttl_s=0.2):
+        with pytest.raises(AddressInUse, match=r"127\.0\.0\.1:1"):
+            async with Registration(store, identity("127.0.0.1:2"), lease_ttl_s=0.2):
+                pass
+        assert json.loads((await held(store)).value)["address"] == "127.0.0.1:1"
+
+
+async def test_a_successor_waits_for_the_lease_to_end(store: MemoryStore) -> None:
+    """A server that was killed is replaced under its id once its lease is over."""
+    lease = await store.grant(0.3)
+    await store.put(KEY, identity().record(), lease)
+    async with Registration(store, identity("127.0.0.1:2"), lease_ttl_s=1.0):
+        assert json.loads((await held(store)).value)["address"] == "127.0.0.1:2"
+
+
+async def test_a_busy_port_is_refused(store: MemoryStore) -> None:
+    """A port that is taken is named, and nothing is left in etcd."""
+    async with running(config("ps-0"), store) as server:
+        address = f"127.0.0.1:{server.port}"
+        with pytest.raises(AddressInUse, match=address):
+            async with running(config("ps-1", listen=address), store):
+                pass
+        assert await store.get(keys.server("ps-1")) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"listen": "no-port"},
+        {"listen": "host:99999"},
+        {"server_id": "a/b"},
+        {"num_threads": 0},
+        {"lease_ttl_s": 0.0},
+    ],
+)
+def test_bad_settings_are_refused(changes: dict[str, object], tmp_path: Path) -> None:
+    """Settings that cannot work are refused where they are made."""
+    good = config("ps-0")
+    with pytest.raises(InvalidSpec):
+        ParameterServerConfig(**({"etcd": good.etcd} | changes))  # type: ignore[arg-type]

@@ -1,0 +1,317 @@
+"""What was said to be on disk is there for the next process, and nothing is there twice."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shoal_proto.errors import AddressInUse, JournalDamaged, Overloaded, Unavailable
+from shoal_proto.v1.replication_pb2 import PushRecord
+from shoal_server.parameters.journal.log import Journal, JournalConfig
+from shoal_server.parameters.shard.image import Image, Keeper, Record
+
+LIMIT_S = 20.0
+
+
+class Log:
+    """The smallest shard: it is the list of what was pushed to it."""
+
+    def __init__(self, shard_id: int, pushed: bytes = b"") -> None:
+        self.shard_id = shard_id
+        self.pushed = bytearray(pushed)
+
+    @property
+    def version(self) -> int:
+        return 1 + len(self.pushed)
+
+    @property
+    def memory_bytes(self) -> int:
+        return len(self.pushed)
+
+    def image(self, keeper: Keeper | None = None) -> Image:
+        return Image(
+            kind="log",
+            shard_id=self.shard_id,
+            version=self.version,
+            spec=b"",
+            tensors={"pushed": torch.tensor(list(self.pushed), dtype=torch.uint8)},
+            sessions=(),
+        )
+
+    def replay(self, record: Record) -> None:
+        assert record.push.version == self.version + 1
+        self.pushed += record.data
+
+    def push(self, value: int) -> Record:
+        record = Record(PushRecord(session="s", version=self.version + 1), bytes([value]))
+        self.replay(record)
+        return record
+
+
+def make(image: Image) -> Log:
+    return Log(image.shard_id, bytes(image.tensors["pushed"].tolist()))
+
+
+def config(directory: Path, **changes: int) -> JournalConfig:
+    return JournalConfig(directory=directory, **changes)
+
+
+def contents(directory: Path) -> dict[tuple[str, int], tuple[int, bytes]]:
+    """Epoch and pushes of every shard that a new process finds."""
+    with Journal(config(directory)) as journal:
+        found = journal.recover(make)
+    return {
+        (each.job, each.state.shard_id): (each.epoch, bytes(each.state.pushed)) for each in found
+    }
+
+
+def segments(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("segment-*"))
+
+
+def test_what_was_appended_is_there_for_the_next_process(tmp_path: Path) -> None:
+    shards = [Log(shard_id) for shard_id in range(3)]
+    with Journal(config(tmp_path)) as journal:
+        for shard in shards:
+            journal.put_image("job", 1, shard.image())
+        for value in range(50):
+            journal.append("job", value % 3, 1, shards[value % 3].push(value))
+    assert contents(tmp_path) == {("job", s.shard_id): (1, bytes(s.pushed)) for s in shards}
+
+
+def test_it_goes_on_after_a_restart(tmp_path: Path) -> None:
+    for start in (0, 10, 20):
+        with Journal(config(tmp_path)) as journal:
+            recovered = journal.recover(make)
+            shard = recovered[0].state if recovered else Log(0)
+            if not recovered:
+                journal.put_image("job", 1, shard.image())
+            for value in range(start, start + 10):
+                journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(30)))}
+
+
+def test_an_image_lets_go_of_what_it_replaces(tmp_path: Path) -> None:
+    shard = Log(0)
+    with Journal(config(tmp_path, segment_bytes=200)) as journal:
+        journal.put_image("job", 1, shard.image())
+        for value in range(100):
+            journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
+        before = len(segments(tmp_path))
+        journal.put_image("job", 1, shard.image())
+        assert len(segments(tmp_path)) == 1 < before
+        journal.append("job", 0, 1, shard.push(100)).result(LIMIT_S)
+    assert len(list((tmp_path / "images" / "job").iterdir())) == 1
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(101)))}
+
+
+def test_a_shard_without_new_pushes_does_not_keep_the_log(tmp_path: Path) -> None:
+    idle, busy = Log(0), Log(1)
+    with Journal(config(tmp_path, segment_bytes=200, max_bytes=4000)) as journal:
+        for shard in (idle, busy):
+            journal.put_image("job", 1, shard.image())
+        journal.append("job", 0, 1, idle.push(7)).result(LIMIT_S)
+        for value in range(200):
+            journal.append("job", 1, 1, busy.push(value)).result(LIMIT_S)
+            for job, shard_id in journal.overdue():
+                journal.put_image(job, 1, (idle, busy)[shard_id].image())
+            journal.check_room()
+        assert journal.num_bytes <= 4000
+    assert contents(tmp_path) == {("job", 0): (1, b"\7"), ("job", 1): (1, bytes(range(200)))}
+
+
+def test_a_full_journal_says_so(tmp_path: Path) -> None:
+    shard = Log(0)
+    with Journal(config(tmp_path, segment_bytes=200, max_bytes=1000)) as journal:
+        journal.put_image("job", 1, shard.image())
+        for value in range(20):
+            journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
+        assert list(journal.overdue()) == [("job", 0)]
+        with pytest.raises(Overloaded, match="grown as large as it may"):
+            journal.check_room()
+        journal.put_image("job", 1, shard.image())
+        journal.check_room()
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(20)))}
+
+
+def test_a_forgotten_shard_is_not_found_again(tmp_path: Path) -> None:
+    """And one that came back counts from where it came back."""
+    first, other = Log(0), Log(1)
+    with Journal(config(tmp_path)) as journal:
+        for shard in (first, other):
+            journal.put_image("job", 1, shard.image())
+        for value in range(5):
+            journal.append("job", 0, 1, first.push(value))
+            journal.append("job", 1, 1, other.push(value))
+        journal.forget("job", 0).result(LIMIT_S)
+    assert contents(tmp_path) == {("job", 1): (1, bytes(range(5)))}
+    second = Log(0, b"\x09")
+    with Journal(config(tmp_path)) as journal:
+        journal.put_image("job", 3, second.image())
+        journal.append("job", 0, 3, second.push(8)).result(LIMIT_S)
+    assert contents(tmp_path) == {("job", 0): (3, b"\x09\x08"), ("job", 1): (1, bytes(range(5)))}
+
+
+def test_a_slow_disk_holds_pushes_back_with_a_reason(tmp_path: Path) -> None:
+    let_go = threading.Event()
+    let_go.set()
+
+    def slow(descriptor: int) -> None:
+        assert let_go.wait(LIMIT_S)
+        os.fsync(descriptor)
+
+    shard = Log(0)
+    with Journal(config(tmp_path, max_pending_bytes=2000), fsync=slow) as journal:
+        journal.put_image("job", 1, shard.image())
+        let_go.clear()
+        waiting = [journal.append("job", 0, 1, shard.push(value)) for value in range(20)]
+        with pytest.raises(Overloaded, match="behind"):
+            journal.check_room()
+        assert not any(done.done() for done in waiting)
+        let_go.set()
+        for done in waiting:
+            done.result(LIMIT_S)
+        journal.check_room()
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(20)))}
+
+
+def test_what_comes_while_the_disk_is_busy_goes_with_one_sync(tmp_path: Path) -> None:
+    let_go, num_syncs = threading.Event(), 0
+    let_go.set()
+
+    def counting(descriptor: int) -> None:
+        nonlocal num_syncs
+        assert let_go.wait(LIMIT_S)
+        num_syncs += 1
+        os.fsync(descriptor)
+
+    shard = Log(0)
+    with Journal(config(tmp_path), fsync=counting) as journal:
+        journal.put_image("job", 1, shard.image())
+        before = num_syncs
+        let_go.clear()
+        waiting = [journal.append("job", 0, 1, shard.push(value)) for value in range(200)]
+        let_go.set()
+        for done in waiting:
+            done.result(LIMIT_S)
+        assert num_syncs - before <= 2
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(200)))}
+
+
+def test_a_disk_that_fails_is_said_to_every_push(tmp_path: Path) -> None:
+    broken = threading.Event()
+
+    def failing(descriptor: int) -> None:
+        if broken.is_set():
+            raise OSError(5, "Input/output error")
+        os.fsync(descriptor)
+
+    shard = Log(0)
+    with Journal(config(tmp_path), fsync=failing) as journal:
+        journal.put_image("job", 1, shard.image())
+        journal.append("job", 0, 1, shard.push(1)).result(LIMIT_S)
+        broken.set()
+        with pytest.raises(Unavailable, match="Input/output error"):
+            journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
+        with pytest.raises(Unavailable, match="journal cannot be written"):
+            journal.append("job", 0, 1, shard.push(3)).result(LIMIT_S)
+        with pytest.raises(Unavailable):
+            journal.check_room()
+    (_, pushed) = contents(tmp_path)["job", 0]
+    assert pushed in (b"\1", b"\1\2")
+
+
+def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:
+    with Journal(config(tmp_path)), pytest.raises(AddressInUse, match="another server"):
+        Journal(config(tmp_path))
+    assert contents(tmp_path) == {}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two shards in several segments, in the order 0, 1, 0, 1 ..., each push on disk by itself."""
+    directory = tmp_path_factory.mktemp("journal")
+    shards = [Log(0), Log(1)]
+    with Journal(config(directory, segment_bytes=300)) as journal:
+        for shard in shards:
+            journal.put_image("job", 1, shard.image())
+        for value in range(30):
+            journal.append("job", value % 2, 1, shards[value % 2].push(value)).result(LIMIT_S)
+    yield directory
+
+
+def copied(written: Path, directory: Path, change: Callable[[Path], None]) -> Path:
+    for path in written.rglob("*"):
+        if path.is_file():
+            target = directory / path.relative_to(written)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    change(directory)
+    return directory
+
+
+def pushed_of(directory: Path) -> list[int]:
+    found = contents(directory)
+    return sorted(found["job", 0][1] + found["job", 1][1])
+
+
+def test_the_last_segment_cut_at_any_byte_gives_what_was_pushed_before(
+    written: Path, tmp_path: Path
+) -> None:
+    *_, last = segments(written)
+    lengths = []
+    for length in range((written / last).stat().st_size + 1):
+
+        def cut(directory: Path, length: int = length) -> None:
+            path = directory / last
+            path.write_bytes(path.read_bytes()[:length])
+
+        pushed = pushed_of(copied(written, tmp_path / str(length), cut))
+        assert pushed == list(range(len(pushed)))
+        lengths.append(len(pushed))
+    assert lengths == sorted(lengths) and lengths[-1] == 30
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_loses_at_most_the_last_push_or_is_named(
+    written: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(segments(written)))
+    bit = data.draw(st.integers(0, 8 * (written / name).stat().st_size - 1))
+
+    def flip(directory: Path) -> None:
+        path = directory / name
+        changed = bytearray(path.read_bytes())
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+
+    directory = copied(written, tmp_path_factory.mktemp("flipped"), flip)
+    try:
+        pushed = pushed_of(directory)
+    except JournalDamaged as error:
+        assert error.details["file"].startswith("segment-")
+        return
+    assert name == segments(written)[-1] and pushed in (list(range(29)), list(range(30)))
+
+
+def test_a_missing_segment_is_named(written: Path, tmp_path: Path) -> None:
+    second = segments(written)[1]
+    directory = copied(written, tmp_path, lambda directory: (directory / second).unlink())
+    with pytest.raises(JournalDamaged, match="does not go on"):
+        contents(directory)
+
+
+def test_a_damaged_image_is_named(written: Path, tmp_path: Path) -> None:
+    def damage(directory: Path) -> None:
+        path = min((directory / "images" / "job").iterdir())
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    directory = copied(written, tmp_path, damage)
+    with pytest.raises(JournalDamaged, match="shard 0"):
+        contents(directory)

@@ -1,0 +1,92 @@
+"""How much slower an optimizer steps on a gradient that others' updates have overtaken."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_proto import pieces
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.parameters.optimizers import check_spec
+from shoal_server.parameters.optimizers.damping import damping
+from shoal_server.parameters.shard.dense import LiveShard, Push
+from shoal_server.parameters.shard.reply_writer import in_messages
+
+SIZE = 64
+LR = 0.1
+DAMP = StalenessPolicy(kind="damp")
+
+
+@given(
+    momentum=st.floats(0.0, 0.99),
+    staleness=st.integers(0, 1000),
+)
+def test_sgds_effective_rate_is_divided(momentum: float, staleness: int) -> None:
+    """lr / (1 - momentum) by 2 s + 1, whatever of it is rate and whatever momentum; and no more
+    momentum or rate than was asked for."""
+    rate, left = damping("sgd", HyperParameters(momentum=momentum), staleness)
+    assert rate <= 1
+    assert left <= momentum
+    effective = rate / (1 - left)
+    expected = 1 / (1 - momentum) / (2 * staleness + 1)
+    assert math.isclose(effective, expected, rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["adam", "adamw", "adagrad"])
+def test_rates_of_adaptive_steps_follow_the_root(kind: str) -> None:
+    """Their steps do not grow with the gradient, so they need less."""
+    assert damping(kind, HyperParameters(), 8).rate == pytest.approx(1 / 3)
+    assert damping(kind, HyperParameters(), 0).rate == 1.0
+
+
+def new_shard(hyper: HyperParameters) -> LiveShard:
+    spec = Shard(
+        shard_id=0, epoch=1, dtype="float32", blocks=[Block(parameter="w", num_elements=SIZE)]
+    )
+    optimizer = OptimizerSpec(kind="sgd", groups=[hyper], staleness=DAMP)
+    check_spec(optimizer, 1)
+    return LiveShard(spec, optimizer, bytearray(4 * SIZE))
+
+
+def push(shard: LiveShard, base_version: int, gradient: torch.Tensor, sequence: int) -> None:
+    a_push = Push(
+        session="s",
+        sequence=sequence,
+        epoch=1,
+        base_version=base_version,
+        lr=None,
+        blocks=(0,),
+        gradient=gradient.view(torch.uint8).numpy().tobytes(),
+    )
+    shard.push(a_push, lambda _: True, writer=in_messages(pieces.PUSH_REPLY))
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_shard_steps_as_torch_does_with_less_momentum(nesterov: bool) -> None:
+    """A fresh push has the momentum asked for; one that is 2 behind has 0.5 in place of 0.9; one
+    that is 12 behind next to none, at 10 / 25 of the rate."""
+    hyper = HyperParameters(lr=LR, momentum=0.9, nesterov=nesterov)
+    shard = new_shard(hyper)
+    ours = torch.nn.Parameter(torch.zeros(SIZE))
+    torchs = torch.optim.SGD([ours], lr=LR, momentum=0.9, nesterov=nesterov, fused=True)
+    stalenesses = [0] * 12 + [2, 12, 0]
+    of = {0: (LR, 0.9), 2: (LR, 0.5), 12: (LR / 2.5, 1e-6)}
+    for i, staleness in enumerate(stalenesses):
+        gradient = torch.randn(SIZE, generator=torch.Generator().manual_seed(i))
+        push(shard, i + 1 - staleness, gradient, i + 1)
+        rate, momentum = of[staleness]
+        torchs.param_groups[0].update(lr=rate, momentum=momentum)
+        ours.grad = gradient
+        torchs.step()
+    assert torch.allclose(shard.image().tensors["values"], ours.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_what_cannot_be_damped_is_refused() -> None:
+    """The outer step of local SGD has a policy of its own."""
+    spec = OptimizerSpec(kind="outer", groups=[HyperParameters(lr=0.7)], staleness=DAMP)
+    with pytest.raises(InvalidSpec, match="'damp' with 'outer'"):
+        check_spec(spec, 1)

@@ -1,0 +1,245 @@
+"""What a policy makes of a gradient of values that others have changed since."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.demo.data import load
+from shoal_proto import pieces
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch, StalePush
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.parameters.optimizers import check_spec
+from shoal_server.parameters.shard.dense import LiveShard, Push, Values
+from shoal_server.parameters.shard.reply_writer import in_messages
+
+SIZES = (130, 65)
+LR = 0.5
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(SIZES), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def new_shard(
+    policy: StalenessPolicy, dtype: torch.dtype = torch.float32, *, maximize: bool = False
+) -> LiveShard:
+    """Plain SGD, and a first push by somebody else behind it: version 2."""
+    blocks = [Block(parameter=str(i), num_elements=size) for i, size in enumerate(SIZES)]
+    spec = Shard(shard_id=7, epoch=1, dtype=str(dtype).removeprefix("torch."), blocks=blocks)
+    hyper = HyperParameters(lr=LR, maximize=maximize)
+    optimizer = OptimizerSpec(kind="sgd", groups=[hyper], staleness=policy)
+    check_spec(optimizer, 1)
+    shard = LiveShard(spec, optimizer, bytearray(raw(drawn(0, dtype))))
+    push(shard, 1, drawn(1, dtype), base=drawn(0, dtype), session="other")
+    return shard
+
+
+def raw(tensor: Tensor) -> bytes:
+    return tensor.view(torch.uint8).numpy().tobytes()
+
+
+def push(
+    shard: LiveShard, base_version: int, gradient: Tensor, *, base: Tensor, session: str = "s"
+) -> Values:
+    data = raw(gradient) + (raw(base) if shard.needs_base else b"")
+    a_push = Push(
+        session=session,
+        sequence=1,
+        epoch=1,
+        base_version=base_version,
+        lr=None,
+        blocks=(0, 1),
+        gradient=data,
+    )
+    values = shard.push(a_push, lambda _: True, writer=in_messages(pieces.PUSH_REPLY))[2]
+    assert values is not None
+    return values
+
+
+def now(shard: LiveShard) -> Tensor:
+    return shard.image().tensors["values"]
+
+
+def test_without_a_policy_staleness_changes_nothing() -> None:
+    """A stale gradient is stepped on as a fresh one."""
+    shard = new_shard(StalenessPolicy())
+    before = now(shard)
+    push(shard, 0, drawn(2), base=drawn(0))
+    assert torch.equal(now(shard), before - LR * drawn(2))
+
+
+@pytest.mark.parametrize(("base_version", "divisor"), [(2, 1), (1, 1), (0, 2)])
+def test_the_rate_is_divided_by_the_staleness(base_version: int, divisor: int) -> None:
+    """From 2 updates on; what is fresh, or one behind, has the full rate."""
+    shard = new_shard(StalenessPolicy(kind="scale"))
+    before = now(shard)
+    push(shard, base_version, drawn(2), base=drawn(0))
+    assert torch.equal(now(shard), before - (LR / divisor) * drawn(2))
+
+
+@pytest.mark.parametrize("kind", ["none", "scale", "compensate"])
+def test_beyond_the_bound_a_push_is_refused(kind: str) -> None:
+    """It changes nothing, the same gradient is refused again, and a fresh one gets through."""
+    shard = new_shard(StalenessPolicy(kind=kind, bound=1))
+    before = now(shard)
+    for _ in range(2):
+        with pytest.raises(StalePush, match="saw a staleness of 2; expected at most 1"):
+            push(shard, 0, drawn(2), base=drawn(0))
+    assert shard.version == 2
+    assert torch.equal(now(shard), before)
+    push(shard, 1, drawn(2), base=before)
+    assert shard.version == 3
+
+
+def test_a_bound_of_0_takes_fresh_gradients_only() -> None:
+    """0 is a bound, and not the lack of one."""
+    shard = new_shard(StalenessPolicy(kind="none", bound=0))
+    with pytest.raises(StalePush):
+        push(shard, 1, drawn(2), base=drawn(0))
+    push(shard, 2, drawn(2), base=now(shard))
+    assert shard.version == 3
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_a_stale_gradient_is_compensated(dtype: torch.dtype, maximize: bool) -> None:
+    """g + lambda g g (w_now - w_then), to the last bit; of an objective that is to grow, the
+    gradient of its negative."""
+    shard = new_shard(StalenessPolicy(kind="compensate", strength=0.04), dtype, maximize=maximize)
+    before, g = now(shard), drawn(2, dtype)
+    push(shard, 1, g, base=drawn(0, dtype))
+    wide = torch.promote_types(dtype, torch.float32)
+    gone = before.to(wide) - drawn(0, dtype).to(wide)
+    strength = -0.04 if maximize else 0.04
+    corrected = (g.to(wide) + g.to(wide) * g.to(wide) * strength * gone).to(dtype)
+    sign = 1 if maximize else -1
+    expected = (before.to(wide) + sign * LR * corrected.to(wide)).to(dtype)
+    assert torch.equal(now(shard), expected)
+    assert not torch.equal(corrected, g)
+
+
+def test_adaptive_compensation_follows_the_mean_square() -> None:
+    """lambda_0 / sqrt(m + 1e-7), m from every push that was applied, fresh ones too."""
+    shard = new_shard(StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.9))
+    mean = 0.9 * torch.zeros(sum(SIZES)) + drawn(1) * drawn(1) * (1 - 0.9)
+    mean = 0.9 * mean + drawn(2) * drawn(2) * (1 - 0.9)
+    before, g = now(shard), drawn(2)
+    push(shard, 1, g, base=drawn(0))
+    assert torch.equal(shard.image().tensors["staleness/mean_square"], mean)
+    strength = 2.0 / (mean + 1e-7).sqrt()
+    corrected = g + g * g * strength * (before - drawn(0))
+    assert torch.equal(now(shard), before - LR * corrected)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_a_fresh_gradient_needs_no_compensation(adaptive: bool) -> None:
+    """With one worker nothing differs from plain SGD, whatever base is sent."""
+    shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0, adaptive=adaptive))
+    before = now(shard)
+    push(shard, 2, drawn(2), base=drawn(3))
+    assert torch.equal(now(shard), before - LR * drawn(2))
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_what_cannot_be_compensated_stays_as_it_came(adaptive: bool) -> None:
+    """A gradient whose square overflows poisons neither the values nor the mean."""
+    shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0, adaptive=adaptive))
+    before, g = now(shard), drawn(2)
+    g[3] = 1e30
+    push(shard, 1, g, base=drawn(0))
+    assert now(shard).isfinite().all()
+    assert now(shard)[3] == before[3] - LR * g[3]
+    assert all(tensor.isfinite().all() for tensor in shard.image().tensors.values())
+
+
+def test_what_is_wrong_with_the_base_is_refused() -> None:
+    """A base that is missing, torn or not finite changes nothing."""
+    shard = new_shard(StalenessPolicy(kind="compensate", strength=1.0))
+    base = drawn(0)
+    with pytest.raises(ShapeMismatch):
+        push(shard, 1, drawn(2), base=base[:0])
+    with pytest.raises(ShapeMismatch):
+        push(shard, 1, drawn(2), base=base[:-1])
+    base[130] = float("inf")
+    with pytest.raises(NonFiniteGradient, match="parameter 1"):
+        push(shard, 1, drawn(2), base=base)
+    assert shard.version == 2
+
+
+NUM_PUSHES = 600
+SHAPES = ((64, 64), (64,), (64, 10), (10,))
+
+
+def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
+    """The part of the test digits that a small network gets right which so many members trained, a
+    push each in turn: every gradient is `num_members` - 1 updates late."""
+    digits = load()
+    images, targets = digits.train.tensors
+    generator = torch.Generator().manual_seed(0)
+    first = [
+        torch.randn(s, generator=generator) / 8 if len(s) > 1 else torch.zeros(s) for s in SHAPES
+    ]
+    blocks = [Block(parameter=str(i), num_elements=t.numel()) for i, t in enumerate(first)]
+    optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.25)], staleness=policy)
+    values = torch.cat([t.flatten() for t in first])
+    spec = Shard(shard_id=7, epoch=1, dtype="float32", blocks=blocks)
+    shard = LiveShard(spec, optimizer, bytearray(raw(values)))
+    held = [(1, values)] * num_members
+    for number in range(NUM_PUSHES):
+        member = number % num_members
+        version, base = held[member]
+        chosen = torch.randint(len(images), (32,), generator=generator)
+        weights = base.clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(scores(weights, images[chosen]), targets[chosen])
+        (gradient,) = torch.autograd.grad(loss, weights)
+        a_push = Push(
+            session=str(member),
+            sequence=number + 1,
+            epoch=1,
+            base_version=version,
+            lr=None,
+            blocks=range(len(SHAPES)),
+            gradient=raw(gradient) + (raw(base) if shard.needs_base else b""),
+        )
+        shard.push(a_push, lambda _: True)
+        held[member] = (shard.version, now(shard))
+    right = scores(now(shard), digits.test_images).argmax(1) == digits.test_digits
+    return float(right.float().mean())
+
+
+def scores(weights: Tensor, images: Tensor) -> Tensor:
+    parts = torch.split(weights, [math.prod(shape) for shape in SHAPES])
+    first, first_bias, second, second_bias = (
+        part.view(shape) for part, shape in zip(parts, SHAPES, strict=True)
+    )
+    return torch.relu(images.flatten(1) @ first + first_bias) @ second + second_bias
+
+
+def test_compensation_saves_what_delay_ruins() -> None:
+    """With a rate that suits one member, eight of them train nothing; compensated adaptively, they
+    do as well as the one."""
+    adaptive = StalenessPolicy(kind="compensate", strength=2.0, adaptive=True, decay=0.95)
+    alone = accuracy_of(StalenessPolicy(), 1)
+    assert alone > 0.9
+    assert accuracy_of(StalenessPolicy(), 8) < 0.5
+    assert accuracy_of(adaptive, 8) > alone - 0.05
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        StalenessPolicy(kind="hope"),
+        StalenessPolicy(kind="compensate", strength=-1.0),
+        StalenessPolicy(kind="compensate", strength=float("inf")),
+        StalenessPolicy(kind="compensate", decay=1.0),
+    ],
+)
+def test_a_policy_out_of_range_is_refused(policy: StalenessPolicy) -> None:
+    """Before any shard is made with it."""
+    spec = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)], staleness=policy)
+    with pytest.raises(InvalidSpec):
+        check_spec(spec, 1)

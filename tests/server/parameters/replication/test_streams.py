@@ -1,0 +1,97 @@
+"""What a primary tells its backup: the same by shared memory, by sockets and by gRPC."""
+
+import asyncio
+import mmap
+import socket
+from array import array
+from contextlib import closing
+
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.parameters.dense import ParameterClient
+from shoal_proto import bulk_opening
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.parameters.bulk import places
+from shoal_server.parameters.replication import streams
+from shoal_server.parameters.replication.streams import BulkStream, GrpcStream
+
+NUM_ELEMENTS = 1_500_000
+SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)])
+NUM_PUSHES = 3
+
+
+def by_port(offer: OpenBulkReply, address: str) -> socket.socket:
+    offer.local_name = ""
+    return bulk_opening.reach(offer, address)
+
+
+def nowhere(offer: OpenBulkReply, address: str) -> socket.socket:
+    raise ConnectionRefusedError("no way there")
+
+
+WAYS = {"shared memory": bulk_opening.reach, "tcp": by_port, "grpc": nowhere}
+
+
+def filled(value: float) -> dict[str, memoryview]:
+    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leads the shards once the primary is gone, and goes on with values and momentum."""
+    written: list[str] = []
+    for kind in (BulkStream, GrpcStream):
+        write = kind.write
+
+        async def noted(self, frame, *, write=write, name=kind.__name__):  # type: ignore[no-untyped-def]
+            shared = getattr(self, "_places", None) is not None
+            written.append(f"{name}{' with places' if shared else ''}")
+            await write(self, frame)
+
+        monkeypatch.setattr(kind, "write", noted)
+    monkeypatch.setattr(streams, "reach", WAYS[way])
+    with ParameterServers(2) as servers:
+        token = servers.admit("w0")
+        with closing(
+            ParameterClient([servers.coordinator], lambda: token, timeout_s=30.0)
+        ) as client:
+            client.place(SCHEMA)
+            client.create(MOMENTUM, filled(0.0))
+            client.pull(filled(9.0))
+            for _ in range(NUM_PUSHES):
+                client.push(filled(-1.0))
+            servers.stop("ps-0")
+            values = filled(9.0)
+            client.push(filled(-1.0), into=values)
+        expected = velocity = 0.0
+        for _ in range(NUM_PUSHES + 1):
+            velocity = 0.5 * velocity + 1.0
+            expected += velocity
+        assert set(values["w"].cast("f")) == {expected}
+    assert set(written) == {
+        {
+            "shared memory": "BulkStream with places",
+            "tcp": "BulkStream",
+            "grpc": "GrpcStream",
+        }[way]
+    }
+
+
+async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
+
+    with mmap.mmap(-1, 2 * places.PLACE_BYTES) as mapped:
+        own = places.Places(mapped)
+        first = await own.fill(memoryview(b"first"))
+        second = await own.fill(memoryview(b"second"))
+        waiting = asyncio.ensure_future(own.fill(memoryview(b"third")))
+        done, _ = await asyncio.wait([waiting], timeout=0.05)
+        assert not done
+        assert (mapped[first : first + 5], mapped[second : second + 6]) == (b"first", b"second")
+        own.free(second)
+        assert await waiting == second
+        assert mapped[second : second + 5] == b"third"
+        del own

@@ -1,0 +1,57 @@
+"""Shards that a server holds, and those that it is about to lead."""
+
+import asyncio
+
+import pytest
+
+from shoal_proto import routes
+from shoal_proto.errors import WrongEpoch
+from shoal_proto.routes import Route
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.holdings import Holder
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.replica import Held, Role
+
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+
+
+def held(role: Role, epoch: int) -> Held:
+    spec = Shard(shard_id=0, epoch=epoch, dtype="float32", blocks=[Block(num_elements=1)])
+    return Held("job", LiveShard(spec, SGD, bytearray(4)), role, epoch)
+
+
+@pytest.fixture
+def catalog() -> Catalog:
+    return Catalog(MemoryStore(), Holder("ps-0", "one"))
+
+
+async def test_who_comes_ahead_of_a_hand_over_waits_for_it(catalog: Catalog) -> None:
+    """The last primary sends pushes on before this server has heard that it leads the shard."""
+    copy = held(Role.BACKUP, 4)
+    catalog.add(copy)
+    asked = asyncio.create_task(catalog.look_up("job", [(0, 5)]))
+    done, _ = await asyncio.wait([asked], timeout=0)
+    assert not done
+    copy.role, copy.epoch = Role.PRIMARY, 5
+    await catalog.notify()
+    assert await asked == [copy]
+
+
+async def test_who_comes_too_late_is_told_where_to_go(catalog: Catalog) -> None:
+    """Each refusal names the newer epoch and its primary; none names an older one."""
+    catalog.add(held(Role.BACKUP, 5))
+    catalog.route = lambda job, shard_id: Route(shard_id, 5, "ps-1", "10.0.0.2:7710")
+    (refused,) = await catalog.look_up("job", [(0, 4)])
+    assert isinstance(refused, WrongEpoch)
+    assert routes.of(refused) == [Route(0, 5, "ps-1", "10.0.0.2:7710")]
+    assert catalog.redirect("job", 0, 5) is None
+
+
+def test_what_reads_as_no_route_is_passed_over() -> None:
+    """Details of other kinds, and of later versions, lead nowhere."""
+    route = Route(3, 6, "ps-2", "[::1]:7710")
+    details = {"shard 1": "soon", "shard x": "1 a b", "job": "1 a b", "shard 2": "1 a "}
+    assert routes.of(WrongEpoch("elsewhere", details=details | routes.told([route]))) == [route]

@@ -1,0 +1,117 @@
+"""Pieces become a shard again, or are refused; never more is held than the shard has."""
+
+import zlib
+
+import pytest
+
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    MalformedMessage,
+    Overloaded,
+    ShapeMismatch,
+    ShoalError,
+)
+from shoal_proto.v1.parameters_pb2 import Piece
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.parameters.shard.chunk_assembler import Budget, Inflow, Reservation
+
+SHARD = Shard(
+    shard_id=1,
+    dtype="float32",
+    blocks=[Block(parameter=name, num_elements=10) for name in ("a", "b", "c")],
+)
+DATA = bytes(range(120))
+
+
+def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
+    part = data[start:stop]
+    return Piece(shard_id=1, offset_bytes=start, data=part, checksum=zlib.crc32(part))
+
+
+def test_pieces_in_order_make_the_shard() -> None:
+    """However the shard was cut, its bytes come out; only the last piece completes it."""
+    inflow = Inflow(SHARD)
+    for start, stop in ((0, 1), (1, 50), (50, 119)):
+        inflow.take(piece(start, stop))
+        assert not inflow.is_complete
+    inflow.take(piece(119, 120))
+    assert inflow.is_complete
+    assert inflow.join() == DATA
+
+
+def test_nothing_is_expected_for_absent_blocks() -> None:
+    """The pieces jump over blocks that have no gradient, and the bytes come out without them."""
+    inflow = Inflow(SHARD, absent_blocks=(1,))
+    assert inflow.blocks == [0, 2]
+    inflow.take(piece(0, 40))
+    inflow.take(piece(80, 120))
+    assert inflow.is_complete
+    assert inflow.join() == DATA[:40] + DATA[80:]
+    assert Inflow(SHARD, absent_blocks=(0, 1, 2)).is_complete
+    with pytest.raises(MalformedMessage, match="absent block 3"):
+        Inflow(SHARD, absent_blocks=(3,))
+
+
+def test_what_a_gradient_was_computed_on_follows_it() -> None:
+    """At offsets beyond the shard, for the present blocks again; both come out in one."""
+    inflow = Inflow(SHARD, absent_blocks=(1,), with_base=True)
+    assert inflow.expected_bytes == 160
+    twice = DATA + DATA
+    for start, stop in ((0, 40), (80, 120), (120, 150), (150, 160)):
+        inflow.take(piece(start, stop, twice))
+    assert not inflow.is_complete
+    with pytest.raises(MalformedMessage, match=r"offset 160; expected .* offset 200"):
+        inflow.take(piece(160, 170, twice))
+    inflow.take(piece(200, 240, twice))
+    assert inflow.is_complete
+    assert inflow.join() == (DATA[:40] + DATA[80:]) * 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind", "fragment"),
+    [
+        (piece(20, 60), MalformedMessage, "offset 20; expected .* offset 10"),
+        (piece(0, 10), MalformedMessage, "at offset 0"),
+        (piece(10, 10), MalformedMessage, "0 bytes"),
+        (piece(10, 150, bytes(150)), ShapeMismatch, "saw 140 bytes .*expected at most 110"),
+        (Piece(shard_id=1, offset_bytes=10, data=b"x", checksum=1), ChecksumMismatch, "CRC-32"),
+    ],
+)
+def test_what_is_not_the_next_piece_is_refused(
+    bad: Piece, kind: type[ShoalError], fragment: str
+) -> None:
+    """Gaps, repeats, empty, overlong and corrupted pieces are refused by name."""
+    inflow = Inflow(SHARD)
+    inflow.take(piece(0, 10))
+    with pytest.raises(kind, match=fragment):
+        inflow.take(bad)
+    assert not inflow.is_complete
+
+
+def test_a_piece_may_not_run_into_an_absent_block() -> None:
+    """Bytes for a block that was declared absent are too many bytes."""
+    inflow = Inflow(SHARD, absent_blocks=(1,))
+    with pytest.raises(ShapeMismatch, match="at most 40"):
+        inflow.take(piece(0, 80))
+
+
+def test_a_truncated_shard_is_told_with_its_lengths() -> None:
+    """Whoever sent too little is told how much came and how much was missing."""
+    inflow = Inflow(SHARD)
+    inflow.take(piece(0, 100))
+    assert "saw 100 bytes; expected 120" in str(inflow.truncated())
+
+
+def test_the_budget_is_shared_and_given_back() -> None:
+    """Beyond the budget a call is refused; what ends gives its share back; one always fits."""
+    budget = Budget(100)
+    with Reservation(budget) as first:
+        first.reserve(1, 400)
+        first.reserve(1, 400)
+        with Reservation(budget) as second, pytest.raises(Overloaded, match="400 bytes held"):
+            second.reserve(1, 10)
+        first.release(1)
+        with Reservation(budget) as third:
+            third.reserve(1, 60)
+            first.reserve(2, 40)
+    budget.reserve(101)

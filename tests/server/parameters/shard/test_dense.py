@@ -1,0 +1,210 @@
+"""A shard changes as a whole or not at all, and never twice for one push."""
+
+import threading
+
+import pytest
+import torch
+
+from shoal_proto import pieces
+from shoal_proto.errors import (
+    ForgottenPush,
+    MalformedMessage,
+    NonFiniteGradient,
+    ShapeMismatch,
+    ShoalError,
+    WrongEpoch,
+)
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.parameters.shard.dense import STALENESS_BUCKETS, LiveShard, Push, Values
+from shoal_server.parameters.shard.reply_writer import in_messages
+from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
+
+TO_REPLIES = in_messages(pieces.PUSH_REPLY)
+NUM_ELEMENTS = 1000
+
+
+def new_shard(num_elements: int = NUM_ELEMENTS, dtype: str = "float32") -> LiveShard:
+    """Zeros in two parameters, plain SGD with learning rate 1: a push of -1 counts up by one."""
+    half = num_elements // 2
+    blocks = [
+        Block(parameter="left", num_elements=half),
+        Block(parameter="right", offset=64, num_elements=num_elements - half),
+    ]
+    spec = Shard(shard_id=7, epoch=3, dtype=dtype, blocks=blocks)
+    optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+    size = torch.zeros((), dtype=getattr(torch, dtype)).element_size()
+    return LiveShard(spec, optimizer, bytearray(num_elements * size))
+
+
+def gradient(value: float, num_elements: int = NUM_ELEMENTS) -> bytes:
+    return torch.full((num_elements,), value).numpy().tobytes()
+
+
+def a_push(sequence: int = 1, **changes: object) -> Push:
+    fields: dict[str, object] = {
+        "session": "s",
+        "sequence": sequence,
+        "epoch": 3,
+        "base_version": 1,
+        "lr": None,
+        "blocks": (0, 1),
+        "gradient": gradient(-1.0),
+    }
+    return Push(**(fields | changes))  # type: ignore[arg-type]
+
+
+def is_live(session: str) -> bool:
+    return True
+
+
+REPLIES = {3 << 3 | 2: PushReply, 2 << 3 | 2: ShardData}
+"""By the tag of the piece in it."""
+
+
+def read(values: Values) -> torch.Tensor:
+    data = bytearray(b"".join(REPLIES[m[0]].FromString(m).piece.data for m in values.messages))
+    return torch.frombuffer(data, dtype=torch.float32)
+
+
+def test_a_push_moves_values_and_version() -> None:
+    """Version and values belong together, and staleness counts what the gradient did not know."""
+    shard = new_shard()
+    outcome, duplicate, values = shard.push(a_push(1), is_live, writer=TO_REPLIES)
+    assert (outcome.version, outcome.staleness, duplicate) == (2, 0, False)
+    assert values is not None
+    assert values.version == 2
+    assert torch.equal(read(values), torch.ones(NUM_ELEMENTS))
+    outcome, _, values = shard.push(a_push(2), is_live)
+    assert (outcome.version, outcome.staleness, values) == (3, 1, None)
+    assert list(shard.describe("j").staleness_counts)[:3] == [1, 1, 0]
+
+
+def test_a_repeated_push_is_applied_once() -> None:
+    """A repeat gets the first outcome, and the values of now, also after other pushes."""
+    shard = new_shard()
+    shard.push(a_push(1), is_live)
+    shard.push(a_push(1, session="other"), is_live)
+    outcome, duplicate, values = shard.push(a_push(1), is_live, writer=TO_REPLIES)
+    assert (outcome.version, outcome.staleness, duplicate) == (2, 0, True)
+    assert values is not None
+    assert torch.equal(read(values), torch.full((NUM_ELEMENTS,), 2.0))
+    assert shard.describe("j").duplicates == 1
+    assert shard.describe("j").pushes == 2
+
+
+def test_a_push_from_before_the_memory_is_refused() -> None:
+    """What cannot be told from a repeat is not applied."""
+    shard = new_shard()
+    for sequence in range(1, MAX_OUTCOMES + 3):
+        shard.push(a_push(sequence), is_live)
+    version = shard.read().version
+    with pytest.raises(ForgottenPush):
+        shard.push(a_push(1), is_live)
+    assert shard.read().version == version
+
+
+@pytest.mark.parametrize(
+    ("push", "kind", "fragment"),
+    [
+        (a_push(epoch=2), WrongEpoch, "saw 2; expected 3"),
+        (a_push(gradient=gradient(1.0)[:-4]), ShapeMismatch, "saw 3996 bytes; expected 4000"),
+        (a_push(gradient=gradient(1.0) * 2), ShapeMismatch, "saw 8000 bytes"),
+        (a_push(gradient=b""), ShapeMismatch, "saw 0 bytes"),
+        (a_push(base_version=2), MalformedMessage, "base version 2"),
+        (a_push(gradient=gradient(float("nan"))), NonFiniteGradient, "left .*nan at element 0"),
+        (
+            a_push(gradient=gradient(1.0)[:-4] + gradient(float("inf"))[:4]),
+            NonFiniteGradient,
+            "right .*inf at element 563",
+        ),
+    ],
+)
+def test_what_is_refused_changes_nothing(push: Push, kind: type[ShoalError], fragment: str) -> None:
+    """A refused push leaves values and version alone, and its sequence may be used again."""
+    shard = new_shard()
+    with pytest.raises(kind, match=fragment):
+        shard.push(push, is_live, writer=TO_REPLIES)
+    values = shard.read()
+    assert values.version == 1
+    assert torch.equal(read(values), torch.zeros(NUM_ELEMENTS))
+    assert shard.describe("j").refused == 1
+    _, duplicate, _ = shard.push(a_push(1), is_live)
+    assert not duplicate
+
+
+def test_large_finite_gradients_pass() -> None:
+    """Numbers whose sum overflows are finite all the same."""
+    shard = new_shard()
+    shard.push(a_push(gradient=gradient(3e38), lr=1e-38), is_live)
+    assert torch.allclose(read(shard.read()), torch.full((NUM_ELEMENTS,), -3.0))
+
+
+def test_absent_blocks_are_left_alone() -> None:
+    """A block without gradient keeps its values; the others move."""
+    shard = new_shard()
+    push = a_push(blocks=(1,), gradient=gradient(-1.0, 500))
+    _, _, values = shard.push(push, is_live, writer=TO_REPLIES)
+    assert values is not None
+    assert torch.equal(read(values)[:500], torch.zeros(500))
+    assert torch.equal(read(values)[500:], torch.ones(500))
+
+
+def test_the_learning_rate_of_the_push_counts() -> None:
+    """A schedule lives with the worker: the push brings the rate."""
+    shard = new_shard()
+    shard.push(a_push(lr=0.25), is_live)
+    assert torch.equal(read(shard.read()), torch.full((NUM_ELEMENTS,), 0.25))
+
+
+def test_reading_a_known_version_sends_nothing() -> None:
+    """Who has the newest values already is not sent them again."""
+    shard = new_shard()
+    assert shard.read(known_version=1).messages == ()
+    assert shard.read(known_version=2).messages
+
+
+def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
+    """However stale a push, the counters stay bounded and add up."""
+    shard = new_shard()
+    for sequence in range(1, STALENESS_BUCKETS + 11):
+        shard.push(a_push(sequence), is_live)
+    counts = shard.describe("j").staleness_counts
+    assert len(counts) == STALENESS_BUCKETS
+    assert counts[-1] == 11
+    assert sum(counts) == STALENESS_BUCKETS + 10
+
+
+def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
+    """Many threads push; no update is lost, and no reader ever sees a part of one."""
+    num_elements, num_threads, num_pushes = 300_000, 4, 15
+    shard = new_shard(num_elements)
+    data = gradient(-1.0, num_elements)
+    torn: list[int] = []
+    done = threading.Event()
+
+    def pusher(name: str) -> None:
+        for sequence in range(1, num_pushes + 1):
+            push = a_push(sequence, session=name, gradient=data)
+            shard.push(push, is_live)
+
+    def reader() -> None:
+        while not done.is_set():
+            values = shard.read()
+            tensor = read(values)
+            if tensor.min() != tensor.max() or tensor[0] != values.version - 1:
+                torn.append(values.version)
+
+    threads = [threading.Thread(target=pusher, args=(str(i),)) for i in range(num_threads)]
+    looker = threading.Thread(target=reader)
+    for thread in (*threads, looker):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    looker.join()
+    assert torn == []
+    final = shard.read()
+    assert final.version == num_threads * num_pushes + 1
+    assert torch.equal(read(final), torch.full((num_elements,), float(num_threads * num_pushes)))

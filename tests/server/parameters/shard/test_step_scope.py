@@ -1,0 +1,27 @@
+"""What a shard keeps of a push's step: which shards, in which count; nothing without bounds."""
+
+import pytest
+
+from shoal_proto.errors import MalformedMessage
+from shoal_server.core.steps import Step
+from shoal_server.parameters.shard.step_scope import MAX_SHARD_IDS, Scope, to_message
+
+
+@pytest.mark.parametrize("of_tables", [False, True])
+def test_a_scope_comes_back_from_its_message(of_tables: bool) -> None:
+    scope = Scope.of([3, 70, 9], of_tables=of_tables)
+    assert scope is not None and scope.shards == {3, 9, 70}
+    message = to_message(scope)
+    assert message is not None and Scope.from_message(message) == scope
+    assert scope.step("a", 7) == Step("tables:a" if of_tables else "a", 7)
+
+
+def test_no_ids_are_no_scope() -> None:
+    """They stand for every dense shard, however many there are."""
+    assert Scope.of([]) is None and to_message(None) is None
+
+
+def test_an_id_that_no_job_has_is_refused() -> None:
+    """It would take memory for every id below."""
+    with pytest.raises(MalformedMessage, match=f"saw shard {MAX_SHARD_IDS}"):
+        Scope.of([1, MAX_SHARD_IDS])

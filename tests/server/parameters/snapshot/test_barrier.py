@@ -1,0 +1,304 @@
+"""Whatever comes in whichever order: a cut holds each step on all of its shards, or on none."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal_proto.errors import SnapshotFailed
+from shoal_server.core.steps import Begun, Shards, Step, merged
+from shoal_server.parameters.snapshot.barrier import MAX_STEPS, Gate, Lacking, Phase
+
+A1, A2, A3 = (Step("a", number) for number in (1, 2, 3))
+B1 = Step("b", 1)
+
+
+def always(session: str) -> bool:
+    return True
+
+
+def applied_are(*steps: Step) -> Lacking:
+    return lambda step, shards: () if step in steps else (1, 2)
+
+
+def passed(gate: Gate, step: Step) -> None:
+    assert gate.may_enter(step)
+    gate.enter(step, None)
+    gate.leave(step, applied_are(step))
+
+
+def test_an_open_gate_lets_everything_in() -> None:
+    gate = Gate()
+    for step in (A1, A2, B1, A3):
+        passed(gate, step)
+    assert gate.phase is Phase.OPEN and gate.num_sessions == 2
+
+
+def test_a_closed_gate_lets_in_what_has_begun_here() -> None:
+    gate = Gate()
+    passed(gate, A1)
+    assert gate.close("cut") == {A1: None}
+    assert gate.may_enter(A1)
+    assert not gate.may_enter(A2) and not gate.may_enter(B1)
+
+
+def test_a_draining_gate_lets_in_what_has_begun_elsewhere_and_waits_for_it() -> None:
+    gate = Gate()
+    passed(gate, A1)
+    gate.close("cut")
+    gate.drain("cut", {A1: None, A2: None})
+    assert not gate.may_enter(A3)
+    assert gate.waits_for(applied_are(A1), always) == [A2]
+    passed(gate, A2)
+    assert gate.waits_for(applied_are(A1, A2), always) == []
+    assert gate.torn(applied_are(A1, A2)) == []
+    assert gate.open("cut") and gate.may_enter(A3)
+
+
+def test_a_step_that_touches_nothing_here_is_not_waited_for() -> None:
+    gate = Gate()
+    gate.close("cut")
+    gate.drain("cut", {A1: frozenset({7})})
+    assert gate.waits_for(lambda step, shards: () if shards == {7} else (1,), always) == []
+
+
+def test_a_part_that_came_in_and_is_not_applied_is_waited_for() -> None:
+    """Refused as the shard had moved, say: the client tries again."""
+    gate = Gate()
+    gate.enter(A1, None)
+    gate.leave(A1, applied_are())
+    gate.drain("cut", gate.close("cut"))
+    assert gate.waits_for(applied_are(), always) == [A1]
+
+
+def test_a_part_that_was_refused_for_good_is_not_waited_for() -> None:
+    gate = Gate()
+    gate.enter(A1, None)
+    gate.refuse(A1, 1)
+    gate.leave(A1, applied_are())
+    gate.drain("cut", gate.close("cut"))
+    assert gate.waits_for(applied_are(), always) == [A1]
+    gate.refuse(A1, 2)
+    assert gate.waits_for(applied_are(), always) == [] == gate.torn(applied_are())
+
+
+def test_nobody_waits_for_the_steps_of_the_dead_but_they_are_told() -> None:
+    gate = Gate()
+    gate.enter(A1, None)
+    gate.drain("cut", gate.close("cut"))
+    assert gate.waits_for(applied_are(), lambda session: session != "a") == []
+    assert gate.torn(applied_are()) == [A1]
+
+
+def test_what_was_given_up_once_is_not_waited_for_again_unless_it_comes() -> None:
+    gate = Gate()
+    gate.enter(A1, None)
+    gate.leave(A1, applied_are())
+    gate.drain("first", gate.close("first"))
+    assert gate.torn(applied_are()) == [A1]
+    gate.open("first")
+    gate.drain("second", gate.close("second"))
+    assert gate.waits_for(applied_are(), always) == []
+    assert gate.torn(applied_are()) == [A1]
+    gate.enter(A1, None)
+    assert gate.waits_for(applied_are(), always) == [A1]
+
+
+def test_a_shard_that_arrives_is_asked_for_every_step() -> None:
+    gate = Gate()
+    passed(gate, A2)
+    gate.learn({A1: None})
+    gate.drain("cut", gate.close("cut"))
+    assert gate.waits_for(applied_are(A1), always) == [A2]
+
+
+def test_one_cut_at_a_time() -> None:
+    gate = Gate()
+    gate.close("first")
+    with pytest.raises(SnapshotFailed, match="another snapshot is being taken"):
+        gate.close("second")
+    with pytest.raises(SnapshotFailed, match="cut second is over"):
+        gate.drain("second", {})
+    assert not gate.open("second") and gate.open("first") and not gate.open("first")
+    with pytest.raises(SnapshotFailed, match="expected one that is closed"):
+        gate.drain("first", {})
+    gate.close("second")
+
+
+def test_memory_is_bounded_and_the_newest_steps_stay() -> None:
+    gate = Gate()
+    for number in range(1, 100):
+        passed(gate, Step("a", number))
+    begun = gate.close("cut")
+    assert sorted(step.sequence for step in begun) == list(range(100 - MAX_STEPS, 100))
+    # A retry of what was forgotten changes nothing: its shards remember it.
+    assert gate.may_enter(Step("a", 3)) and not gate.may_enter(Step("a", 100))
+    gate.open("cut")
+    gate.forget(lambda session: False)
+    assert gate.num_sessions == 0
+
+
+def test_what_touches_every_shard_anywhere_touches_every_shard() -> None:
+    assert merged([{A1: frozenset({1}), A2: None}, {A1: frozenset({2}), A2: frozenset({1})}]) == {
+        A1: frozenset({1, 2}),
+        A2: None,
+    }
+
+
+# Many interleavings, against servers that do nothing but keep what was pushed.
+
+
+@dataclass
+class Server:
+    shard_ids: Sequence[int]
+    gate: Gate = field(default_factory=Gate)
+    shards: dict[int, set[Step]] = field(default_factory=dict)
+    taken: dict[int, frozenset[Step]] | None = None
+
+    def __post_init__(self) -> None:
+        self.shards = {shard_id: set() for shard_id in self.shard_ids}
+
+    def lacking(self, step: Step, shards: Shards) -> list[int]:
+        touched = [i for i in self.shard_ids if shards is None or i in shards]
+        return [i for i in touched if step not in self.shards[i]]
+
+    def try_to_take(self, cut_id: str) -> bool:
+        if self.gate.phase is not Phase.DRAINING or self.gate.waits_for(self.lacking, always):
+            return False
+        assert self.gate.torn(self.lacking) == []
+        self.taken = {shard_id: frozenset(steps) for shard_id, steps in self.shards.items()}
+        return self.gate.open(cut_id)
+
+
+@dataclass
+class Part:
+    """What one call carries to one server: it comes in, its shards apply it one by one, it goes."""
+
+    step: Step
+    shards: Shards
+    server: Server
+    todo: list[int]
+    inside: bool = False
+
+    def advance(self, breaks: bool) -> bool:
+        """Whether the part is done."""
+        gate = self.server.gate
+        if not self.inside:
+            if gate.may_enter(self.step):
+                gate.enter(self.step, self.shards)
+                self.inside = True
+            return False
+        if self.todo and not breaks:
+            self.server.shards[self.todo.pop()].add(self.step)
+            return False
+        # The connection may break at any time; the client then calls again for what is left.
+        gate.leave(self.step, self.server.lacking)
+        self.inside = False
+        return not self.todo
+
+
+@dataclass
+class Client:
+    session: str
+    servers: Sequence[Server]
+    num_steps: int
+    window: int
+    sparse: bool
+    next: int = 1
+    parts: list[Part] = field(default_factory=list)
+
+    def advance(self, pick: int) -> None:
+        in_flight = {part.step.sequence for part in self.parts}
+        if self.next <= self.num_steps and len(in_flight) < self.window and pick % 3 == 0:
+            self.begin()
+        elif self.parts:
+            part = self.parts[pick % len(self.parts)]
+            if part.advance(breaks=pick % 7 == 0):
+                self.parts.remove(part)
+
+    def begin(self) -> None:
+        step = Step(self.session, self.next)
+        all_ids = [i for server in self.servers for i in server.shard_ids]
+        chosen = [i for i in all_ids if not self.sparse or (i + self.next) % 3]
+        touched = frozenset(chosen) if self.sparse else None
+        for server in self.servers:
+            mine = [i for i in server.shard_ids if i in chosen]
+            if mine:
+                self.parts.append(Part(step, touched, server, mine))
+        self.next += 1
+
+    @property
+    def done(self) -> bool:
+        return self.next > self.num_steps and not self.parts
+
+
+@dataclass
+class Coordinator:
+    """Asks the servers one by one, in any order."""
+
+    servers: Sequence[Server]
+    reports: dict[int, Begun] = field(default_factory=dict)
+    drained: set[int] = field(default_factory=set)
+    taken: set[int] = field(default_factory=set)
+
+    def advance(self, pick: int) -> None:
+        at = pick % len(self.servers)
+        gate = self.servers[at].gate
+        if len(self.reports) < len(self.servers):
+            if at not in self.reports:
+                self.reports[at] = gate.close("cut")
+        elif at not in self.drained:
+            gate.drain("cut", merged(self.reports.values()))
+            self.drained.add(at)
+        elif at not in self.taken and self.servers[at].try_to_take("cut"):
+            self.taken.add(at)
+
+    @property
+    def done(self) -> bool:
+        return len(self.taken) == len(self.servers)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_servers=st.integers(1, 3),
+    windows=st.lists(st.tuples(st.integers(1, 4), st.booleans()), min_size=1, max_size=3),
+    warm_up=st.lists(st.integers(0, 1000), max_size=60),
+    picks=st.lists(st.integers(0, 1000), min_size=1, max_size=150),
+)
+def test_no_interleaving_tears_a_step(
+    num_servers: int, windows: list[tuple[int, bool]], warm_up: list[int], picks: list[int]
+) -> None:
+    servers = [Server(range(3 * i, 3 * i + 1 + i)) for i in range(num_servers)]
+    clients = [
+        Client(f"session{i}", servers, 12, window, sparse)
+        for i, (window, sparse) in enumerate(windows)
+    ]
+    coordinator = Coordinator(servers)
+    for pick in warm_up:
+        clients[pick % len(clients)].advance(pick // 3)
+    actors: list[Client | Coordinator] = [*clients, coordinator]
+    for pick in picks:
+        actors[pick % len(actors)].advance(pick // len(actors))
+    # Everybody goes on until all is done: the cut ends, and so does every step.
+    for pick in range(20_000):
+        if coordinator.done and all(client.done for client in clients):
+            break
+        actors[pick % len(actors)].advance(pick // len(actors))
+    assert coordinator.done and all(client.done for client in clients)
+    check_whole(servers, clients)
+
+
+def check_whole(servers: Sequence[Server], clients: Sequence[Client]) -> None:
+    taken = {i: steps for server in servers for i, steps in (server.taken or {}).items()}
+    for client in clients:
+        for number in range(1, client.num_steps + 1):
+            step = Step(client.session, number)
+            touched = [i for i in taken if not client.sparse or (i + number) % 3]
+            holders = {i for i in touched if step in taken[i]}
+            assert holders in (set(), set(touched)), (step, holders, touched)
+        if client.window == 1 and not client.sparse:
+            for steps in taken.values():
+                numbers = sorted(s.sequence for s in steps if s.session == client.session)
+                assert numbers == list(range(1, len(numbers) + 1))
