@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from support.clusters.coordinator_world import Served, served
 
-from shoal_client.commands.up import drain
+from shoal_client.commands import drain
 from shoal_client.membership import Membership
 from shoal_proto.errors import DeadlineExceeded, Unavailable, UnknownJob, UnknownMember
 from shoal_proto.v1.membership_pb2 import GenerationRecord

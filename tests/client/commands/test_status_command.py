@@ -11,7 +11,7 @@ import pytest
 from support.clusters import status_world
 from support.clusters.status_world import World
 
-from shoal_client.commands.up import status
+from shoal_client.commands import status
 from shoal_proto.errors import Unavailable, UnknownJob, UnknownMember
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer

@@ -9,8 +9,8 @@ from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk.connection import Connection
 from shoal_client.bulk.opening import connect
+from shoal_client.parameters import calls as parameter_calls
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.dense import calls as parameter_calls
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.shards_pb2 import ParameterSpec
