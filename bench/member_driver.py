@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from shoal_client.shown import ShownRoster
+from shoal_client.membership.shown_roster import ShownRoster
 from shoal_proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb

@@ -22,7 +22,8 @@ import grpc
 from rows import Row, publish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
@@ -56,7 +57,7 @@ def buffers() -> Mapping[str, memoryview]:
 def push_for_ever(coordinator: str, name: str, stop: Event, results: Connection) -> None:
     """Send when each push began, by the clock that all processes share, and what it took."""
     spec = JobSpec(job=JOB, min_members=1, max_members=NUM_MEMBERS, desired_members=NUM_MEMBERS)
-    membership = Membership(
+    membership = MemberSession(
         Member(
             coordinators=[coordinator],
             spec=spec,
@@ -65,7 +66,7 @@ def push_for_ever(coordinator: str, name: str, stop: Event, results: Connection)
             info=MemberInfo(host="localhost", address="127.0.0.1"),
         )
     )
-    membership.attend()
+    membership.join()
     client = ParameterClient([coordinator], lambda: membership.token)
     client.place(SCHEMA)
     values, gradients = buffers(), buffers()

@@ -27,7 +27,8 @@ from shoal.embedding_exchange import TableExchange
 from shoal.embedding_options import RowNormal, RowSGD
 from shoal.strategies.base import Context
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
@@ -151,7 +152,7 @@ def initial_rows() -> Row:
 def worker_rows(cluster: LocalCluster) -> Row:
     """What one worker looks up and pushes, in the steps of a job of its own."""
     spec = JobSpec(job="tables", min_members=1, max_members=1, desired_members=1)
-    membership = Membership(
+    membership = MemberSession(
         Member(
             coordinators=[cluster.coordinator],
             spec=spec,
@@ -160,7 +161,7 @@ def worker_rows(cluster: LocalCluster) -> Row:
             info=MemberInfo(host="localhost", address="127.0.0.1"),
         )
     )
-    membership.attend()
+    membership.join()
     table = EmbeddingTable(DIM, optimizer=RowSGD(lr=0.1), init=RowNormal(std=0.01), name="t")
     tables = TableExchange(table)
     client = ParameterClient([cluster.coordinator], lambda: membership.token)

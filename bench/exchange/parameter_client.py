@@ -11,7 +11,8 @@ from typing import Self
 from exchange.model import LR, SHAPES, Exchange, await_end
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
@@ -35,7 +36,7 @@ class Trainer:
     ) -> None:
         self._shapes = shapes
         spec = JobSpec(job=job, min_members=1, max_members=MAX_MEMBERS, desired_members=1)
-        self._membership = Membership(
+        self._membership = MemberSession(
             Member(
                 coordinators=[coordinator],
                 spec=spec,
@@ -44,7 +45,7 @@ class Trainer:
                 info=MemberInfo(host="localhost", address="127.0.0.1"),
             )
         )
-        self._membership.attend()
+        self._membership.join()
         self.client = ParameterClient([coordinator], lambda: self._membership.token)
         self.values = self._buffers()
         self.gradients = self._buffers()

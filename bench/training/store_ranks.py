@@ -19,7 +19,7 @@ from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.joining import JoinConfig
 from shoal.rendezvous import RendezvousStore
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 
 HOST = "127.0.0.1"
 COORDINATOR, TCP, TCP_PLAIN = "coordinator", "TCPStore", "TCPStore-plain"
@@ -54,8 +54,8 @@ class Rank:
             max_members=world.size,
         )
         self.world = world
-        self.membership = Membership(config.member(), on_break=on_break)
-        self.membership.attend()
+        self.membership = MemberSession(config.member(), on_break=on_break)
+        self.membership.join()
         self.membership.propose({"strategy": "none"}, synchronous=True, step=0, has_state=False)
         self.record = self.membership.await_generation(above=0)
         self.token = self.membership.token

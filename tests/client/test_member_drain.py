@@ -7,7 +7,7 @@ import grpc.aio
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
 
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import MemberDrained, NotLeader, StateLost
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -20,7 +20,7 @@ WITHIN_S = 60.0
 class Lockstep:
     """Trains members step by step, all of them at once, as a collective makes them do."""
 
-    def __init__(self, *members: Membership) -> None:
+    def __init__(self, *members: MemberSession) -> None:
         self.members = members
         self._barrier = threading.Barrier(len(members), timeout=WITHIN_S)
         self.stopped_at: dict[str, int] = {}
@@ -31,7 +31,7 @@ class Lockstep:
             *(asyncio.to_thread(self._train, m, step) for m in self.members)
         )
 
-    def _train(self, member: Membership, step: int) -> pb.GenerationRecord | MemberDrained:
+    def _train(self, member: MemberSession, step: int) -> pb.GenerationRecord | MemberDrained:
         while True:
             try:
                 record = member.begin_step(step)
@@ -118,7 +118,7 @@ async def test_a_change_that_fails_behind_the_boundary_lets_the_drained_member_g
         assert names(records[0]) == ["a", "b"]
 
 
-def _cross(member: Membership) -> pb.GenerationRecord:
+def _cross(member: MemberSession) -> pb.GenerationRecord:
     """Stop for the next generation before the first step; do not bring it up."""
     member.wait_over(1, WITHIN_S)
     record = member.begin_step(0)
@@ -126,7 +126,7 @@ def _cross(member: Membership) -> pb.GenerationRecord:
     return record
 
 
-def _stand(member: Membership) -> pb.GenerationRecord | None:
+def _stand(member: MemberSession) -> pb.GenerationRecord | None:
     member.wait_over(1, WITHIN_S)
     return member.begin_step(0)
 
@@ -136,7 +136,7 @@ async def test_a_new_leader_is_told_of_the_drain() -> None:
     store = MemoryStore()
     async with served(store) as first:
         (a,) = await first.training("a")
-        await asyncio.to_thread(first.client("comes", desired=1).attend)
+        await asyncio.to_thread(first.client("comes", desired=1).join)
         async with grpc.aio.insecure_channel(first.address) as channel:
             asked = pb.DrainRequest(job="j", member_id="a", reason="spot notice")
             await MembershipStub(channel).Drain(asked)
@@ -144,7 +144,7 @@ async def test_a_new_leader_is_told_of_the_drain() -> None:
         await first.coordinator.step_down()
         async with served(store) as second:
             b = second.client("b", desired=1)
-            await asyncio.to_thread(b.attend)
+            await asyncio.to_thread(b.join)
             a.coordinators.move_on(
                 first.address, NotLeader("moved", details={"leader": second.address})
             )
@@ -161,7 +161,7 @@ async def test_a_new_leader_is_told_of_the_drain() -> None:
             assert not b.is_broken(2)
 
 
-def _hears_of_drain(member: Membership) -> bool:
+def _hears_of_drain(member: MemberSession) -> bool:
     with member._changed:
         return member._changed.wait_for(lambda: member.draining, WITHIN_S)
 
@@ -178,9 +178,9 @@ async def test_without_a_coordinator_a_drained_member_leaves_after_a_bound() -> 
             a.begin_step(0)
 
 
-async def _training_alone(world: Served) -> list[Membership]:
+async def _training_alone(world: Served) -> list[MemberSession]:
     client = world.client("a", desired=1)
-    await asyncio.to_thread(client.attend)
+    await asyncio.to_thread(client.join)
     await asyncio.to_thread(propose, client)
     await entered(client, 0)
     return [client]

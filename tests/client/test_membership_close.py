@@ -6,7 +6,7 @@ import threading
 import pytest
 from support.clusters.coordinator_world import served
 
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.etcd.memory import MemoryStore
@@ -14,7 +14,7 @@ from shoal_server.etcd.memory import MemoryStore
 DEADLINE_S = 30.0
 
 
-class ClosedMeanwhile(Membership):
+class ClosedMeanwhile(MemberSession):
     """It is closed just before it opens its stream."""
 
     closer: threading.Thread
@@ -33,6 +33,6 @@ async def test_a_membership_that_is_closed_while_it_connects_holds_up_nobody() -
         membership = ClosedMeanwhile(world.client("a")._member)
         membership.closer = threading.Thread(target=membership.close, daemon=True)
         with pytest.raises(DeadlineExceeded):
-            await asyncio.to_thread(membership.attend, 0.5)
+            await asyncio.to_thread(membership.join, 0.5)
         await asyncio.to_thread(membership.closer.join, DEADLINE_S)
         assert not any(thread.is_alive() for thread in membership._threads)

@@ -8,7 +8,7 @@ import pytest
 from support.clusters.coordinator_world import served
 
 from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, Ending
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Fenced, ProposalConflict, Unavailable
 from shoal_server.core.clocks import Who
 from shoal_server.core.limits import Limits
@@ -26,11 +26,11 @@ def slot() -> Iterator[BeatSlot]:
         yield board.slots[0]
 
 
-def who(membership: Membership) -> Who:
+def who(membership: MemberSession) -> Who:
     return Who(membership.token.member_id, membership.token.incarnation)
 
 
-async def until_failed(membership: Membership) -> None:
+async def until_failed(membership: MemberSession) -> None:
     """Its heartbeat thread sets what `wait_over` waits for."""
     assert await asyncio.to_thread(membership.wait_over, 0, WITHIN_S)
 
@@ -40,12 +40,12 @@ async def test_who_was_declared_lost_is_fenced(slot: BeatSlot) -> None:
     incarnation in the same process begins anew."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
-        await asyncio.to_thread(member.attend)
+        await asyncio.to_thread(member.join)
         assert slot.ending is Ending.UNKNOWN
         await world.coordinator.registry.declare_lost("j", who(member), "a test says so")
         await until_failed(member)
         assert slot.ending is Ending.FENCED
-        await asyncio.to_thread(world.client("a", beat_slot=slot).attend)
+        await asyncio.to_thread(world.client("a", beat_slot=slot).join)
         assert slot.ending is Ending.UNKNOWN
 
 
@@ -53,7 +53,7 @@ async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> 
     """The error that its script failed with came from elsewhere: a server, a peer."""
     async with served(MemoryStore(), SLOW) as world:
         member = world.client("a", beat_slot=slot)
-        await asyncio.to_thread(member.attend)
+        await asyncio.to_thread(member.join)
         await world.coordinator.registry.declare_lost("j", who(member), "a test says so")
         await asyncio.to_thread(member.leave, completed=False, reason="some error")
         assert slot.ending is Ending.FENCED
@@ -63,7 +63,7 @@ async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
     """Not even by a beat that was under way when it left."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
-        await asyncio.to_thread(member.attend)
+        await asyncio.to_thread(member.join)
         under_way = slot.claimed(os.getpid())
         assert under_way is not None
         await asyncio.to_thread(member.leave, completed=False, reason="some error")
@@ -75,8 +75,8 @@ async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
     """Two processes of one name would take the place from each other for ever."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
-        await asyncio.to_thread(member.attend)
-        await asyncio.to_thread(world.client("a").attend)
+        await asyncio.to_thread(member.join)
+        await asyncio.to_thread(world.client("a").join)
         await until_failed(member)
         assert slot.ending is Ending.REFUSED
 
@@ -85,7 +85,7 @@ async def test_what_the_trainer_ends_with_for_good(slot: BeatSlot) -> None:
     """The next process would end with it as well; what may pass says nothing."""
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
-        await asyncio.to_thread(member.attend)
+        await asyncio.to_thread(member.join)
         member.failed_for_good(Unavailable("nobody is there"))
         assert slot.ending is Ending.UNKNOWN
         member.failed_for_good(ProposalConflict("members differ"))

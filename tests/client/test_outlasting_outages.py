@@ -10,8 +10,8 @@ import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
 
 from shoal.leases import Leases
-from shoal_client import membership
 from shoal_client.connection.coordinators import Coordinators
+from shoal_client.membership import member_session
 from shoal_client.progress.clocks import Clock
 from shoal_client.progress.samples import Lease, SampleRange
 from shoal_proto.errors import Fenced, Unavailable
@@ -59,7 +59,7 @@ async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() ->
     store = MemoryStore()
     async with served(store, LIMITS) as world:
         client = world.client("a", desired=1)
-        await asyncio.to_thread(client.attend)
+        await asyncio.to_thread(client.join)
         async with away(store, world) as come_back:
             said = asyncio.ensure_future(asyncio.to_thread(propose, client))
             await outlasts(said, come_back)
@@ -68,7 +68,7 @@ async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() ->
 
 
 async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "ATTEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(member_session, "ATTEND_TIMEOUT_S", 0.1)
     store = MemoryStore()
     async with served(store, LIMITS) as world:
         client = await world.joined("a", desired=2, low=2)
@@ -78,7 +78,7 @@ async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.Monkey
             assert not ended, f"it gave up: {waits.exception()!r}"
             await come_back()
             other = world.client("b", desired=2, low=2)
-            await asyncio.to_thread(other.attend)
+            await asyncio.to_thread(other.join)
             await asyncio.to_thread(propose, other)
             async with asyncio.timeout(10.0):
                 assert (await waits).roster.generation == 1

@@ -10,7 +10,8 @@ import pytest
 from e2e.conftest import Shoal, finish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
@@ -41,7 +42,7 @@ class Joined:
 
     def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
         spec = JobSpec(job="snapped", min_members=1, max_members=2, desired_members=1)
-        self.membership = Membership(
+        self.membership = MemberSession(
             Member(
                 coordinators=[cluster.coordinator],
                 spec=spec,
@@ -51,7 +52,7 @@ class Joined:
             )
         )
         stack.callback(self.membership.close)
-        self.membership.attend()
+        self.membership.join()
         self.client = ParameterClient([cluster.coordinator], lambda: self.membership.token)
         stack.callback(self.client.close)
         self.client.place(SCHEMA)

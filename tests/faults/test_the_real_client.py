@@ -11,16 +11,17 @@ from support.clusters.coordinator_processes import Replicas
 from support.clusters.coordinator_world import FIELDS
 from support.processes.served_process import awaited
 
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 
 FORM_S = 60.0
 
 
-def _member(replicas: Replicas, job: str, name: str) -> Membership:
+def _member(replicas: Replicas, job: str, name: str) -> MemberSession:
     spec = pb.JobSpec(job=job, min_members=1, max_members=8, desired_members=3)
-    return Membership(
+    return MemberSession(
         Member(
             coordinators=replicas.addresses,
             spec=spec,
@@ -31,24 +32,24 @@ def _member(replicas: Replicas, job: str, name: str) -> Membership:
     )
 
 
-def _enter(member: Membership, above: int) -> pb.GenerationRecord:
+def _enter(member: MemberSession, above: int) -> pb.GenerationRecord:
     record = member.await_generation(above, FORM_S)
     member.ready(record)
     return record
 
 
-def _join(member: Membership) -> pb.GenerationRecord:
-    member.attend(FORM_S)
+def _join(member: MemberSession) -> pb.GenerationRecord:
+    member.join(FORM_S)
     member.propose(FIELDS, synchronous=True, step=0, has_state=False)
     return _enter(member, 0)
 
 
-def _is_back(member: Membership) -> bool | None:
+def _is_back(member: MemberSession) -> bool | None:
     return "a new leader took over" in member.waiting_for or None
 
 
 @contextmanager
-def _training(replicas: Replicas, job: str) -> Iterator[list[Membership]]:
+def _training(replicas: Replicas, job: str) -> Iterator[list[MemberSession]]:
     members = [_member(replicas, job, name) for name in ("a", "b", "c")]
     try:
         with ThreadPoolExecutor(len(members)) as threads:

@@ -9,7 +9,8 @@ import numpy as np
 from history.events import now_s
 from history.workers import MAX_MEMBERS, Success
 
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.tables import Gradients, Rows, TableClient, Where, route
@@ -153,7 +154,7 @@ class RowMember:
     def __init__(self, work: RowWork, name: str) -> None:
         incarnation = new_incarnation()
         spec = JobSpec(job=work.job, min_members=1, max_members=MAX_MEMBERS, desired_members=1)
-        self._membership = Membership(
+        self._membership = MemberSession(
             Member(
                 coordinators=work.coordinators,
                 spec=spec,
@@ -162,7 +163,7 @@ class RowMember:
                 info=MemberInfo(host="localhost", address="127.0.0.1"),
             )
         )
-        self._membership.attend(TIMEOUT_S)
+        self._membership.join(TIMEOUT_S)
         self.client = RowClient(work, f"{name}-{incarnation}", lambda: self._membership.token)
 
     def close(self) -> None:

@@ -10,7 +10,8 @@ from history.events import Answered, Gradients, Journal, Seen, Sent, Verdict, no
 from history.twin import FIRST_VALUES_SEED, checksum
 from history.values import Values
 
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_proto.errors import NonFiniteGradient, ShoalError
 from shoal_proto.incarnation import new_incarnation
@@ -74,7 +75,7 @@ class Session:
         self._journal = journal
         incarnation = new_incarnation()
         self.name = f"{member_id}-{incarnation[-8:]}"
-        self._membership = Membership(
+        self._membership = MemberSession(
             Member(
                 coordinators=work.coordinators,
                 spec=JobSpec(
@@ -85,7 +86,7 @@ class Session:
                 info=MemberInfo(host="localhost", address="127.0.0.1"),
             )
         )
-        self._membership.attend(work.timeout_s)
+        self._membership.join(work.timeout_s)
         self._client = ParameterClient(
             work.coordinators, lambda: self._membership.token, timeout_s=work.timeout_s
         )

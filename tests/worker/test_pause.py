@@ -16,9 +16,9 @@ from support.processes.served_process import awaited
 from support.training import pause_bodies
 from support.training.pause_bodies import LIMITS, Pausing
 
-from shoal_client import membership_calls
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.cluster import LocalCluster
+from shoal_client.membership import calls as membership_calls
 from shoal_proto.v1.membership_pb2 import DrainRequest
 
 COLLECTIVE_S = LIMITS["--collective-s"]

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from shoal.joining import JoinConfig
 from shoal.rendezvous import RendezvousStore
 from shoal_client.local.cluster import LocalCluster
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded, Fenced, GenerationBroken, RejoinError
 from shoal_proto.v1.identity_pb2 import Token
 
 
 @pytest.fixture(scope="module")
-def membership(cluster: LocalCluster) -> Iterator[Membership]:
+def membership(cluster: LocalCluster) -> Iterator[MemberSession]:
     """The only member of a running generation."""
     config = JoinConfig(job="store-contract", coordinators=(cluster.coordinator,))
-    membership = Membership(config.member())
-    membership.attend()
+    membership = MemberSession(config.member())
+    membership.join()
     membership.propose({"strategy": "none"}, synchronous=True, step=0, has_state=False)
     membership.ready(membership.await_generation(above=0))
     yield membership
@@ -32,12 +32,14 @@ def membership(cluster: LocalCluster) -> Iterator[Membership]:
 
 
 @pytest.fixture
-def real(membership: Membership) -> RendezvousStore:
+def real(membership: MemberSession) -> RendezvousStore:
     return RendezvousStore(membership.coordinators, membership.token, timeout_s=10)
 
 
 @pytest.fixture(params=["coordinator", "file"])
-def store(request: pytest.FixtureRequest, membership: Membership, tmp_path: Path) -> Iterator[Any]:
+def store(
+    request: pytest.FixtureRequest, membership: MemberSession, tmp_path: Path
+) -> Iterator[Any]:
     """Ours and, as a check of the tests, one of torch's own. Keys are new in each test."""
     inner: Any = dist.FileStore(str(tmp_path / "store"), 1)
     if request.param == "coordinator":
@@ -120,7 +122,7 @@ def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousSt
 
 
 def test_an_abort_ends_what_waits_and_what_comes_after(
-    membership: Membership, cluster: LocalCluster
+    membership: MemberSession, cluster: LocalCluster
 ) -> None:
     """At once, from another thread."""
     store = RendezvousStore(membership.coordinators, membership.token, timeout_s=60)
@@ -135,7 +137,7 @@ def test_an_abort_ends_what_waits_and_what_comes_after(
     aborter.join()
 
 
-def test_only_members_of_the_generation_get_in(membership: Membership) -> None:
+def test_only_members_of_the_generation_get_in(membership: MemberSession) -> None:
     """Neither another incarnation nor another generation."""
     own = membership.token
     strangers = [

@@ -11,7 +11,8 @@ from shoal.draining import drained
 from shoal.strategies.base import Context, Generation, Strategy
 from shoal.validators import Judges
 from shoal_client.connection.reach import ProbeListener, check, peers_to_check
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
     BringUpFailed,
     GenerationBroken,
@@ -39,7 +40,7 @@ class Crew:
 
     def __init__(self, member: Member, *, check_peers: str = "never") -> None:
         self.member = member
-        self.membership = Membership(
+        self.membership = MemberSession(
             member,
             judge=self._judge,
             find_unreachable=self._find_unreachable,
@@ -61,7 +62,7 @@ class Crew:
         if self._check_peers != "never":
             self._listen()
         try:
-            self.membership.attend()
+            self.membership.join()
         except BaseException:
             self._stop_listening()
             raise

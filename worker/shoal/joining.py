@@ -13,7 +13,7 @@ import torch
 import shoal_proto
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
-from shoal_client.membership import Member
+from shoal_client.membership.member import Member
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.names import NAME_RULE, is_name

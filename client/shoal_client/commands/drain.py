@@ -4,10 +4,10 @@ import argparse
 import os
 import time
 
-from shoal_client import membership_calls
 from shoal_client.commands.status import Json, StatusClient, add_http
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.host.reports import parse_coordinators
+from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Unavailable
 from shoal_proto.v1.membership_pb2 import DrainRequest
 

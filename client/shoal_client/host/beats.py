@@ -8,9 +8,9 @@ from types import TracebackType
 
 import structlog
 
-from shoal_client import membership_calls
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.liveness.beat_board import BeatSlot, Claim, beat_of
+from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import ShoalError
 from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb

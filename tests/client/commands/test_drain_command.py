@@ -12,7 +12,7 @@ import pytest
 from support.clusters.coordinator_world import Served, served
 
 from shoal_client.commands import drain
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded, Unavailable, UnknownJob, UnknownMember
 from shoal_proto.v1.membership_pb2 import GenerationRecord
 from shoal_server.core.limits import Limits
@@ -37,7 +37,7 @@ class World:
         return int(await asyncio.to_thread(options.handler, options))
 
 
-def train_on(member: Membership) -> GenerationRecord:
+def train_on(member: MemberSession) -> GenerationRecord:
     """Step after step, until the members agree to stop: the generation to go over to."""
     for step in count():
         record = member.begin_step(step)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from support.clusters.coordinator_world import served
 
 from shoal_client.connection.first_reply import Patience
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Unavailable
 from shoal_server.etcd.memory import MemoryStore
 
@@ -19,9 +19,9 @@ async def test_a_silent_replica_is_left_for_one_that_answers() -> None:
             client = world.client("a")
             addresses = [f"127.0.0.1:{silent.getsockname()[1]}", world.address]
             member = replace(client._member, coordinators=addresses)
-            patient = Membership(member)
+            patient = MemberSession(member)
             world.clients.append(patient)
-            await asyncio.to_thread(patient.attend)
+            await asyncio.to_thread(patient.join)
             assert "a" in world.coordinator.registry.find("j").job.members
 
 

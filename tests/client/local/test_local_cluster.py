@@ -17,7 +17,8 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.limits import add_limits, given_limits
 from shoal_client.local.process import Process
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import KVStub
@@ -141,8 +142,8 @@ def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> N
             incarnation=new_incarnation(),
             info=MemberInfo(host="h"),
         )
-        membership = Membership(member)
-        membership.attend(DEADLINE_S)
+        membership = MemberSession(member)
+        membership.join(DEADLINE_S)
         limits = membership.limits
         membership.leave(completed=True, reason="seen")
     assert (limits.join_s, limits.collective_s, limits.heartbeat_s) == (600, 7, 0.5)

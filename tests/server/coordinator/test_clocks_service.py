@@ -9,7 +9,7 @@ import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.progress.clocks import Clock
 from shoal_proto.errors import DeadlineExceeded, Fenced, MalformedMessage, NotLeader
 from shoal_proto.v1 import clocks_pb2 as pb
@@ -26,7 +26,7 @@ IMPATIENT = Limits(heartbeat_s=0.1, join_s=8.0)
 class Stepping:
     """A member and its clock; its calls run in a thread, as in a training process."""
 
-    member: Membership
+    member: MemberSession
     coordinators: Coordinators
     clock: Clock
 
@@ -40,7 +40,7 @@ class Stepping:
 async def stepping(world: Served, name: str, *, bound: int, wait_s: float = 20.0) -> Stepping:
     """A member that attends, with a clock."""
     member = world.client(name)
-    await asyncio.to_thread(member.attend)
+    await asyncio.to_thread(member.join)
     coordinators = Coordinators([world.address])
     clock = Clock(coordinators, lambda: member.token, bound=bound, wait_s=wait_s)
     return Stepping(member, coordinators, clock)

@@ -16,7 +16,7 @@ import pytest
 import structlog
 from support.clusters.coordinator_world import Served, served
 
-from shoal_client.attendance import Attendance
+from shoal_client.membership.attendance import Attendance
 from shoal_proto.incarnation import new_incarnation, public_id
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import clocks_pb2, membership_pb2, rendezvous_pb2, samples_pb2, shards_pb2

@@ -8,7 +8,8 @@ import grpc.aio
 import pytest
 from support.clusters.coordinator_world import FIELDS, entered, propose, served
 
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
     DeadlineExceeded,
     Fenced,
@@ -31,7 +32,7 @@ from shoal_server.etcd.memory import MemoryStore
 WITHIN_S = 10.0
 
 
-def broken(client: Membership, generation: int) -> "asyncio.Future[bool]":
+def broken(client: MemberSession, generation: int) -> "asyncio.Future[bool]":
     return asyncio.ensure_future(asyncio.to_thread(client.wait_broken, generation, WITHIN_S))
 
 
@@ -96,11 +97,11 @@ async def test_a_silent_member_is_lost_after_the_lease() -> None:
         assert "no heartbeat" in a.waiting_for
 
 
-async def stopped_together(members: list[Membership], step: int) -> list[pb.GenerationRecord]:
+async def stopped_together(members: list[MemberSession], step: int) -> list[pb.GenerationRecord]:
     """Train in lockstep, as a collective makes members do, until all are told to change."""
     lockstep = threading.Barrier(len(members), timeout=WITHIN_S)
 
-    def train(member: Membership) -> pb.GenerationRecord:
+    def train(member: MemberSession) -> pb.GenerationRecord:
         at = step
         while (record := member.begin_step(at)) is None:
             lockstep.wait()
@@ -132,7 +133,7 @@ async def test_a_model_that_differs_is_refused_and_the_rest_train_on() -> None:
     async with served(MemoryStore()) as world:
         a, _ = await world.training("a", "b")
         odd = world.client("odd")
-        await asyncio.to_thread(odd.attend)
+        await asyncio.to_thread(odd.join)
         with pytest.raises(ProposalConflict, match=r"schema: 's1' in a, b but 's2' in odd"):
             await asyncio.to_thread(propose, odd, 0, {**FIELDS, "schema": "s2"})
         assert not a.is_broken(1)
@@ -157,7 +158,7 @@ async def test_a_finished_job_is_not_started_again() -> None:
         await asyncio.to_thread(lambda: a.leave(completed=True, reason="done"))
         late = world.client("b")
         with pytest.raises(JobFinished, match="or give another job name"):
-            await asyncio.to_thread(late.attend)
+            await asyncio.to_thread(late.join)
 
 
 async def test_bounds_that_contradict_are_refused() -> None:
@@ -165,7 +166,7 @@ async def test_bounds_that_contradict_are_refused() -> None:
     async with served(MemoryStore()) as world:
         client = world.client("a", low=4, high=2)
         with pytest.raises(InvalidSpec, match="min_members is 4 and max_members 2"):
-            await asyncio.to_thread(client.attend)
+            await asyncio.to_thread(client.join)
 
 
 async def test_an_unreachable_coordinator_is_named() -> None:
@@ -178,9 +179,9 @@ async def test_an_unreachable_coordinator_is_named() -> None:
         incarnation=new_incarnation(),
         info=pb.MemberInfo(),
     )
-    client = Membership(member)
+    client = MemberSession(member)
     with pytest.raises((DeadlineExceeded, Unavailable), match=r"127\.0\.0\.1:1"):
-        await asyncio.to_thread(client.attend, 0.5)
+        await asyncio.to_thread(client.join, 0.5)
 
 
 async def test_malformed_bytes_get_an_answer_that_says_so() -> None:

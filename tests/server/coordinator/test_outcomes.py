@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 from support.clusters.coordinator_world import FIELDS, Served, entered, served
 
-from shoal_client.shown import ShownRoster
+from shoal_client.membership.shown_roster import ShownRoster
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import Unavailable

@@ -16,7 +16,8 @@ from support.clusters.coordinator_world import FIELDS
 from support.clusters.etcd_fixture import etcd_processes, running_etcd
 
 from shoal_client.local.process import Command, Supervisor
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -30,9 +31,9 @@ def replica(supervisor: Supervisor, directory: Path, name: str, etcd: str) -> Co
     return found.ready()
 
 
-def member(name: str, coordinators: list[str], desired: int) -> Membership:
+def member(name: str, coordinators: list[str], desired: int) -> MemberSession:
     spec = pb.JobSpec(job="j", min_members=1, max_members=8, desired_members=desired)
-    return Membership(
+    return MemberSession(
         Member(
             coordinators=coordinators,
             spec=spec,
@@ -43,11 +44,11 @@ def member(name: str, coordinators: list[str], desired: int) -> Membership:
     )
 
 
-def form(members: list[Membership]) -> pb.GenerationRecord:
+def form(members: list[MemberSession]) -> pb.GenerationRecord:
     """Let the members attend, propose and bring the generation up."""
 
-    def join(one: Membership) -> pb.GenerationRecord:
-        one.attend()
+    def join(one: MemberSession) -> pb.GenerationRecord:
+        one.join()
         one.propose(FIELDS, synchronous=True, step=0, has_state=False)
         record = one.await_generation(0, START_S)
         one.ready(record)
@@ -69,7 +70,7 @@ def job_when_running(http: str, within_s: float) -> dict[str, Any]:
 
 
 @contextmanager
-def closing(members: list[Membership]) -> Iterator[list[Membership]]:
+def closing(members: list[MemberSession]) -> Iterator[list[MemberSession]]:
     try:
         yield members
     finally:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import pytest
 from support.clusters.coordinator_world import propose, served
 
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import JobSetAside, RefusedError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
@@ -39,9 +40,9 @@ async def test_only_the_job_whose_record_is_too_large_is_set_aside() -> None:
             incarnation=new_incarnation(),
             info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
         )
-        client = Membership(member)
+        client = MemberSession(member)
         world.clients.append(client)
-        await asyncio.to_thread(client.attend)
+        await asyncio.to_thread(client.join)
         with pytest.raises(JobSetAside, match="request is too large"):
             await asyncio.to_thread(propose, client)
             await asyncio.to_thread(client.await_generation, 0, 10.0)

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from support.clusters.coordinator_world import Served, served
 
-from shoal_client import membership_calls
 from shoal_client.commands.jobs import check_not_finished, reset_job
-from shoal_client.membership import Membership
+from shoal_client.membership import calls as membership_calls
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Fenced, JobFinished, JobInUse, ShoalError, StateLost, Unavailable
 from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
@@ -21,7 +21,7 @@ from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
 
 
-async def finished_job(world: Served) -> Sequence[Membership]:
+async def finished_job(world: Served) -> Sequence[MemberSession]:
     """Two members train in generation 1 and complete the job."""
     members = await world.training("a", "b")
     for member in members:
@@ -134,7 +134,7 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
         client._member = replace(client._member, incarnation=token.incarnation)
         client._generation = token.generation
         with pytest.raises(JobFinished, match="that this process belongs to is over"):
-            await asyncio.to_thread(client.attend)
+            await asyncio.to_thread(client.join)
     assert not any(member.is_broken(member.token.generation) for member in fresh)
 
 
@@ -183,7 +183,7 @@ async def test_the_next_run_goes_over_all_samples() -> None:
         (a,) = await world.training("a")
         samples = world.coordinator.samples
 
-        async def train_on_all(member: Membership) -> int:
+        async def train_on_all(member: MemberSession) -> int:
             request = LeaseRequest(token=member.token, dataset_size=8, num_epochs=1, sequence=1)
             request.num_samples = 8
             leased = (await samples.Lease(request, None)).range  # type: ignore[arg-type]

@@ -17,7 +17,8 @@ from support.network.etcd_gate import open_gate
 from support.processes.served_process import awaited
 
 from shoal_client.local.process import Supervisor
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.health import LEADER, HealthService
@@ -111,7 +112,7 @@ def test_a_halted_leader_wakes_up_deposed_and_changes_nothing(tmp_path: Path) ->
         second = started(supervisor, tmp_path, etcd, 2)
         one = _member([first.grpc, second.grpc])
         try:
-            one.attend()
+            one.join()
             one.propose(FIELDS, synchronous=True, step=0, has_state=False)
             one.ready(one.await_generation(0, DEADLINE_S))
             first.process.send_signal(signal.SIGSTOP)
@@ -127,10 +128,10 @@ def test_a_halted_leader_wakes_up_deposed_and_changes_nothing(tmp_path: Path) ->
             one.close()
 
 
-def _member(coordinators: list[str]) -> Membership:
+def _member(coordinators: list[str]) -> MemberSession:
     spec = pb.JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
     info = pb.MemberInfo(host="h", pid=1, address="127.0.0.1")
-    return Membership(
+    return MemberSession(
         Member(
             coordinators=coordinators,
             spec=spec,

@@ -13,7 +13,8 @@ import pytest
 from numpy.typing import NDArray
 from support.clusters.parameter_cluster import ParameterCluster
 
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.tables import Gradients, TableClient
 from shoal_proto.incarnation import new_incarnation
@@ -58,7 +59,7 @@ class Trainer:
 
     def __init__(self, cluster: ParameterCluster, stack: ExitStack) -> None:
         coordinators = [cluster.coordinator.grpc]
-        member = Membership(
+        member = MemberSession(
             Member(
                 coordinators=coordinators,
                 spec=JobSpec(job=JOB, min_members=1, max_members=2, desired_members=1),
@@ -68,7 +69,7 @@ class Trainer:
             )
         )
         stack.callback(member.close)
-        member.attend(LIMIT_S)
+        member.join(LIMIT_S)
         self.dense = stack.enter_context(
             closing(ParameterClient(coordinators, lambda: member.token, timeout_s=LIMIT_S))
         )

@@ -9,7 +9,7 @@ import httpx
 from support.clusters.coordinator_world import FIELDS, Served, entered, propose, served
 from support.clusters.parameter_servers import ParameterServers
 
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ProposalConflict
 from shoal_proto.incarnation import public_id
@@ -80,8 +80,8 @@ async def test_a_refused_joiner_leaves_a_trace() -> None:
     """Who asks why its member is not there finds the reason among the events."""
     async with endpoint() as (world, http):
         await world.training("a", "b")
-        stranger: Membership = world.client("c", desired=2)
-        await asyncio.to_thread(stranger.attend)
+        stranger: MemberSession = world.client("c", desired=2)
+        await asyncio.to_thread(stranger.join)
         with suppress(ProposalConflict):  # at once, or when it waits for its generation
             await asyncio.to_thread(propose, stranger, 0, {**FIELDS, "schema": "other"})
             await entered(stranger, 0)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from shoal_client.liveness.beat_board import BeatSlot
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.assembly import Coordinator
@@ -24,11 +25,11 @@ class Served:
     coordinator: Coordinator
     server: grpc.aio.Server
     address: str
-    clients: list[Membership] = field(default_factory=list)
+    clients: list[MemberSession] = field(default_factory=list)
 
     def client(
         self, name: str, *, desired: int = 2, beat_slot: BeatSlot | None = None, **bounds: int
-    ) -> Membership:
+    ) -> MemberSession:
         """A worker's membership that has not attended yet; closed at the end."""
         spec = pb.JobSpec(
             job="j",
@@ -44,29 +45,29 @@ class Served:
             info=pb.MemberInfo(host="h", pid=1, address="127.0.0.1"),
             beat_slot=beat_slot,
         )
-        client = Membership(member)
+        client = MemberSession(member)
         self.clients.append(client)
         return client
 
-    async def joined(self, name: str, *, desired: int = 2, **bounds: int) -> Membership:
+    async def joined(self, name: str, *, desired: int = 2, **bounds: int) -> MemberSession:
         """A member that attends and has proposed."""
         client = self.client(name, desired=desired, **bounds)
-        await asyncio.to_thread(client.attend)
+        await asyncio.to_thread(client.join)
         await asyncio.to_thread(propose, client)
         return client
 
-    async def training(self, *names: str) -> list[Membership]:
+    async def training(self, *names: str) -> list[MemberSession]:
         """Members that train together in the first generation."""
         members = [await self.joined(name, desired=len(names)) for name in names]
         await asyncio.gather(*(entered(member, 0) for member in members))
         return members
 
 
-def propose(client: Membership, step: int = 0, fields: dict[str, str] | None = None) -> None:
+def propose(client: MemberSession, step: int = 0, fields: dict[str, str] | None = None) -> None:
     client.propose(fields or FIELDS, synchronous=True, step=step, has_state=step > 0)
 
 
-async def entered(client: Membership, above: int) -> pb.GenerationRecord:
+async def entered(client: MemberSession, above: int) -> pb.GenerationRecord:
     """The record of the next generation, brought up."""
     record = await asyncio.to_thread(client.await_generation, above, 10.0)
     await asyncio.to_thread(client.ready, record)

@@ -27,7 +27,7 @@ from shoal.strategies.base import Generation, State, Strategy
 from shoal.strategies.ddp import DDP
 from shoal.strategies.gradients import GradientExchange
 from shoal.strategies.transfer import receive, send
-from shoal_client.membership import Member
+from shoal_client.membership.member import Member
 from shoal_proto.errors import GenerationBroken
 
 

@@ -26,11 +26,11 @@ DEADLINE_S = 60.0
 WORKER = f"""
 import ctypes, os, signal, sys, time
 from shoal.joining import read_config
-from shoal_client.membership import Membership
+from shoal_client.membership.member_session import MemberSession
 
 member = read_config({{}}, os.environ).member()
-membership = Membership(member)
-membership.attend()
+membership = MemberSession(member)
+membership.join()
 membership.progress(7)
 while member.beat_slot and not member.beat_slot.beaten(within_s={DEADLINE_S}):
     time.sleep(0.01)  # until the launcher has taken over

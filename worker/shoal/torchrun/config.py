@@ -8,7 +8,7 @@ import structlog
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from shoal.joining import JoinConfig
-from shoal_client.membership import ATTEND_TIMEOUT_S
+from shoal_client.membership.member_session import ATTEND_TIMEOUT_S
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)

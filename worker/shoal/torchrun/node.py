@@ -10,7 +10,8 @@ from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
 from shoal.torchrun.config import NodeConfig
 from shoal.torchrun.store import AgentStore
-from shoal_client.membership import Member, Membership
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
     DeadlineExceeded,
     InvalidSpec,
@@ -65,7 +66,7 @@ class Node:
     def attend(self) -> None:
         """Become a member. Raises what the coordinator refuses with, or that none answers."""
         membership = self._membership
-        membership.attend(self._config.connect_timeout_s)
+        membership.join(self._config.connect_timeout_s)
         limits = membership.limits
         forming_s = limits.prepare_s + limits.bring_up_s
         if self._config.last_call_timeout_s + forming_s >= limits.join_s:
@@ -224,9 +225,9 @@ class Node:
         log.info("generation_entered", job=self.job, generation=self._number, rank=rank)
         return Entry(store=store, rank=rank, world_size=world_size, bootstrap=bootstrap)
 
-    def _new_membership(self) -> Membership:
+    def _new_membership(self) -> MemberSession:
         self._member = replace(self._member, incarnation=new_incarnation())
-        return Membership(self._member, on_break=self._on_break)
+        return MemberSession(self._member, on_break=self._on_break)
 
     def _on_break(self, generation: int, reason: str) -> None:
         store = self._store

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import structlog
 
-from shoal_client import membership_calls
-from shoal_client.attendance import Attendance, Change, Member, OwnPause
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.liveness.beat_board import Ending
+from shoal_client.membership import calls as membership_calls
+from shoal_client.membership.attendance import Attendance, Change, OwnPause
 from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
@@ -24,12 +24,12 @@ ATTEND_TIMEOUT_S = 10.0
 LEAVE_TIMEOUT_S = 3.0
 
 
-class Membership(Attendance):
+class MemberSession(Attendance):
     """See the module. All methods are the trainer's, unless they say otherwise."""
 
     # --- joining ---
 
-    def attend(self, timeout_s: float = ATTEND_TIMEOUT_S) -> None:
+    def join(self, timeout_s: float = ATTEND_TIMEOUT_S) -> None:
         """Become a member.
 
         Raises Unavailable if no coordinator answers within `timeout_s`, and what the coordinator
@@ -344,4 +344,4 @@ class Membership(Attendance):
         return self._stands_by
 
 
-__all__ = ["Member", "Membership"]
+__all__ = ["MemberSession"]

@@ -2,7 +2,7 @@
 
 One thread holds the Attend stream, answers every Prepare, finds the leader again after a
 fail-over, and tells of a break at once through `on_break`; another sends heartbeats, a third
-passes wishes to drain on. `Membership` is what the trainer's thread sees of it.
+passes wishes to drain on. `MemberSession` is what the trainer's thread sees of it.
 """
 
 import math
@@ -15,11 +15,12 @@ from dataclasses import dataclass, replace
 import grpc
 import structlog
 
-from shoal_client import membership_calls
 from shoal_client.connection.coordinators import BackOff, Coordinators, Method
 from shoal_client.connection.first_reply import Patience
-from shoal_client.liveness.beat_board import BeatSlot, Doing, Ending, beat_of
-from shoal_client.shown import ShownRoster
+from shoal_client.liveness.beat_board import Doing, Ending, beat_of
+from shoal_client.membership import calls as membership_calls
+from shoal_client.membership.member import Member
+from shoal_client.membership.shown_roster import ShownRoster
 from shoal_proto import PROTOCOL_VERSION
 from shoal_proto.errors import MemberDrained, RetryError, ShoalError
 from shoal_proto.incarnation import public_id
@@ -32,20 +33,6 @@ log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
 """A coordinator that says nothing for so long is left for another, twice as late each time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """Who joins what, and where the coordinators are."""
-
-    coordinators: Sequence[str]
-    """host:port of every coordinator replica."""
-    spec: pb.JobSpec
-    member_id: str
-    incarnation: str
-    info: pb.MemberInfo
-    beat_slot: BeatSlot | None = None
-    """Where this host's launcher looks for whom to beat. Without it the member beats by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +154,7 @@ class Attendance:
 
     def ready(self, record: pb.GenerationRecord) -> None:
         """Say that the first collective of the generation passed, and at which step: see
-        `Membership.progress`."""
+        `MemberSession.progress`."""
         self._call_for_ever(membership_calls.ready, self._ready_request(record))
 
     def _ready_request(self, record: pb.GenerationRecord) -> pb.ReadyRequest:
@@ -536,4 +523,4 @@ class Attendance:
         self._on_break(generation, reason)
 
 
-__all__ = ["Attendance", "Change", "Member", "OwnPause"]
+__all__ = ["Attendance", "Change", "OwnPause"]
