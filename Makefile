@@ -43,7 +43,7 @@ check: lint types contracts proto-check test ## what CI runs
 nightly: .venv/.installed ## the longer tests, and 10,000 seeds of the simulation
 	$(BIN)/python -m pytest -m "nightly and not docker and not browser"
 	SHOAL_SIMULATION_SEEDS=10000 SHOAL_STATEFUL_EXAMPLES=3000 $(BIN)/python -m pytest \
-		tests/server/core/test_job_simulation.py tests/server/core/test_job_stateful.py
+		tests/server/core/membership/test_job_simulation.py tests/server/core/membership/test_job_stateful.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

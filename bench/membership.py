@@ -30,12 +30,12 @@ from rows import Row, publish
 from shoal_client.local.etcd import start_etcd
 from shoal_client.local.process import Command, Supervisor
 from shoal_proto.incarnation import new_incarnation
-from shoal_server.coordinator import codec
-from shoal_server.core import events
-from shoal_server.core.job import Job
+from shoal_server.coordinator.persistence import codec
+from shoal_server.core.generations.roster import JobSpec, MemberInfo, Proposal
 from shoal_server.core.limits import Limits
-from shoal_server.core.phases import Phase
-from shoal_server.core.roster import JobSpec, MemberInfo, Proposal
+from shoal_server.core.membership import events
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.phases import Phase
 
 DEFAULT_RUNS = 3
 NUM_DRIVERS = 2

@@ -15,8 +15,8 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, ShoalError
 from shoal_server.core.limits import Limits
-from shoal_server.etcd.config import EtcdConfig, parse_endpoints
-from shoal_server.ready import LOOPBACK, listening
+from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
+from shoal_server.serving.listening import LOOPBACK, listening
 
 BAD_ARGUMENTS = 2
 DEFAULT_ETCD = "127.0.0.1:2379"
@@ -263,7 +263,7 @@ def coordinator(options: argparse.Namespace) -> int:
         CoordinatorConfig,
         serve,
     )
-    from shoal_server.coordinator.snapshots import SnapshotPolicy  # noqa: PLC0415
+    from shoal_server.coordinator.snapshots.service import SnapshotPolicy  # noqa: PLC0415
 
     try:
         config = CoordinatorConfig(

@@ -16,24 +16,24 @@ from shoal_proto.v1 import (
     snapshots_pb2_grpc,
 )
 from shoal_server.coordinator.clocks import ClocksService
-from shoal_server.coordinator.durable import DurableJobs
-from shoal_server.coordinator.job_actor import Surroundings
-from shoal_server.coordinator.membership import Membership
-from shoal_server.coordinator.registry import Registry, steady_unix_clock
+from shoal_server.coordinator.job_reset import Resetting
+from shoal_server.coordinator.jobs.job_actor import Surroundings
+from shoal_server.coordinator.jobs.membership import Membership
+from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
+from shoal_server.coordinator.persistence.durable import DurableJobs
+from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.rendezvous import Rendezvous
-from shoal_server.coordinator.resetting import Resetting
-from shoal_server.coordinator.samples import SamplesService
-from shoal_server.coordinator.server_calls import ServerCalls
-from shoal_server.coordinator.shard_keeper import ShardKeeper
-from shoal_server.coordinator.shards import ShardsService
-from shoal_server.coordinator.snapshot_restoring import SnapshotRestorer
-from shoal_server.coordinator.snapshot_taking import JobState, SnapshotTaker
-from shoal_server.coordinator.snapshots import SnapshotPolicy, SnapshotService
-from shoal_server.coordinator.stored_jobs import StoredJobs
+from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.coordinator.shards.controller import ShardKeeper
+from shoal_server.coordinator.shards.service import ShardsService
+from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
+from shoal_server.coordinator.snapshots.server_calls import ServerCalls
+from shoal_server.coordinator.snapshots.service import SnapshotPolicy, SnapshotService
+from shoal_server.coordinator.snapshots.taking import JobState, SnapshotTaker
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits
-from shoal_server.etcd import snapshot_roots
 from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.etcd.records import snapshot_roots
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.shards import ShardReader
 

@@ -17,7 +17,7 @@ from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.clocks import Clocks, NoClock, Position, Said, Standing, Who
-from shoal_server.rpc import Context
+from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 

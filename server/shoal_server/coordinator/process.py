@@ -11,17 +11,17 @@ from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
 from shoal_proto.errors import InvalidSpec, ShoalError
 from shoal_server.coordinator.assembly import Coordinator
-from shoal_server.coordinator.health import HealthService
-from shoal_server.coordinator.snapshots import SnapshotPolicy
-from shoal_server.coordinator.succession import end_when_gone
+from shoal_server.coordinator.leadership.health import HealthService
+from shoal_server.coordinator.leadership.leader_failover import end_when_gone
+from shoal_server.coordinator.snapshots.service import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.election import DEFAULT_TTL_S, Election, Leadership
 from shoal_server.etcd.leader_key import Candidate, Leader
-from shoal_server.ready import (
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
+from shoal_server.serving.listening import (
     advertised,
     is_loopback,
     join_address,
@@ -30,7 +30,7 @@ from shoal_server.ready import (
     warn_of_reach,
     write_ready_file,
 )
-from shoal_server.rpc import bind, new_server
+from shoal_server.serving.rpc import bind, new_server
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 

@@ -11,8 +11,8 @@ from shoal_proto.errors import DeadlineExceeded, GenerationBroken, NotLeader, Ov
 from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousServicer
-from shoal_server.coordinator.registry import Registry
-from shoal_server.rpc import Context
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.serving.rpc import Context
 
 MAX_SPACE_BYTES = 64 * 1024 * 1024
 MAX_KEYS = 1_000_000

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal_server.coordinator.clocks import ClocksService
-from shoal_server.coordinator.job_actor import JobActor
-from shoal_server.coordinator.registry import Registry
-from shoal_server.coordinator.samples import SamplesService
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.status.from_core import job_view, samples_view, set_aside_view
 from shoal_server.status.shards import ShardReader
 from shoal_server.status.views import JobView, Readiness, SamplesView, ShardsView

@@ -22,12 +22,12 @@ from shoal_proto.errors import InvalidSpec, RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
-from shoal_server.core.holdings import Holder
 from shoal_server.core.names import NAME_RULE, is_name
-from shoal_server.etcd import snapshot_roots
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.records import snapshot_roots
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.allocator import keep_freed_memory
 from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster.fence import Fence
@@ -51,8 +51,8 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.workers import Workers
 from shoal_server.parameters.snapshot.barriers import Cuts
 from shoal_server.parameters.tables.restore import restore
-from shoal_server.ready import advertised, split_address, warn_of_reach
-from shoal_server.rpc import bind, new_server
+from shoal_server.serving.listening import advertised, split_address, warn_of_reach
+from shoal_server.serving.rpc import bind, new_server
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from shoal_proto.v1.snapshots_pb2 import BegunStep, BegunSteps, ShardFile, ShardStamp
-from shoal_server.core.steps import Begun, Shards, Step, from_bits, to_bits
+from shoal_server.core.shards.steps import Begun, Shards, Step, from_bits, to_bits
 from shoal_server.snapshots.manifest import Part
 
 

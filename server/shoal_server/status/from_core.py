@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from shoal_proto.incarnation import public_id
-from shoal_server.core.job import Job
-from shoal_server.core.member import Member
-from shoal_server.core.pauses import Pause
-from shoal_server.core.phases import Phase
-from shoal_server.core.roster import Record, Roster
-from shoal_server.core.samples import LedgerCounts
+from shoal_server.core.generations.roster import Record, Roster
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.pauses import Pause
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.status.views import (
     ConflictView,
     EpochSamplesView,

@@ -13,9 +13,10 @@ from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.etcd import keys, shard_map
+from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.rpc import CHANNEL_OPTIONS
+from shoal_server.etcd.records import shard_map
+from shoal_server.serving.rpc import CHANNEL_OPTIONS
 from shoal_server.status.views import CopyView, FullPeerView, ServerView, ShardsView, ShardView
 
 log = structlog.get_logger(__name__)

@@ -22,10 +22,10 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.holdings import Holding, Holdings
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holding, Holdings
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete
+from shoal_server.etcd.records import assignments as records
 
 SHAPES = {"weight": (100, 70), "bias": (70,), "big": (900, 1000)}
 SCHEMA = [ParameterSpec(name=n, shape=s, dtype="float32") for n, s in SHAPES.items()]

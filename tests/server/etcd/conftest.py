@@ -11,9 +11,9 @@ from support.clusters.etcd_fixture import running_etcd
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.api import KeyValueStore, Revision
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 
 _numbers = itertools.count()
 

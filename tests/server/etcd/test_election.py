@@ -14,18 +14,18 @@ from support.network.etcd_gate import open_gate
 from shoal_client.local.etcd import start_members
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Put, absent
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.election import Candidate, Election, Leader, Leadership
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 
 A, B = Candidate(address="a:1", http_url="http://a:2"), Candidate(address="b:1")
 
 # A candidate that says when it leads, and leads until it is killed.
 CANDIDATE = """
 import asyncio, sys
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.election import Candidate, Election
 
 async def main():

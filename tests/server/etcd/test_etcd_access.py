@@ -18,9 +18,9 @@ from shoal_proto.errors import AccessDenied, InvalidSpec, RefusedError, Unavaila
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_server.etcd.api import Put, Revision, absent
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig, parse_endpoints
 from shoal_server.etcd.keys import ROOT
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
 
 # --- TLS ---
 

@@ -15,8 +15,8 @@ from shoal_client.local.etcd import RunningEtcd, start_members
 from shoal_client.local.process import Supervisor
 from shoal_proto.errors import CorruptError, RetryError, Unavailable
 from shoal_server.etcd.api import EventKind, Put, Revision, WatchEvent, absent
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 
 from .conftest import compact_etcd
 

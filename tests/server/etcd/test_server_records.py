@@ -3,9 +3,10 @@
 import pytest
 
 from shoal_proto.errors import InternalError
-from shoal_server.core.holdings import Holder
-from shoal_server.etcd import keys, servers
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import servers
 from shoal_server.parameters.cluster.registration import Identity
 
 IDENTITY = Identity(holder=Holder("ps-0", "one"), address="10.0.0.1:7710", started_unix_s=1e9)

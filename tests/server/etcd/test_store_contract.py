@@ -26,9 +26,9 @@ from shoal_server.etcd.api import (
     unchanged_since,
     value_is,
 )
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 
 from .conftest import Bench
 

@@ -12,9 +12,9 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import DescribeRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.holdings import Holdings
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holdings
 from shoal_server.etcd import keys
+from shoal_server.etcd.records import assignments as records
 
 NUM_ELEMENTS = 1_500_000
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]

@@ -20,10 +20,10 @@ from support.clusters.memory_limits import (
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.holdings import Holdings
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holdings
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
+from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import Patience
 
 PATIENCE = Patience(full_s=0.2)

@@ -16,8 +16,8 @@ from shoal_client.parameters.tables import Gradients, TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
-from shoal_server.core.holdings import Holding
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holding
+from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import Patience
 from shoal_server.parameters.replication import replication_servicer
 from shoal_server.parameters.shard import workers

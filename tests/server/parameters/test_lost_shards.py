@@ -17,8 +17,8 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ShardNotReady, StateLost
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.holdings import Holding, Holdings, ShardContent
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holding, Holdings, ShardContent
+from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.replication import primary_replicator
 
 NUM_ELEMENTS = 10

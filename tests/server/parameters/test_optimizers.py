@@ -9,7 +9,7 @@ from torch import Tensor
 from shoal.strategies.outer import OuterStep
 from shoal_proto.errors import InvalidSpec, ShoalError, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
-from shoal_server.core.placement import Parameter, cut_into_shards
+from shoal_server.core.shards.placement import Parameter, cut_into_shards
 from shoal_server.parameters.optimizers import check_spec, new_optimizer
 
 SHAPES = ((7,), (33, 5), (1000,), (3, 3, 3), (40_000,), (65,))

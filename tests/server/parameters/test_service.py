@@ -49,10 +49,10 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
-from shoal_server.core.holdings import Holder, Holding, Holdings
+from shoal_server.core.shards.assignments import Holder, Holding, Holdings
 from shoal_server.etcd import keys
-from shoal_server.etcd.holdings import encode
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records.assignments import encode
 from shoal_server.parameters.process import running
 
 JOB = "job"

@@ -10,7 +10,7 @@ import pytest
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.holdings import Holder, Holding, Holdings
+from shoal_server.core.shards.assignments import Holder, Holding, Holdings
 from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
 from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal

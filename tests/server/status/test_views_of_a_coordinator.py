@@ -15,7 +15,7 @@ from shoal_proto.errors import ProposalConflict
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.samples import EpochCounts, LedgerCounts
+from shoal_server.core.samples.requests import EpochCounts, LedgerCounts
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
 from shoal_server.status.from_core import samples_view

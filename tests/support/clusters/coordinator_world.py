@@ -15,7 +15,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
-from shoal_server.rpc import bind, new_server
+from shoal_server.serving.rpc import bind, new_server
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 

@@ -4,8 +4,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal_server.coordinator.stored_json import StateRecord
-from shoal_server.core.roster import Generation, JobSpec
+from shoal_server.coordinator.persistence.stored_json import StateRecord
+from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.etcd import keys
 
 SHAPELESS: Mapping[str, bytes] = {

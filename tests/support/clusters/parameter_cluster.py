@@ -31,7 +31,7 @@ from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 from shoal_proto.v1.replication_pb2 import ShardHoldings
 from shoal_server.etcd import keys
-from shoal_server.etcd.config import EtcdConfig
+from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.journal.log import JournalConfig
 from shoal_server.parameters.process import ParameterServerConfig, serve
 

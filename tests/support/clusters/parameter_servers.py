@@ -15,16 +15,16 @@ from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
-from shoal_server.coordinator.shard_keeper import Restore, ShardKeeper
-from shoal_server.coordinator.shards import ShardsService
+from shoal_server.coordinator.shards.controller import Restore, ShardKeeper
+from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.clocks import Who
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.client import EtcdClient
-from shoal_server.etcd.config import EtcdConfig
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.process import ParameterServerConfig, Running, running
-from shoal_server.rpc import bind, new_server
+from shoal_server.serving.rpc import bind, new_server
 
 # As `serve` does: threads within a kernel wait for each other where all cores are busy.
 torch.set_num_threads(1)

@@ -7,11 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal_proto.incarnation import new_incarnation
-from shoal_server.core import events
-from shoal_server.core.job import Job
-from shoal_server.core.limits import Limits
-from shoal_server.core.phases import Phase
-from shoal_server.core.roster import (
+from shoal_server.core.generations.roster import (
     Generation,
     JobSpec,
     MemberInfo,
@@ -21,6 +17,10 @@ from shoal_server.core.roster import (
     Step,
     Verdict,
 )
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.phases import Phase
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 

@@ -1,6 +1,6 @@
 """How a simulated call or wait fails: the kinds that the real client tells apart."""
 
-from shoal_server.core.events import Refusal
+from shoal_server.core.membership.events import Refusal
 
 
 class Unavailable(Exception):

@@ -1,7 +1,7 @@
 """One coordinator's term as the leader, and the store it writes to: as the real one does it.
 
-Mirrors coordinator/job_actor.py (order of effects, what waits for a write) and
-coordinator/durable.py (what a write holds, what a new leader loads).
+Mirrors coordinator/jobs/job_actor.py (order of effects, what waits for a write) and
+coordinator/persistence/durable.py (what a write holds, what a new leader loads).
 """
 
 import hashlib
@@ -12,13 +12,20 @@ from dataclasses import dataclass, field, replace
 from support.sim.errors import RefusedCall, Unavailable
 from support.sim.virtual_time import Box, Clock, Process, Steps, Wait
 
-from shoal_server.core import events
-from shoal_server.core.job import Job
+from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.roster import (
+    Generation,
+    JobSpec,
+    MemberInfo,
+    Record,
+    Roster,
+    Verdict,
+)
 from shoal_server.core.limits import Limits
-from shoal_server.core.member import Member
-from shoal_server.core.progress import Progress
-from shoal_server.core.restore import Saved, restored
-from shoal_server.core.roster import Generation, JobSpec, MemberInfo, Record, Roster, Verdict
+from shoal_server.core.membership import events
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.restore import Saved, restored
 
 MAX_TICKS_AT_ONCE = 5
 

@@ -12,9 +12,7 @@ from support.sim.errors import CollectiveFailed, DeadlineExceeded, Drained, Refu
 from support.sim.leader import Connection, Leader
 from support.sim.virtual_time import Box, Clock, Process, Steps, Wait, sleep
 
-from shoal_server.core import events
-from shoal_server.core.limits import Limits
-from shoal_server.core.roster import (
+from shoal_server.core.generations.roster import (
     Generation,
     JobSpec,
     MemberInfo,
@@ -25,6 +23,8 @@ from shoal_server.core.roster import (
     Step,
     Verdict,
 )
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
 
 ATTEND_S = 10.0
 LEAVE_S = 3.0

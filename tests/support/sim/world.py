@@ -9,11 +9,18 @@ from support.sim.member import SimMember
 from support.sim.virtual_time import Box, Clock
 
 from shoal_proto.incarnation import new_incarnation
-from shoal_server.core import events
-from shoal_server.core.events import RefusalKind
+from shoal_server.core.generations.roster import (
+    JobSpec,
+    MemberInfo,
+    Record,
+    StateAction,
+    Step,
+    Verdict,
+)
 from shoal_server.core.limits import Limits
-from shoal_server.core.phases import Phase
-from shoal_server.core.roster import JobSpec, MemberInfo, Record, StateAction, Step, Verdict
+from shoal_server.core.membership import events
+from shoal_server.core.membership.events import RefusalKind
+from shoal_server.core.membership.phases import Phase
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 LIMITS = Limits(heartbeat_s=0.2, join_s=20.0)

@@ -7,10 +7,10 @@ from contextlib import aclosing
 import structlog
 
 from shoal_proto.errors import RetryError, ShoalError
-from shoal_server.core.holdings import Holding, Holdings
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holding, Holdings
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, KeyValueStore, Revision
+from shoal_server.etcd.records import assignments as records
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_proto.errors import Overloaded
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shoal_proto.errors import InvalidSpec
-from shoal_server.rpc import CHANNEL_OPTIONS
+from shoal_server.serving.rpc import CHANNEL_OPTIONS
 
 PEER_OPTIONS = (
     *CHANNEL_OPTIONS,

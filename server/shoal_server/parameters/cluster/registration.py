@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_proto.errors import AddressInUse, LeaseExpired, RetryError
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     NO_LEASE,

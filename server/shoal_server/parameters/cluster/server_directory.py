@@ -7,10 +7,10 @@ from contextlib import aclosing
 import structlog
 
 from shoal_proto.errors import RetryError
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValueStore, Revision
-from shoal_server.etcd.servers import Server, parse_all
+from shoal_server.etcd.records.servers import Server, parse_all
 
 log = structlog.get_logger(__name__)
 

@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import ShoalError, Unavailable
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.image import Image, Record
 from shoal_server.parameters.shard.replica import Held

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from shoal_proto.errors import WrongEpoch
-from shoal_server.core.holdings import Holder, Holdings, handed_over
+from shoal_server.core.shards.assignments import Holder, Holdings, handed_over
 from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
 from shoal_server.parameters.cluster.background import Background
 from shoal_server.parameters.shard.replica import Held, Role

@@ -17,7 +17,7 @@ import structlog
 from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import Patience
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.streams import open_stream

@@ -14,10 +14,10 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import RetryError
-from shoal_server.core.absences import Absences
-from shoal_server.core.holdings import Holder, Holding, Holdings, led_from_disk, off_disk
-from shoal_server.etcd import shard_map
+from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.assignments import Holder, Holding, Holdings, led_from_disk, off_disk
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.replication.shard_replicas import Custody
 from shoal_server.parameters.shard.image import ShardState

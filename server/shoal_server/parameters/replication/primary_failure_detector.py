@@ -6,13 +6,13 @@ from functools import partial
 
 import structlog
 
-from shoal_server.core.holdings import Holder, Holdings, promoted
-from shoal_server.identify import answers
+from shoal_server.core.shards.assignments import Holder, Holdings, promoted
 from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
 from shoal_server.parameters.cluster.background import Background
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, Patience
 from shoal_server.parameters.cluster.server_directory import Roster
 from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.serving.identify import answers
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import Overloaded, ShoalError, WrongEpoch
-from shoal_server.core.holdings import (
+from shoal_server.core.shards.assignments import (
     Holder,
     Holding,
     Holdings,

@@ -21,7 +21,7 @@ from shoal_proto.pieces import OnlyPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.peer_timeouts import Patience
 from shoal_server.parameters.cluster.silence import Silence
@@ -33,7 +33,7 @@ from shoal_server.parameters.shard.replica import Held, Role, num_bytes_of
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.restore import restore
-from shoal_server.rpc import Context
+from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ import structlog
 
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.status import from_detail, from_rpc_error
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import Patience
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.image_sender import Copy, ImageSending, Phase, Take

@@ -1,7 +1,8 @@
 """What this server holds, made to follow the record in etcd: leading, backing up, handing over.
 
-The record says who holds what (`core/holdings.py`); every change of it, whoever made it, is carried
-out here. This server itself changes it in four cases: a joiner is in step or a backup is gone
+The record says who holds what (`core/shards/assignments.py`); every change of it, whoever
+made it, is carried out here.
+This server itself changes it in four cases: a joiner is in step or a backup is gone
 (`copying.py`), a primary is gone (`watching.py`), a shard is handed over (`handing_over.py`).
 """
 
@@ -16,7 +17,14 @@ import structlog
 
 from shoal_proto.errors import WrongEpoch
 from shoal_proto.routes import Route
-from shoal_server.core.holdings import Holder, Holding, Holdings, ShardContent, emptied, put_on_disk
+from shoal_server.core.shards.assignments import (
+    Holder,
+    Holding,
+    Holdings,
+    ShardContent,
+    emptied,
+    put_on_disk,
+)
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
 from shoal_server.parameters.cluster.background import Background

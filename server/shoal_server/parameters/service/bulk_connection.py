@@ -21,7 +21,7 @@ from shoal_server.parameters.replication.frames import Arriving
 from shoal_server.parameters.replication.replication_servicer import Follower
 from shoal_server.parameters.service.parameters_servicer import Servicer
 from shoal_server.parameters.shard.reply_writer import Writer
-from shoal_server.rpc import refusal_of
+from shoal_server.serving.rpc import refusal_of
 
 log = structlog.get_logger(__name__)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.parameters_pb2 import CopyState, DescribeReply, PushOutcome
 from shoal_proto.v1.parameters_pb2 import ShardState as ShardFigures
-from shoal_server.core.holdings import Holding
+from shoal_server.core.shards.assignments import Holding
 from shoal_server.parameters.shard.dense import LiveShard
 from shoal_server.parameters.shard.replica import Held, Role
 from shoal_server.parameters.tables.shard import TableShard

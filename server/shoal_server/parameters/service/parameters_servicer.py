@@ -46,7 +46,7 @@ from shoal_server.parameters.shard.replica import Held, Role
 from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, Outlet
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import Cuts
-from shoal_server.rpc import Context
+from shoal_server.serving.rpc import Context
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0

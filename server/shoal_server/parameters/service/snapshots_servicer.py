@@ -22,7 +22,7 @@ from shoal_server.parameters.shard.replica import Held, Role
 from shoal_server.parameters.snapshot.barriers import Cuts
 from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
 from shoal_server.parameters.tables import restore
-from shoal_server.rpc import Context
+from shoal_server.serving.rpc import Context
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.locations import Roots

@@ -7,9 +7,9 @@ import structlog
 
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.core.holdings import ShardContent
-from shoal_server.etcd import shard_map
+from shoal_server.core.shards.assignments import ShardContent
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.replication.shard_replicas import Custody
 from shoal_server.parameters.service.table_parts import Part
 from shoal_server.parameters.shard.catalog import Catalog

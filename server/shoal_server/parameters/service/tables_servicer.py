@@ -39,7 +39,7 @@ from shoal_server.parameters.snapshot.barriers import Cuts
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
 from shoal_server.parameters.tables.shard import TableShard
-from shoal_server.rpc import Context
+from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,7 @@
 """Why a server that is to lead a shard has nothing of it."""
 
 from shoal_proto.errors import ShardNotReady, ShoalError, StateLost
-from shoal_server.core.holdings import Holding, ShardContent
+from shoal_server.core.shards.assignments import Holding, ShardContent
 
 
 def why_absent(job: str, holding: Holding, *, is_kept: bool) -> ShoalError:

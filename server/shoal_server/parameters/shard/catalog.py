@@ -17,10 +17,10 @@ from shoal_proto.errors import (
 from shoal_proto.routes import Route
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.core.holdings import Holder, Holding, ShardContent
-from shoal_server.etcd import holdings as records
-from shoal_server.etcd import shard_map
+from shoal_server.core.shards.assignments import Holder, Holding, ShardContent
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.records import assignments as records
+from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.shard.absence import not_ready, why_absent
 from shoal_server.parameters.shard.dense import LiveShard
 from shoal_server.parameters.shard.replica import Held, Role

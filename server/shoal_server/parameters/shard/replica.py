@@ -11,7 +11,7 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, Overloaded, ShoalError, WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
-from shoal_server.core.holdings import Holder
+from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.shard.image import Record, ShardState
 from shoal_server.parameters.shard.workers import Runner
 

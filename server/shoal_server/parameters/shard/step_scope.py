@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.replication_pb2 import StepScope
-from shoal_server.core.steps import Shards, Step, from_bits, to_bits
+from shoal_server.core.shards.steps import Shards, Step, from_bits, to_bits
 
 TABLES = "tables:"
 """Before the session of a step of rows alone: these are counted apart."""

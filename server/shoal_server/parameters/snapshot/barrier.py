@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shoal_proto.errors import SnapshotFailed
-from shoal_server.core.steps import Begun, Shards, Step
+from shoal_server.core.shards.steps import Begun, Shards, Step
 
 MAX_STEPS = 8
 """Of one session that are remembered: a client keeps at most so many pushes in flight."""

@@ -14,7 +14,7 @@ import structlog
 
 from shoal_proto.errors import InternalError, RefusedError, ShoalError, SnapshotFailed
 from shoal_proto.v1.identity_pb2 import ErrorDetail
-from shoal_server.core.steps import Begun, Shards, Step
+from shoal_server.core.shards.steps import Begun, Shards, Step
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import LiveShard

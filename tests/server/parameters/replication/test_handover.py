@@ -13,11 +13,11 @@ from support.clusters.parameter_servers import ParameterServers, config
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.holdings import Holding, Holdings
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holding, Holdings
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import running
 
 JOB = "job"

@@ -24,10 +24,10 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.holdings import Holder, Holding, Holdings
-from shoal_server.etcd import holdings as records
+from shoal_server.core.shards.assignments import Holder, Holding, Holdings
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import Running, running
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.replication_servicer import Follower

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal_proto.errors import MalformedMessage
-from shoal_server.core.steps import Step
+from shoal_server.core.shards.steps import Step
 from shoal_server.parameters.shard.step_scope import MAX_SHARD_IDS, Scope, to_message
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_proto.errors import SnapshotFailed
-from shoal_server.core.steps import Begun, Shards, Step, merged
+from shoal_server.core.shards.steps import Begun, Shards, Step, merged
 from shoal_server.parameters.snapshot.barrier import MAX_STEPS, Gate, Lacking, Phase
 
 A1, A2, A3 = (Step("a", number) for number in (1, 2, 3))

@@ -1,0 +1,130 @@
+"""Beginning a job anew under its name: all that is kept of it goes, in one transaction.
+
+A crash before that transaction leaves the old job, one after it a clean name. What outlives it, on
+parameter servers or in a process that was halted, is known by its run: servers let go of shards
+whose record is gone or is another run's, and generation numbers go on rising (`EarlierRuns`).
+"""
+
+import json
+from collections.abc import Sequence
+
+import structlog
+
+from shoal_proto.errors import InternalError
+from shoal_server.coordinator.clocks import ClocksService
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.persistence.durable import DurableJobs
+from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused, from_json
+from shoal_server.coordinator.persistence.stored_json import (
+    Unreadable,
+    named_under,
+    set_aside,
+    taken_apart,
+)
+from shoal_server.coordinator.rendezvous import Rendezvous
+from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.core.generations.roster import NO_GENERATION, Generation
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Delete, KeyValue, KeyValueStore, Operation, Put
+
+log = structlog.get_logger(__name__)
+
+WRITTEN_WITHIN_S = 10.0
+
+
+class Resetting:
+    """Lives on the event loop of a coordinator."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        jobs: DurableJobs,
+        registry: Registry,
+        *,
+        samples: SamplesService,
+        clocks: ClocksService,
+        rendezvous: Rendezvous,
+    ) -> None:
+        self._store = store
+        self._jobs = jobs
+        self._registry = registry
+        self._samples = samples
+        self._clocks = clocks
+        self._rendezvous = rendezvous
+
+    async def read(self) -> None:
+        """Learn which jobs were begun anew: to be called before the registry takes jobs over."""
+        found = {}
+        for item in (await self._store.range(keys.RESETS)).items:
+            job = named_under(keys.RESETS, item.key)
+            if job is None:
+                log.warning("key_of_no_job", key=item.key)
+                continue
+            try:
+                with taken_apart():
+                    found[job] = from_json(job, item.value)
+            except (Unreadable, InternalError) as error:
+                # Whom an earlier run expelled is not known: nobody may come in.
+                self._registry.set_aside(job, set_aside(job, item.key, error))
+        self._registry.earlier_runs = found
+
+    def ended_unix_s(self, job: str) -> float:
+        """When the job was last begun anew; 0 if it never was."""
+        earlier = self._registry.earlier_runs.get(job)
+        return earlier.ended_unix_s if earlier is not None else 0.0
+
+    async def reset(self, job: str) -> tuple[bool, Generation]:
+        """Take away what is kept of the job. Whether there was anything, and its last generation.
+
+        Raises JobInUse while it has members, Unavailable while etcd is away, NotLeader. Then the
+        job is as it was.
+        """
+        known = self._registry.earlier_runs.get(job)
+        async with self._registry.forgetting(job) as actor, self._samples.closed(job):
+            if actor is not None:
+                # A write of the old run that is under way must not come behind its end.
+                await actor.carried_out(WRITTEN_WITHIN_S)
+            held = (await self._store.range(keys.job_prefix(job))).items
+            members = (await self._store.range(keys.members(job))).items
+            check_unused(job, [each.key.removeprefix(keys.members(job)) for each in members])
+            existed = bool(held) or actor is not None
+            if not existed:
+                return False, known.last_generation if known else NO_GENERATION
+            earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
+            if actor is not None:
+                expelled = list(actor.job.attendance.expelled)
+                earlier = earlier.with_run(actor.job.last_generation, expelled)
+            else:
+                # A job that this coordinator could not take up: its records tell of its number.
+                earlier = earlier.with_run(_newest_generation(job, held), ())
+            await self._jobs.apply(_operations(earlier))
+            self._registry.earlier_runs[job] = earlier
+            self._clocks.forget(job)
+        self._rendezvous.drop_dead(job)
+        log.info("job_reset", job=job, last_generation=earlier.last_generation)
+        return True, earlier.last_generation
+
+
+def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
+    """The highest number that the job's keys name, however much else of them can be read."""
+    prefix = keys.generations(job)
+    found = [int(each.key.removeprefix(prefix)) for each in held if each.key.startswith(prefix)]
+    for each in held:
+        if each.key == keys.job_state(job):
+            try:
+                found.append(int(json.loads(each.value)["last_generation"]))
+            except (ValueError, KeyError, TypeError) as error:
+                log.warning("job_state_unreadable", job=job, reason=repr(error))
+    return max(found, default=0)
+
+
+def _operations(earlier: EarlierRuns) -> list[Operation]:
+    job = earlier.job
+    return [
+        Delete(keys.job_prefix(job), prefix=True),
+        Delete(keys.holdings(job)),
+        Put(keys.reset(job), earlier.to_json()),
+    ]
+
+
+__all__ = ["Resetting"]

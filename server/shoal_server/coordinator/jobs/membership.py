@@ -1,0 +1,314 @@
+"""The Membership service: decodes a call, hands it to the job's actor, answers."""
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import structlog
+
+from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.errors import (
+    Fenced,
+    InvalidSpec,
+    ProtocolMismatch,
+    ShoalError,
+    UnknownMember,
+)
+from shoal_proto.incarnation import public_id
+from shoal_proto.status import to_detail
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipServicer
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.persistence import codec
+from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.membership import events
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.serving.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_WAIT_S = 60.0
+MAX_ERROR = 500
+
+Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
+"""Begins a job anew: whether there was one, and its last generation."""
+
+
+class Membership(MembershipServicer):
+    def __init__(self, registry: Registry, reset: Reset, http_url: Callable[[], str]) -> None:
+        self._registry = registry
+        self._reset = reset
+        self._http_url = http_url
+
+    # Notices come encoded, since many members are told the same; see rpc.
+    async def Attend(  # type: ignore[override]
+        self, request: pb.AttendRequest, context: Context
+    ) -> AsyncIterator[pb.Notice | bytes]:
+        _check_attendance(request)
+        token, spec = request.token, codec.spec_from_pb(request.spec)
+        if problem := spec.problem():
+            raise InvalidSpec(
+                f"job {spec.job} cannot have these bounds",
+                seen=problem,
+                fix="Set min_members <= desired_members <= max_members.",
+            )
+        self._registry.require_leading()
+        self._registry.check_run(token)
+        actor = self._registry.find_or_create(spec)
+        _check_not_expelled(actor, token)
+        stream = actor.open(token.member_id, token.incarnation, keeps_prepare=request.keeps_prepare)
+        try:
+            await actor.submit(
+                events.Attended(
+                    member_id=token.member_id,
+                    incarnation=token.incarnation,
+                    spec=spec,
+                    info=codec.info_from_pb(request.info),
+                )
+            )
+            yield self._admitted(actor)
+            while (notice := await stream.notices.get()) is not None:
+                yield notice
+        finally:
+            actor.closed(stream)
+
+    def _admitted(self, actor: JobActor) -> pb.Notice:
+        admitted = pb.Admitted(
+            limits=codec.limits_to_pb(self._registry.limits),
+            phase=actor.job.phase.value,
+            http_url=self._http_url(),
+        )
+        return pb.Notice(reason=f"admitted: {actor.job.reason}", admitted=admitted)
+
+    async def Propose(self, request: pb.ProposeRequest, context: Context) -> pb.Ack:
+        proposal = codec.proposal_from_pb(request.proposal)
+        who = _identity(request.token)
+        return await self._submit(request.token, events.Proposed(**who, proposal=proposal))
+
+    async def Answer(self, request: pb.AnswerRequest, context: Context) -> pb.Ack:
+        rejections = tuple(
+            events.Rejection(field=r.field, seen=r.seen, expected=r.expected)
+            for r in request.rejections
+        )
+        event = events.Answered(
+            **_identity(request.token),
+            generation=Generation(request.generation),
+            digest=request.digest,
+            rejections=rejections,
+            unreachable=tuple((u.member_id, u.error[:MAX_ERROR]) for u in request.unreachable),
+            checkpoint_steps=tuple(Step(step) for step in request.checkpoint_steps),
+        )
+        return await self._submit(request.token, event)
+
+    async def Settle(self, request: pb.SettleRequest, context: Context) -> pb.Ack:
+        event = events.Settled(
+            **_identity(request.token),
+            step=Step(request.step),
+            has_state=request.has_state,
+            left=Generation(request.token.generation),
+        )
+        return await self._submit(request.token, event)
+
+    async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.Ack:
+        event = events.Offered(
+            **_identity(request.token),
+            generation=Generation(request.generation),
+            next_step=Step(request.next_step),
+        )
+        return await self._submit(request.token, event)
+
+    async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.Ack:
+        generation = Generation(request.token.generation)
+        step = Step(request.step) if request.HasField("step") else None
+        event = events.BecameReady(**_identity(request.token), generation=generation, step=step)
+        return await self._submit(request.token, event)
+
+    async def ReportBroken(self, request: pb.ReportBrokenRequest, context: Context) -> pb.Ack:
+        event = events.Broke(
+            **_identity(request.token),
+            generation=Generation(request.token.generation),
+            error=request.error[:1000],
+            own=request.own,
+            state_lost=request.state_lost,
+        )
+        return await self._submit(request.token, event)
+
+    async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.Ack:
+        who = _identity(request.token)
+        if not request.paused:
+            return await self._submit(request.token, events.Resumed(**who))
+        event = events.Paused(
+            **who,
+            reason=request.reason[:MAX_ERROR],
+            limit_s=_seconds("limit_s", request.limit_s, above=0.0),
+            elapsed_s=_seconds("elapsed_s", request.elapsed_s),
+        )
+        return await self._submit(request.token, event)
+
+    async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.Ack:
+        event = events.Left(
+            **_identity(request.token), completed=request.completed, reason=request.reason
+        )
+        return await self._submit(request.token, event)
+
+    async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
+        """Only the process that the launcher names is declared lost, not one that replaced it.
+
+        A member that is gone already is what the report asks for.
+        """
+        actor = self._registry.find(request.job)
+        member = _process(actor, request)
+        if member is not None:
+            reason = _exit_reason(request.exit_code)
+            await actor.submit(events.Lost(**_identity(member), reason=reason))
+        return _ack(actor)
+
+    async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
+        """Only the process that the launcher names is halted, not one that replaced it."""
+        actor = self._registry.find(request.job)
+        member = _process(actor, request)
+        if member is not None:
+            event = events.Halted if request.halted else events.Continued
+            await actor.submit(event(**_identity(member)))
+        return _ack(actor)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.Ack:
+        actor = self._registry.find(request.job)
+        member = actor.job.members.get(request.member_id)
+        if member is None or not _is_meant(request, member):
+            known = sorted(actor.job.members)
+            raise UnknownMember(
+                f"job {request.job} has no member {request.member_id!r} that could be drained",
+                seen=f"process {_meant(request)}" if member else request.member_id,
+                expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
+            )
+        reason = request.reason[:MAX_ERROR] or "asked to"
+        await actor.submit(events.DrainAsked(**_identity(member), reason=reason))
+        return _ack(actor)
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
+        self._registry.require_leading()
+        return pb.HeartbeatReply(replies=[self._beat(beat) for beat in request.beats])
+
+    def _beat(self, beat: pb.Beat) -> pb.BeatReply:
+        try:
+            actor = self._registry.find_for(beat.token)
+            actor.authorize(beat.token)
+        except ShoalError as error:
+            return pb.BeatReply(error=to_detail(error))
+        actor.seen(beat.token.member_id, beat.token.incarnation, beat.step)
+        actor.told(_beaten(beat))
+        return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
+
+    async def GetGeneration(
+        self, request: pb.GetGenerationRequest, context: Context
+    ) -> pb.GenerationRecord:
+        actor = self._registry.find(request.job)
+        return await actor.record(request.generation, min(request.wait_s, MAX_WAIT_S))
+
+    async def GetJob(self, request: pb.GetJobRequest, context: Context) -> pb.JobStanding:
+        job = self._registry.find(request.job).job
+        return pb.JobStanding(
+            phase=job.phase.value,
+            finished=job.phase is Phase.FINISHED or job.completing,
+            reason=job.reason,
+            member_ids=sorted(job.members),
+        )
+
+    async def ResetJob(self, request: pb.ResetJobRequest, context: Context) -> pb.ResetJobReply:
+        if not is_name(request.job):
+            raise InvalidSpec("job is no valid name", seen=repr(request.job), expected=NAME_RULE)
+        existed, last_generation = await self._reset(request.job)
+        return pb.ResetJobReply(existed=existed, last_generation=last_generation)
+
+    async def _submit(self, token: Token, event: events.Event) -> pb.Ack:
+        actor = self._registry.find_for(token)
+        await actor.submit(event)
+        return _ack(actor)
+
+
+def _check_attendance(request: pb.AttendRequest) -> None:
+    if request.protocol != PROTOCOL_VERSION:
+        raise ProtocolMismatch(
+            "worker and coordinator speak different versions of the protocol",
+            seen=str(request.protocol),
+            expected=str(PROTOCOL_VERSION),
+            fix="Install the same version of shoal everywhere.",
+        )
+    for kind, name in (("job", request.spec.job), ("member_id", request.token.member_id)):
+        if not is_name(name):
+            raise InvalidSpec(f"{kind} is no valid name", seen=repr(name), expected=NAME_RULE)
+    if request.token.job != request.spec.job:
+        raise InvalidSpec(
+            "token and bounds name different jobs",
+            seen=request.token.job,
+            expected=request.spec.job,
+        )
+    if not request.token.incarnation:
+        raise Fenced("the token has no incarnation", expected="a fresh UUID for each process start")
+
+
+def _seconds(name: str, value: float, above: float = -1.0) -> float:
+    """A time that a member states; raises InvalidSpec for one that is none."""
+    if not (math.isfinite(value) and value > above):
+        raise InvalidSpec(f"{name} is out of range", seen=f"{value:g}", expected="seconds")
+    return max(value, 0.0)
+
+
+def _beaten(beat: pb.Beat) -> events.Beaten:
+    # Of numbers that make no sense nothing is believed; the beat itself still counts.
+    own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
+    return events.Beaten(
+        **_identity(beat.token), moved=beat.moved, waits=beat.waits, own_code_s=own_code_s
+    )
+
+
+def _check_not_expelled(actor: JobActor, token: Token) -> None:
+    """Raise Fenced for who was a member, and is none any more.
+
+    Whom an earlier leader has lost, this one does not know by name; but whoever speaks of a
+    generation that it holds was a member once, and only the lost are members no longer.
+    """
+    if token.generation and not actor.job.completing:
+        actor.authorize(token)
+
+
+def _is_meant(request: pb.DrainRequest, member: Member) -> bool:
+    """Whether the request is for whoever is that member, or for that very process."""
+    return _meant(request) in ("", public_id(member.incarnation))
+
+
+def _meant(request: pb.DrainRequest) -> str:
+    return request.public_id or (request.incarnation and public_id(request.incarnation))
+
+
+def _identity(who: Token | Member) -> dict[str, str]:
+    return {"member_id": who.member_id, "incarnation": who.incarnation}
+
+
+def _process(
+    actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
+) -> Member | None:
+    """The member that the launcher speaks of, if that process is it still."""
+    member = actor.job.members.get(request.member_id)
+    if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
+        return None
+    return member
+
+
+def _ack(actor: JobActor) -> pb.Ack:
+    lost = actor.job.lost
+    return pb.Ack(
+        generation=actor.job.last_generation,
+        phase=actor.job.phase.value,
+        lost=to_detail(codec.refusal_to_error(lost, actor.job.last_generation)) if lost else None,
+    )
+
+
+def _exit_reason(exit_code: int) -> str:
+    if exit_code < 0:
+        return f"its launcher saw it die of signal {-exit_code}"
+    return f"its launcher saw it exit with code {exit_code}"

@@ -1,0 +1,342 @@
+"""All jobs of one coordinator, each with an actor of its own."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+import structlog
+
+from shoal_proto.errors import (
+    AccessDenied,
+    JobSetAside,
+    NotLeader,
+    RetryError,
+    ShoalError,
+    Unavailable,
+    UnknownJob,
+)
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.coordinator.jobs.job_actor import JobActor, Surroundings
+from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
+from shoal_server.coordinator.persistence.stored_jobs import StoredJob, gathered
+from shoal_server.coordinator.persistence.stored_json import StateRecord
+from shoal_server.core.clocks import Who
+from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.job import Job
+from shoal_server.etcd.api import Delete
+
+log = structlog.get_logger(__name__)
+
+
+Prepare = Callable[[str], Awaitable[None]]
+Found = TypeVar("Found")
+
+READ_ON_AT_ONCE = 4
+"""Few: others wait for the coordinator meanwhile."""
+READ_AGAIN_S = 1.0
+MAX_SHOWN = 20
+
+
+async def _nothing(job: str) -> None:
+    """No job has anything to prepare."""
+
+
+def steady_unix_clock() -> Callable[[], float]:
+    """Unix seconds that never jump: the wall clock at the start, the monotonic one from there."""
+    offset_s = time.time() - time.monotonic()
+    return lambda: offset_s + time.monotonic()
+
+
+class Registry:
+    """Serves only while it leads: from `begin`, after `read`, to `step_down`."""
+
+    def __init__(self, surroundings: Surroundings, limits: Limits) -> None:
+        self._around = surroundings
+        self.limits = limits
+        self._actors: dict[str, JobActor] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._unread: dict[str, StateRecord] = {}
+        """Unfinished jobs that are still to be read."""
+        self._finished: list[StateRecord] = []
+        self._read_ahead: list[StoredJob] = []
+        self._aside: dict[str, tuple[JobSetAside, float]] = {}
+        self._prepare: Prepare = _nothing
+        self._reading: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
+        self.earlier_runs: dict[str, EarlierRuns] = {}
+        """Of jobs that were begun anew; read before this one leads."""
+        self._resetting: set[str] = set()
+        self._leads = False
+        self.leader = ""
+        """host:port of the coordinator that leads, if that is another one and known."""
+        self.why_nobody = "nobody leads yet: etcd has not answered"
+        """Where no other coordinator is known to lead: why."""
+
+    @property
+    def leads(self) -> bool:
+        return self._leads
+
+    async def read(self, prepare: Prepare) -> None:
+        """Read every job that has members, with `prepare` for each; of the others, that they are.
+
+        Nothing begins before `begin`, so that a job read first waits no longer than one read last.
+        """
+        survey = await self._around.stored.survey()
+        for name, why in survey.set_aside.items():
+            self._note_aside(name, why)
+        states = {n: state for n, state in survey.states.items() if n not in self._aside}
+        self._unread = {n: state for n, state in states.items() if not state.finished}
+        self._finished = [state for state in states.values() if state.finished]
+        self._prepare = prepare
+        await self._around.jobs.apply_all([Delete(key) for key in survey.strays])
+        attended = [name for name in self._unread if name in survey.attended]
+        read = await gathered(self._read, attended)
+        self._read_ahead = [stored for stored in read if stored is not None]
+
+    def begin(self) -> list[JobActor]:
+        """Serve: from now on time passes for all jobs. What was not read yet is read meanwhile."""
+        now_s = self._around.clock()
+        taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
+        for state in self._finished:
+            read = partial(self._around.stored.records, state.spec.job)
+            job = StoredJob(state=state, records=(), members={}, leased=())
+            self._add(JobActor(job.begun(self.limits, now_s), self._around, read_records=read))
+        self._read_ahead = []
+        self._leads = True
+        log.info("leading", jobs=len(self._actors), unread=len(self._unread))
+        self._reading = asyncio.ensure_future(self._read_on())
+        return [actor for actor in taken if actor is not None]
+
+    async def _read(self, name: str) -> StoredJob | None:
+        """The job, with its members' keys taken from under any lease; None for one set aside."""
+        try:
+            stored = await self._around.stored.load(self._unread[name])
+            await self._around.jobs.apply_all(stored.leased)
+            await self._prepare(name)
+        except (RetryError, AccessDenied):
+            raise
+        except Exception as error:  # noqa: BLE001 - told to all who ask for this job
+            self._note_aside(name, error)
+            return None
+        return stored
+
+    def _take_up(self, stored: StoredJob, now_s: float) -> JobActor | None:
+        name = stored.state.spec.job
+        try:
+            job = stored.begun(self.limits, now_s)
+        except Exception as error:  # noqa: BLE001 - told to all who ask for this job
+            self._note_aside(name, error)
+            return None
+        self._unread.pop(name, None)
+        return self._add(JobActor(job, self._around, stored.records))
+
+    async def _read_on(self) -> None:
+        """Read what nobody is there of: interrupted jobs, then what there is of finished ones."""
+        await gathered(self._read_late, list(self._unread), READ_ON_AT_ONCE)
+        finished = [state.spec.job for state in self._finished]
+        await gathered(self._fill, finished, READ_ON_AT_ONCE)
+
+    async def _read_late(self, name: str) -> None:
+        stored = await _patiently(partial(self._read, name))
+        if stored is not None:
+            self._take_up(stored, self._around.clock())
+
+    async def _fill(self, name: str) -> None:
+        actor = self._actors.get(name)
+        if actor is None:
+            return
+        try:
+            await _patiently(actor.records.fill)
+            await _patiently(partial(self._prepare, name))
+        except ShoalError as error:
+            # It is over; only who asks for what cannot be read has to know.
+            log.warning("finished_job_unreadable", job=name, reason=str(error))
+
+    def set_aside(self, name: str, error: Exception) -> JobSetAside:
+        """Go on without this job, which something of its own keeps from going on; what is told of
+        it from now on."""
+        actor, task = self._actors.pop(name, None), self._tasks.pop(name, None)
+        why = self._note_aside(name, error)
+        if task is not None:
+            task.cancel()
+        if actor is not None:
+            ending = asyncio.ensure_future(actor.end(why))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
+        return why
+
+    def _note_aside(self, name: str, error: Exception) -> JobSetAside:
+        why = error if isinstance(error, JobSetAside) else _failed(name, error)
+        self._unread.pop(name, None)
+        self._aside[name] = (why, self._around.clock())
+        log.error("job_set_aside", job=name, reason=str(why))
+        self._around.board.event(name, "job_set_aside", str(why))
+        return why
+
+    @property
+    def aside(self) -> Mapping[str, tuple[JobSetAside, float]]:
+        """Jobs that this coordinator cannot go on with: why, and since when (Unix seconds)."""
+        return self._aside
+
+    async def step_down(self) -> None:
+        """Stop serving: another coordinator leads, or this one ends."""
+        self._leads = False
+        tasks = [*self._tasks.values(), *filter(None, (self._reading,))]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *self._ending, return_exceptions=True)
+        for actor in self._actors.values():
+            await actor.end()
+        self._reading = None
+        for table in (self._tasks, self._actors, self._unread, self._aside):
+            table.clear()
+
+    def require_leading(self) -> None:
+        if not self._leads:
+            raise NotLeader(
+                "this coordinator does not lead",
+                seen=self.who_leads,
+                expected=f"a call to {self.leader}" if self.leader else "a leader to be elected",
+                details={"leader": self.leader},
+            )
+
+    @property
+    def who_leads(self) -> str:
+        """In words. Never this coordinator itself."""
+        return f"the coordinator at {self.leader} leads" if self.leader else self.why_nobody
+
+    def actors(self) -> list[JobActor]:
+        return list(self._actors.values())
+
+    def find(self, job: str) -> JobActor:
+        """The job's actor. Raises UnknownJob, NotLeader, JobSetAside, Unavailable."""
+        self.require_leading()
+        self._require_usable(job)
+        try:
+            return self._actors[job]
+        except KeyError:
+            known = ", ".join(sorted(self._actors)[:MAX_SHOWN]) or "none yet"
+            raise UnknownJob(f"there is no job {job!r}", seen=job, expected=known) from None
+
+    def _require_usable(self, job: str) -> None:
+        if found := self._aside.get(job):
+            why, _ = found
+            # An error of its own for each caller: what is raised keeps where it was raised.
+            raise JobSetAside(
+                why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
+            )
+        self._require_settled(job)
+
+    def _require_settled(self, job: str) -> None:
+        if job in self._unread:
+            raise Unavailable(f"job {job} is being read from etcd", expected="a moment of patience")
+        if job in self._resetting:
+            raise Unavailable(f"job {job} is being begun anew", expected="a moment of patience")
+
+    def actor_if_known(self, job: str) -> JobActor | None:
+        return self._actors.get(job)
+
+    def find_or_create(self, spec: JobSpec) -> JobActor:
+        """The job's actor, made on the first worker's arrival."""
+        self.require_leading()
+        self._require_usable(spec.job)
+        if spec.job not in self._actors:
+            job = Job(
+                spec=spec,
+                limits=self.limits,
+                digest_of=codec.digest_of,
+                phase_since_s=self._around.clock(),
+            )
+            self._add(JobActor(job, self._around))
+        return self._actors[spec.job]
+
+    async def authorize(self, token: Token) -> None:
+        """Raise Fenced unless the token's incarnation is a member of its job now."""
+        self.find_for(token).authorize(token)
+
+    def find_for(self, token: Token) -> JobActor:
+        """The actor of the token's job. Raises what `find` raises, and JobFinished for a token of
+        an earlier run of the job."""
+        actor = self.find(token.job)
+        self.check_run(token)
+        return actor
+
+    def check_run(self, token: Token) -> None:
+        """Raise JobFinished for a token of a run of its job that is over: it was begun anew."""
+        earlier = self.earlier_runs.get(token.job)
+        if earlier is not None and (refusal := earlier.refusal(token)):
+            raise codec.refusal_to_error(refusal, earlier.last_generation)
+
+    @asynccontextmanager
+    async def forgetting(self, job: str) -> AsyncIterator[JobActor | None]:
+        """Nobody finds or makes the job in the block; if it ends well, the job is forgotten.
+
+        Raises JobInUse if it has members.
+        """
+        self.require_leading()
+        self._require_settled(job)
+        actor = self._actors.get(job)
+        if actor is not None:
+            check_unused(job, actor.job.members)
+        self._resetting.add(job)
+        try:
+            yield actor
+            self._aside.pop(job, None)
+            if actor is not None and self._actors.get(job) is actor:
+                del self._actors[job]
+                if (task := self._tasks.pop(job, None)) is not None:
+                    task.cancel()
+                await actor.end()
+        finally:
+            self._resetting.discard(job)
+
+    async def declare_lost(self, job: str, who: Who, reason: str) -> None:
+        """Take the member out. Raises Fenced for who is none any more, UnknownJob, NotLeader."""
+        await self.find(job).submit(events.Lost(**who._asdict(), reason=reason))
+
+    @property
+    def clock(self) -> Callable[[], float]:
+        """The clock of all jobs: Unix seconds that never jump."""
+        return self._around.clock
+
+    def _add(self, actor: JobActor) -> JobActor:
+        name = actor.job.spec.job
+        if earlier := self.earlier_runs.get(name):
+            earlier.continued_by(actor.job)
+        self._actors[name] = actor
+        task = asyncio.ensure_future(actor.run())
+        task.add_done_callback(lambda done: self._actor_ended(name, done))
+        self._tasks[name] = task
+        return actor
+
+    def _actor_ended(self, name: str, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self._tasks.get(name) is task:
+            del self._tasks[name]
+        if isinstance(error, Exception):
+            self.set_aside(name, error)
+
+
+async def _patiently(work: Callable[[], Awaitable[Found]]) -> Found:
+    while True:
+        try:
+            return await work()
+        except RetryError as error:
+            log.warning("job_not_read_yet", reason=str(error))
+            await asyncio.sleep(READ_AGAIN_S)
+
+
+def _failed(name: str, error: Exception) -> JobSetAside:
+    return JobSetAside(
+        f"job {name} is set aside: its coordinator could not go on with it",
+        seen=str(error)[:500] if isinstance(error, ShoalError) else repr(error)[:500],
+        expected="every change of a job to be kept in etcd",
+        fix="Restart the coordinator that leads: it takes the job up as etcd has it.",
+        details={"job": name},
+    )

@@ -1,0 +1,91 @@
+"""Ends the term of a leader whose process is gone, without waiting for its lease.
+
+A lease cannot be short: it must outlast a slow disk, a busy machine, an election within etcd. But
+the kernel knows at once when a process has died: it closes the process' connections, and refuses
+new ones to the port where nobody listens any more. So each replica that does not lead keeps a call
+open at the leader. When it breaks, and a plain connection is then *refused*, the leader is gone.
+
+Anything else is left to the lease. A call breaks on a flaky network too; an address that does not
+answer may be cut off from here alone; a process that is stopped keeps its port. And a refusal
+counts only after the leader had answered here once: it then is no firewall that refuses for ever,
+by which two replicas that lead in turn would end each other's terms again and again.
+
+None of this has to be right for safety: see `end_term`.
+"""
+
+import asyncio
+import socket
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from shoal_proto.errors import ShoalError
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.leader_key import Leader, end_term
+from shoal_server.serving.listening import split_address
+
+log = structlog.get_logger(__name__)
+
+FIRST_BACK_OFF_S = 0.02
+MAX_BACK_OFF_S = 1.0
+CONNECT_WITHIN_S = 1.0
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
+    """End the leader's term as soon as its process is gone. Cancel it when another leads."""
+    known, back_off_s = False, FIRST_BACK_OFF_S
+    while True:
+        if await answered_until_broken(leader.address):
+            known, back_off_s = True, FIRST_BACK_OFF_S
+        if known and await refuses(leader.address):
+            log.warning("leader_gone", leader=leader.address, reason="it refuses connections")
+            break
+        await asyncio.sleep(back_off_s)
+        back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+    try:
+        await end_term(store, leader)
+    except ShoalError as error:
+        log.error("term_not_ended", leader=leader.address, reason=str(error))
+
+
+async def answered_until_broken(address: str) -> bool:
+    """Hold a call at the coordinator until it breaks; whether it had answered before."""
+    answered = False
+    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+        request = health_pb2.HealthCheckRequest()
+        try:
+            async for _ in health_pb2_grpc.HealthStub(channel).Watch(request):
+                answered = True
+        except grpc.aio.AioRpcError as error:
+            log.debug("leader_call_broke", leader=address, reason=error.details())
+    return answered
+
+
+async def refuses(address: str) -> bool:
+    """Whether every address of host:port refuses a connection, which no silence counts as."""
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(CONNECT_WITHIN_S):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for *_, where in found:
+                try:
+                    _, writer = await asyncio.open_connection(str(where[0]), port)
+                except ConnectionRefusedError:
+                    continue
+                writer.close()
+                return False
+    except OSError as error:  # TimeoutError is one
+        log.debug("leader_does_not_answer", leader=address, reason=repr(error))
+        return False
+    return bool(found)
+
+
+__all__ = ["answered_until_broken", "end_when_gone", "refuses"]

@@ -1,0 +1,103 @@
+"""What is remembered of the runs of a job before it was begun anew.
+
+Generation numbers go on rising over all runs of a name, so that a token of an earlier run is known
+by its number; processes that never were in a generation are known by their incarnations.
+"""
+
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal_proto.errors import InternalError, JobInUse
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.core.generations.roster import Generation
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import Refusal
+from shoal_server.core.membership.job import Job
+
+MAX_EXPELLED = 1000
+"""The newest incarnations that are remembered: 40 bytes each."""
+MAX_SHOWN = 8
+_SEEN = "a process of an earlier run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierRuns:
+    """All the runs of one name before the one of now."""
+
+    job: str
+    last_generation: Generation
+    """The newest of any of them."""
+    expelled: tuple[str, ...] = ()
+    """Incarnations that were members and were lost, the oldest first."""
+    ended_unix_s: float = 0.0
+    """When the job was begun anew: snapshots from before are not of its shards."""
+
+    def with_run(self, last_generation: int, expelled: Iterable[str]) -> "EarlierRuns":
+        """These and the run that ends now."""
+        expelled = dict.fromkeys([*self.expelled, *expelled])
+        return EarlierRuns(
+            job=self.job,
+            last_generation=Generation(max(self.last_generation, last_generation)),
+            expelled=tuple(expelled)[-MAX_EXPELLED:],
+            ended_unix_s=time.time(),
+        )
+
+    def continued_by(self, job: Job) -> None:
+        """Let a new run of the job begin where these ended."""
+        job.last_generation = max(job.last_generation, self.last_generation)
+        for incarnation in self.expelled:
+            over = refusals.of_an_earlier_run(self.job, _SEEN)
+            job.attendance.expelled.setdefault(incarnation, over)
+
+    def refusal(self, token: Token) -> Refusal | None:
+        """What a token of one of these runs is answered with; None for any other."""
+        if 0 < token.generation <= self.last_generation:
+            seen = f"generation {token.generation}; now they begin at {self.last_generation + 1}"
+            return refusals.of_an_earlier_run(self.job, seen)
+        if token.incarnation in self.expelled:
+            return refusals.of_an_earlier_run(self.job, _SEEN)
+        return None
+
+    def to_json(self) -> bytes:
+        """As it lies in etcd."""
+        value = {
+            "last_generation": self.last_generation,
+            "expelled": list(self.expelled),
+            "ended_unix_s": self.ended_unix_s,
+        }
+        return json.dumps(value).encode()
+
+
+def from_json(job: str, value: bytes) -> EarlierRuns:
+    """What `to_json` wrote. Raises InternalError for anything else."""
+    try:
+        read = json.loads(value)
+        return EarlierRuns(
+            job=job,
+            last_generation=Generation(int(read["last_generation"])),
+            expelled=tuple(str(each) for each in read["expelled"]),
+            ended_unix_s=float(read["ended_unix_s"]),
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise InternalError(
+            f"what etcd holds of earlier runs of job {job} cannot be read", seen=repr(error)
+        ) from error
+
+
+def check_unused(job: str, member_ids: Iterable[str]) -> None:
+    """Raise JobInUse if there are any: nothing is taken away under members."""
+    names = sorted(member_ids)
+    if not names:
+        return
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    raise JobInUse(
+        f"job {job} has {len(names)} live member{'s' if len(names) > 1 else ''}",
+        seen=", ".join(names[:MAX_SHOWN]) + more,
+        expected="none, for a job that is to begin anew",
+        fix="Stop them, or leave --fresh away to join them.",
+    )
+
+
+__all__ = ["EarlierRuns", "check_unused", "from_json"]

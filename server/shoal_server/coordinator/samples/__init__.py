@@ -1,0 +1,1 @@
+"""The Samples service: a ledger for each job, answered from memory and written behind."""

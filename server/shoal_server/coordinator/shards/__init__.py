@@ -1,0 +1,1 @@
+"""The Shards service, and the controller that keeps each shard on enough servers."""

@@ -1,0 +1,29 @@
+"""Which of the servers that etcd lists are there."""
+
+import asyncio
+from collections.abc import Mapping
+
+import structlog
+
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.serving.identify import answers
+from shoal_server.serving.rpc import CHANNEL_OPTIONS
+
+log = structlog.get_logger(__name__)
+
+ANSWER_S = 1.0
+_OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+
+
+async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
+    """Those that answer as the process that is listed, with their addresses. Takes a second if one
+    hangs."""
+    asked = (answers(h, a, options=_OPTIONS, within_s=ANSWER_S) for h, a in addresses.items())
+    found = dict(zip(addresses, await asyncio.gather(*asked), strict=True))
+    silent = sorted(holder.server_id for holder, there in found.items() if not there)
+    if silent:
+        log.warning("servers_do_not_answer", servers=silent)
+    return {holder: address for holder, address in addresses.items() if found[holder]}
+
+
+__all__ = ["answering"]

@@ -1,0 +1,300 @@
+"""The coordinator's care for shards: enough copies, even loads, nothing on servers that leave.
+
+It only writes wishes into the records of who holds what; servers carry them out and take over from
+each other without it. So nothing is lost while no coordinator leads.
+"""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+
+import structlog
+
+from shoal_proto.errors import RetryError, ShoalError
+from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.coordinator.persistence.stored_jobs import gathered
+from shoal_server.coordinator.persistence.stored_json import StateRecord
+from shoal_server.core.shards import loads
+from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.assignments import Holder, Holdings
+from shoal_server.core.shards.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
+from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, upkeep
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore, Revision
+from shoal_server.etcd.records import assignments as records
+from shoal_server.etcd.records import servers as registered
+from shoal_server.etcd.records import shard_map
+
+log = structlog.get_logger(__name__)
+
+Restore = Callable[[str], Awaitable[bool]]
+ReadPushed = Callable[[str], Awaitable[Mapping[int, int]]]
+
+RETRY_PAUSE_S = 0.5
+RESTORE_AGAIN_S = 5.0
+SUSPECT_S = 3.0
+MEASURE_EACH_S = 10.0
+MEASURES_AT_ONCE = 16
+DEAD_AFTER_S = 300.0
+"""A server that is gone from etcd for so long does not come back with what it held."""
+
+
+class ShardKeeper:
+    """Lives on the event loop; works between `lead()` and `step_down()`."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        restore: Restore | None = None,
+        read_pushed: ReadPushed | None = None,
+    ) -> None:
+        """`restore` is asked before shards that nobody has any more begin anew, without values:
+        whether it brought all of the job back from a snapshot. `read_pushed` gives, for a job, the
+        bytes pushed to each shard since its primary leads it; without it, or where not every shard
+        could be asked for, sizes alone say what a shard weighs."""
+        self._store = store
+        self._restore = restore
+        self._read_pushed = read_pushed
+        self._num_bytes: dict[str, dict[int, int]] = {}
+        self._pushed: dict[str, Mapping[int, int]] = {}
+        self._weights: dict[str, dict[int, int]] = {}
+        self._gone: dict[str, Absences[Holder]] = defaultdict(Absences)
+        """By job: holders of its shards."""
+        self._gone_disks: dict[str, Absences[str]] = defaultdict(Absences)
+        """By job: ids of servers on whose disk its shards are."""
+        self._suspect_until_s: dict[Holder, float] = {}
+        self._last: dict[str, Holdings] = {}
+        self._troubles: dict[str, str] = {}
+        """By key: why the shards of a job are not tended, which is logged once."""
+        self._wake = asyncio.Event()
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator["ShardKeeper"]:
+        """Works as long as the block runs."""
+        tasks = [
+            asyncio.create_task(self._work(), name="shard-keeper"),
+            asyncio.create_task(self._watch(keys.SERVERS), name="shard-keeper-servers"),
+            asyncio.create_task(self._watch(keys.HOLDINGS), name="shard-keeper-holdings"),
+        ]
+        try:
+            yield self
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, prefix: str) -> None:
+        while True:
+            try:
+                snapshot = await self._store.range(prefix)
+                self._wake.set()
+                watch = self._store.watch(prefix, Revision(snapshot.revision + 1))
+                async with aclosing(watch) as batches:
+                    async for _ in batches:
+                        self._wake.set()
+            except ShoalError as error:
+                log.warning("shards_not_watched", prefix=prefix, reason=str(error))
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def _work(self) -> None:
+        while True:
+            # Now and then without being woken: a server that stays away becomes a dead one, and
+            # loads change.
+            is_time = False
+            try:
+                async with asyncio.timeout(MEASURE_EACH_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                is_time = True
+            self._wake.clear()
+            try:
+                if is_time:
+                    await self._measure()
+                await self._tend_all()
+            except Exception as error:
+                # The outermost frame of this work: were it to end, nothing were copied again.
+                if isinstance(error, ShoalError):
+                    log.warning("shards_not_tended", reason=str(error))
+                else:
+                    log.exception("shards_not_tended", error=repr(error))
+                await asyncio.sleep(RETRY_PAUSE_S)
+                self._wake.set()
+
+    async def _tend_all(self) -> None:
+        snapshot = await self._store.range(keys.HOLDINGS)
+        present = await self._servers()
+        known = set()
+        for item in snapshot.items:
+            known.add(item.key.removeprefix(keys.HOLDINGS))
+            try:
+                await self._tend(records.parse(item), present)
+                self._troubles.pop(item.key, None)
+            except RetryError:
+                raise
+            except Exception as error:  # noqa: BLE001 - one job's trouble is to harm no other
+                self._note_trouble(item.key, error)
+        for job in self._last.keys() - known:
+            self._last.pop(job)
+            self._forget(job)
+
+    def _note_trouble(self, key: str, error: Exception) -> None:
+        if self._troubles.get(key) == repr(error):
+            return
+        self._troubles[key] = repr(error)
+        log.error("shards_of_job_not_tended", key=key, reason=str(error), error=repr(error))
+
+    def _forget(self, job: str) -> None:
+        """The job's record is gone."""
+        self._troubles.pop(keys.holdings(job), None)
+        for known_of_it in (self._num_bytes, self._pushed, self._weights):
+            known_of_it.pop(job, None)
+        for gone in (self._gone, self._gone_disks):
+            gone.pop(job, None)
+
+    async def _servers(self) -> Servers:
+        found = await registered.read(self._store)
+        return Servers(
+            present=frozenset(server.holder for server in found),
+            leaving=frozenset(server.holder for server in found if server.is_leaving),
+        )
+
+    async def _tend(self, entry: records.Entry, seen: Servers) -> None:
+        job = entry.holdings.job
+        last = self._last.get(job)
+        if last is not None and last.run != entry.holdings.run:
+            self._last.pop(job)
+            self._forget(job)
+        if await self._is_finished(job):
+            await self._store.delete(keys.holdings(job))
+            return
+        weights = await self._weights_of(job)
+        servers = replace(
+            seen,
+            dead=self._dead(entry.holdings, seen),
+            suspects=self._suspects(entry.holdings, seen),
+            disks=self._disks(entry.holdings, seen),
+        )
+        lost = num_lost(entry.holdings, servers)
+        if lost and self._restore is not None and not await self._may_begin_anew(job):
+            return
+
+        def tended(holdings: Holdings) -> Holdings:
+            return upkeep(holdings, servers, weights)
+
+        changed = await records.change(self._store, entry, tended)
+        if changed is not None:
+            self._last[job] = changed.holdings
+        if changed is not None and changed.revision != entry.revision:
+            log.info("shards_tended", job=job, **_summary(entry.holdings, changed.holdings))
+
+    async def _may_begin_anew(self, job: str) -> bool:
+        """Whether there is nothing that the job could be brought back from."""
+        assert self._restore is not None
+        try:
+            return not await self._restore(job)
+        except ShoalError as error:
+            # Other jobs do not wait for a storage that is away.
+            log.warning("lost_shards_not_restored", job=job, reason=str(error))
+            asyncio.get_running_loop().call_later(RESTORE_AGAIN_S, self._wake.set)
+            return False
+
+    def _dead(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
+        """Holders that will not come back with what they held: another process has their name, or
+        they were away for long."""
+        held_by = {holder for holding in holdings.shards for holder in holding.holders}
+        replaced = {holder.server_id for holder in seen.present}
+        away_s = self._gone[holdings.job].away_s(held_by - seen.present, time.monotonic())
+        return frozenset(
+            holder
+            for holder, for_s in away_s.items()
+            if holder.server_id in replaced or for_s >= DEAD_AFTER_S
+        )
+
+    def _disks(self, holdings: Holdings, seen: Servers) -> frozenset[str]:
+        """Servers whose journals are not given up yet. One that is back and found nothing in its
+        own has said so in the record."""
+        present = {holder.server_id for holder in seen.present}
+        disks = {h.on_disk for h in holdings.shards if h.on_disk}
+        away_s = self._gone_disks[holdings.job].away_s(disks - present, time.monotonic())
+        return frozenset(disks & present) | {
+            server_id for server_id, for_s in away_s.items() if for_s < DEAD_AFTER_S
+        }
+
+    def _suspects(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
+        """Those whose peers went on without them. If they live after all, they are given shards
+        again a little later."""
+        now_s = time.monotonic()
+        before = self._last.get(holdings.job, holdings)
+        dropped = gone_on_without(before, holdings) & seen.present
+        self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
+        self._suspect_until_s = {
+            holder: until_s
+            for holder, until_s in self._suspect_until_s.items()
+            if until_s > now_s and holder in seen.present
+        }
+        if self._suspect_until_s:
+            asyncio.get_running_loop().call_later(SUSPECT_S, self._wake.set)
+        return frozenset(self._suspect_until_s)
+
+    async def _is_finished(self, job: str) -> bool:
+        state = await self._store.get(keys.job_state(job))
+        if state is None:
+            return False
+        return StateRecord.from_json(job, state.value).finished
+
+    async def _weights_of(self, job: str) -> Mapping[int, int]:
+        if job not in self._weights:
+            layout = await shard_map.read(self._store, job)
+            if layout is None:
+                return {}
+            self._num_bytes[job] = num_bytes_of(layout)
+            self._weights[job] = loads.weights(self._num_bytes[job], {}, {})
+        return self._weights[job]
+
+    async def _measure(self) -> None:
+        """Weigh shards by what was pushed to them since the last time, too."""
+        if self._read_pushed is not None:
+            # Side by side: a server that hangs is waited for by each job that it has shards of.
+            await gathered(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
+
+    async def _measure_one(self, job: str) -> None:
+        assert self._read_pushed is not None
+        try:
+            pushed = await self._read_pushed(job)
+        except RetryError:
+            raise
+        except ShoalError as error:
+            self._note_trouble(keys.holdings(job), error)
+            return
+        before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
+        self._pushed[job] = pushed
+        # Those that could not be asked for would seem idle.
+        if before.keys() == pushed.keys() == num_bytes.keys():
+            self._weights[job] = loads.weights(num_bytes, before, pushed)
+
+
+def num_bytes_of(layout: ShardMap) -> dict[int, int]:
+    """By shard: the bytes of its values; for one of a table, which has no fixed size, those of a
+    usual shard."""
+    return {
+        shard.shard_id: TARGET_SHARD_BYTES
+        if shard.table
+        else max(1, sum(b.num_elements for b in shard.blocks) * DTYPE_BYTES.get(shard.dtype, 4))
+        for shard in layout.shards
+    }
+
+
+def _summary(before: Holdings, after: Holdings) -> dict[str, int]:
+    """How many shards were touched in which way."""
+    pairs = list(zip(before.shards, after.shards, strict=True))
+    return {
+        "rescued": sum(a.epoch != b.epoch for b, a in pairs),
+        "recruiting": sum(a.joining != b.joining and a.joining is not None for b, a in pairs),
+        "handing_over": sum(
+            a.successor != b.successor and a.successor is not None for b, a in pairs
+        ),
+        "relieved": sum(len(a.backups) < len(b.backups) for b, a in pairs),
+    }

@@ -1,0 +1,281 @@
+"""The Shards service: who holds which part of a job's parameters, decided once and kept in etcd."""
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+
+import structlog
+
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InvalidSpec,
+    MalformedMessage,
+    NoServers,
+    ProposalConflict,
+    RetryError,
+    ShapeMismatch,
+    ShoalError,
+)
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2 import (
+    Block,
+    GetMapRequest,
+    ParameterSpec,
+    PlaceRequest,
+    Shard,
+    ShardMap,
+)
+from shoal_proto.v1.shards_pb2_grpc import ShardsServicer
+from shoal_proto.v1.tables_pb2 import TableSpec
+from shoal_server.coordinator.shards import table_specs
+from shoal_server.coordinator.shards.answering import answering
+from shoal_server.coordinator.shards.controller import num_bytes_of
+from shoal_server.core.names import NAME_RULE, is_name
+from shoal_server.core.shards import placement
+from shoal_server.core.shards.assignments import Holder, Holding, Holdings
+from shoal_server.core.shards.rebalance import Servers, upkeep
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    EventKind,
+    Get,
+    KeyValueStore,
+    Put,
+    Revision,
+    absent,
+)
+from shoal_server.etcd.records import assignments as holdings
+from shoal_server.etcd.records import shard_map
+from shoal_server.serving.rpc import Context
+
+log = structlog.get_logger(__name__)
+
+MAX_MAP_BYTES = 1024 * 1024
+"""etcd takes requests up to 1.5 MiB."""
+MAX_WAIT_S = 60.0
+MAX_TOLD_DIFFERENCES = 8
+
+Authorize = Callable[[Token], Awaitable[None]]
+
+
+Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
+
+
+class ShardsService(ShardsServicer):
+    """`authorize` raises for a token whose holder may not act for its job."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        authorize: Authorize,
+        copies: int = 2,
+        choose: Choose = answering,
+    ) -> None:
+        """`copies` of each shard are wanted, the primary included; fewer where there are fewer
+        servers. `choose` says which of those that etcd lists may be given any."""
+        self._choose = choose
+        self._store = store
+        self._authorize = authorize
+        self._copies = copies
+
+    async def Place(self, request: PlaceRequest, context: Context) -> ShardMap:
+        job = _job(request.token)
+        await self._authorize(request.token)
+        parameters = [_parameter(spec) for spec in request.parameters]
+        table_specs.check_tables(request.tables)
+        try:
+            # A model may be nothing but tables.
+            if parameters or not request.tables:
+                placement.check_schema(parameters)
+        except placement.SchemaProblem as problem:
+            raise InvalidSpec(
+                problem.what, seen=problem.seen, expected=problem.expected
+            ) from problem
+        held = await self._read(job)
+        if held is None:
+            held = await self._place(job, request, parameters)
+        table_specs.check_same(job, request.tables, held.tables)
+        if held.schema_digest != _digest(parameters, request.tables):
+            raise _conflict(job, parameters, [_parameter(spec) for spec in held.parameters])
+        return await shard_map.fill(self._store, held)
+
+    async def GetMap(self, request: GetMapRequest, context: Context) -> ShardMap:
+        job = _job(request.token)
+        await self._authorize(request.token)
+        wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
+        held = await self._read(job)
+        if held is None and wait_s > 0:
+            held = await self._await_map(job, wait_s)
+        if held is None:
+            raise DeadlineExceeded(
+                f"job {job} has no shard map",
+                seen=f"none within {wait_s:g} s",
+                expected="a member that places the parameters",
+            )
+        return await shard_map.fill(self._store, held)
+
+    async def _place(
+        self,
+        job: str,
+        request: PlaceRequest,
+        parameters: Sequence[placement.Parameter],
+    ) -> ShardMap:
+        """Write the first map, or give the one that another call wrote meanwhile."""
+        listed = await shard_map.servers(self._store)
+        addresses = await self._choose(listed)
+        if not addresses:
+            raise NoServers(
+                f"no parameter server is there for job {job}",
+                seen=f"none of {len(listed)} registered answers" if listed else "none registered",
+                expected="one or more",
+                fix="Start one with `shoal ps`.",
+            )
+        # Asking the servers took a while, in which the job may have been begun anew.
+        await self._authorize(request.token)
+        by_id = {holder.server_id: address for holder, address in addresses.items()}
+        draft = _draw_up(job, request, parameters, by_id)
+        value = draft.SerializeToString(deterministic=True)
+        first = first_holdings(draft, addresses, self._copies)
+        if len(value) > MAX_MAP_BYTES:
+            raise InvalidSpec(
+                f"the shard map of job {job} is too large to keep",
+                seen=f"{len(value)} bytes for {len(parameters)} parameters",
+                expected=f"at most {MAX_MAP_BYTES} bytes",
+                fix="Use fewer parameters or shorter names.",
+            )
+        key = keys.shard_map(job)
+        try:
+            result = await self._store.transact(
+                [absent(key)],
+                [Put(key, value), Put(keys.holdings(job), holdings.encode(first))],
+                [Get(key)],
+            )
+        except RetryError as error:
+            if error.details.get("outcome") != "unknown":
+                raise
+            held = await self._read(job)
+            if held is None:
+                raise
+            return held
+        if result.succeeded:
+            log.info(
+                "shards_placed",
+                job=job,
+                num_shards=len(draft.shards),
+                servers=sorted(by_id),
+                num_bytes=sum(p.num_bytes for p in parameters),
+            )
+            return draft
+        return shard_map.parse(job, result.reads[0][0].value)
+
+    async def _await_map(self, job: str, wait_s: float) -> ShardMap | None:
+        key = keys.shard_map(job)
+        snapshot = await self._store.range(key)
+        for item in snapshot.items:
+            if item.key == key:
+                return shard_map.parse(job, item.value)
+        watch = self._store.watch(key, Revision(snapshot.revision + 1))
+        try:
+            async with (
+                asyncio.timeout(wait_s),
+                aclosing(watch) as batches,
+            ):
+                async for batch in batches:
+                    for event in batch.events:
+                        if event.key == key and event.kind is EventKind.PUT:
+                            return shard_map.parse(job, event.value)
+        except TimeoutError:
+            pass
+        return None
+
+    async def _read(self, job: str) -> ShardMap | None:
+        return await shard_map.read(self._store, job)
+
+
+def first_holdings(layout: ShardMap, present: Iterable[Holder], copies: int) -> Holdings:
+    """Who holds the shards of a new layout: primaries as it says, backups to be brought in step."""
+    by_id = {holder.server_id: holder for holder in present}
+    first = Holdings(
+        job=layout.job,
+        copies=copies,
+        shards=tuple(
+            Holding(shard_id=shard.shard_id, epoch=shard.epoch, primary=by_id[shard.server_id])
+            for shard in layout.shards
+        ),
+        run=secrets.token_hex(8),
+    )
+    return upkeep(first, Servers(present=frozenset(by_id.values())), num_bytes_of(layout))
+
+
+def _draw_up(
+    job: str,
+    request: PlaceRequest,
+    parameters: Sequence[placement.Parameter],
+    addresses: dict[str, str],
+) -> ShardMap:
+    shards = placement.cut_into_shards(parameters, len(addresses))
+    drawn = ShardMap(
+        job=job,
+        schema_digest=_digest(parameters, request.tables),
+        parameters=request.parameters,
+        tables=request.tables,
+    )
+    for placed in placement.place(shards, addresses):
+        shard = placed.shard
+        blocks = [
+            Block(parameter=b.parameter, offset=b.offset, num_elements=b.num_elements)
+            for b in shard.blocks
+        ]
+        drawn.shards.append(
+            Shard(
+                shard_id=shard.shard_id,
+                server_id=placed.server_id,
+                address=addresses[placed.server_id],
+                epoch=1,
+                dtype=shard.dtype,
+                group=shard.group,
+                blocks=blocks,
+            )
+        )
+    drawn.shards.extend(table_specs.lay_out(request.tables, addresses, len(shards)))
+    return drawn
+
+
+def _digest(parameters: Sequence[placement.Parameter], tables: Sequence[TableSpec]) -> str:
+    return table_specs.schema_digest(placement.schema_digest(parameters), tables)
+
+
+def _conflict(
+    job: str, seen: Sequence[placement.Parameter], expected: Sequence[placement.Parameter]
+) -> ShoalError:
+    """ShapeMismatch where only shapes differ, else ProposalConflict; both name the parameters."""
+    differences = placement.find_differences(seen, expected)
+    names = {p.name for p in seen} == {p.name for p in expected}
+    alike = {(p.name, p.dtype, p.group) for p in seen} == {
+        (p.name, p.dtype, p.group) for p in expected
+    }
+    told = differences[:MAX_TOLD_DIFFERENCES]
+    more = len(differences) - len(told)
+    kind = ShapeMismatch if names and alike else ProposalConflict
+    return kind(
+        f"the model's parameters are not those of job {job}",
+        seen="; ".join(f"{d.parameter}: {d.seen}" for d in told)
+        + (f"; and {more} more" if more else ""),
+        expected="; ".join(f"{d.parameter}: {d.expected}" for d in told),
+        fix="Train the same model in every worker, or use another job name.",
+        details={d.parameter: f"saw {d.seen}, expected {d.expected}" for d in told},
+    )
+
+
+def _job(token: Token) -> str:
+    if not is_name(token.job):
+        raise MalformedMessage(
+            "the token names no job", seen=repr(token.job), expected=f"a name of {NAME_RULE}"
+        )
+    return token.job
+
+
+def _parameter(spec: ParameterSpec) -> placement.Parameter:
+    return placement.Parameter(
+        name=spec.name, shape=tuple(spec.shape), dtype=spec.dtype, group=spec.group
+    )

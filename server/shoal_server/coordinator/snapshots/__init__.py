@@ -1,0 +1,1 @@
+"""The Snapshots service: taking and restoring snapshots of what parameter servers hold."""

@@ -1,0 +1,270 @@
+"""Restoring a snapshot: the servers that are there get its shards, whoever held them then.
+
+The record of holders is taken away, so that every server lets go of what it has of the job, and
+written anew with higher epochs. Then each server loads what it is to lead, and copies are made of
+it as ever. The sample ledger becomes that of the cut. If a server cannot load, the record is taken
+away again: nobody finds half of a snapshot.
+"""
+
+import asyncio
+import json
+import secrets
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import structlog
+
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InternalError,
+    JobInUse,
+    NoServers,
+    ProposalConflict,
+    ShoalError,
+    SnapshotDamaged,
+)
+from shoal_proto.v1 import snapshots_pb2 as pb
+from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.coordinator.snapshots.server_calls import ServerCalls
+from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.shards.assignments import Holder, Holding, Holdings, ShardContent
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    KeyValueStore,
+    Operation,
+    Put,
+    absent,
+    unchanged_since,
+)
+from shoal_server.etcd.records import assignments as holdings
+from shoal_server.etcd.records import shard_map
+from shoal_server.snapshots import messages
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.manifest import Manifest, Part
+
+log = structlog.get_logger(__name__)
+
+LOAD_WITHIN_S = 1800.0
+DEFAULT_COPIES = 2
+
+
+class SnapshotRestorer:
+    """Lives on the event loop. `leadership` gives what must hold in etcd for each write;
+    `on_cursor` is told of a job whose sample ledger was replaced."""
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        calls: ServerCalls,
+        leadership: Callable[[], Sequence[Compare]],
+        on_cursor: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._calls = calls
+        self._leadership = leadership
+        self._on_cursor = on_cursor
+
+    async def restore(
+        self, library: Library, number: int = 0, *, under_members: bool = False
+    ) -> tuple[Manifest, Sequence[str]]:
+        """The snapshot of that number (0: the newest), and the servers that lead its shards now.
+
+        Raises JobInUse if the job has members, unless `under_members`; ProposalConflict if its
+        shards were cut in another way since; UnknownSnapshot, SnapshotDamaged, NoServers,
+        Unavailable.
+        """
+        job = library.job
+        manifest = await asyncio.to_thread(library.find, number)
+        layout = _checked(manifest)
+        if not under_members:
+            await self._check_unused(job)
+        present = await shard_map.servers(self._store)
+        if not present:
+            raise NoServers(
+                f"no parameter server is there for job {job}",
+                seen="none registered",
+                expected="one or more",
+                fix="Start one with `shoal ps`.",
+            )
+        wanted = await self._replaced(manifest, layout, sorted(present))
+        try:
+            await self._load_all(library, manifest, wanted, present)
+        except BaseException:
+            await self._take_away(job)
+            raise
+        servers = sorted({holding.primary.server_id for holding in wanted.shards})
+        log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
+        return manifest, servers
+
+    async def _check_unused(self, job: str) -> None:
+        members = [
+            item.key.removeprefix(keys.members(job))
+            for item in (await self._store.range(keys.members(job))).items
+        ]
+        if members:
+            raise JobInUse(
+                f"job {job} has members that train on what would be replaced",
+                seen=", ".join(members[:8]),
+                expected="none",
+                fix="Stop them, restore, and start them again.",
+            )
+
+    async def _replaced(
+        self, manifest: Manifest, layout: ShardMap, present: Sequence[Holder]
+    ) -> Holdings:
+        """Write the new record of holders, the ledger and the lineage; the record."""
+        job = manifest.job
+        await self._check_layout(job, layout)
+        before = await holdings.read(self._store, job)
+        epochs = {part.shard_id: part.epoch for part in manifest.parts}
+        copies = DEFAULT_COPIES
+        if before is not None:
+            copies = before.holdings.copies
+            for holding in before.holdings.shards:
+                known = epochs.get(holding.shard_id, 0)
+                epochs[holding.shard_id] = max(holding.epoch, known)
+            # In a transaction of its own: every server lets go of what it has.
+            await self._transact(
+                job,
+                [unchanged_since(keys.holdings(job), before.revision)],
+                [Delete(keys.holdings(job))],
+            )
+        wanted = Holdings(job=job, copies=copies, shards=_spread(manifest.parts, epochs, present))
+        value = layout.SerializeToString(deterministic=True)
+        await self._transact(
+            job,
+            [absent(keys.holdings(job))],
+            [
+                Put(keys.shard_map(job), value),
+                Put(keys.holdings(job), holdings.encode(wanted)),
+                Put(keys.lineage(job), secrets.token_hex(8).encode()),
+                _ledger(manifest),
+            ],
+        )
+        self._on_cursor(job)
+        return wanted
+
+    async def _check_layout(self, job: str, layout: ShardMap) -> None:
+        held = await shard_map.read(self._store, job)
+        if held is not None and _cut_of(held) != _cut_of(layout):
+            raise ProposalConflict(
+                f"the shards of job {job} are not those of the snapshot",
+                seen=f"{len(held.shards)} shards of schema {held.schema_digest[:12]}",
+                expected=f"{len(layout.shards)} of schema {layout.schema_digest[:12]}",
+                fix="Restore under the name of the job that the snapshot is of, in a new cluster.",
+            )
+
+    async def _load_all(
+        self,
+        library: Library,
+        manifest: Manifest,
+        wanted: Holdings,
+        present: Mapping[Holder, str],
+    ) -> None:
+        parts = {part.shard_id: part for part in manifest.parts}
+        by_server: dict[str, list[pb.ShardFile]] = {}
+        for holding in wanted.shards:
+            files = by_server.setdefault(present[holding.primary], [])
+            files.append(messages.of_part(parts[holding.shard_id]))
+        loads = [
+            pb.LoadRequest(job=manifest.job, url=library.storage.url, files=files)
+            for files in by_server.values()
+        ]
+        replies = await asyncio.gather(
+            *(
+                self._calls.call(address, lambda stub: stub.Load, load, LOAD_WITHIN_S)
+                for address, load in zip(by_server, loads, strict=True)
+            ),
+            return_exceptions=True,
+        )
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+
+    async def _take_away(self, job: str) -> None:
+        try:
+            await self._store.transact(self._leadership(), [Delete(keys.holdings(job))])
+        except ShoalError as error:
+            log.error("half_restored", job=job, reason=str(error))
+
+    async def _transact(
+        self, job: str, compares: Sequence[Compare], then: Sequence[Operation]
+    ) -> None:
+        result = await self._store.transact([*self._leadership(), *compares], then)
+        if not result.succeeded:
+            raise DeadlineExceeded(
+                f"the holders of job {job} changed while it was restored",
+                fix="Restore again.",
+            )
+
+
+def _checked(manifest: Manifest) -> ShardMap:
+    """The layout. Raises SnapshotDamaged for one that its parts do not fit, and for a cursor that
+    no sample ledger is; either would stop every coordinator that took the job up."""
+    try:
+        layout = shard_map.parse(manifest.job, manifest.layout)
+        if manifest.cursor is not None:
+            Ledger.from_json(manifest.cursor)
+    except (InternalError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise _damaged(manifest, repr(error)[:200], "a layout and a cursor that parse") from error
+    expected = sorted(shard.shard_id for shard in layout.shards)
+    seen = sorted(part.shard_id for part in manifest.parts)
+    if layout.job != manifest.job or seen != expected:
+        raise _damaged(
+            manifest,
+            f"parts of shards {seen[:10]}",
+            f"one of each shard of job {manifest.job}: {expected[:10]}",
+        )
+    return layout
+
+
+def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
+    return SnapshotDamaged(
+        f"snapshot {manifest.number} of job {manifest.job} does not fit together",
+        seen=seen,
+        expected=expected,
+        fix="Restore another snapshot.",
+        details={"number": str(manifest.number)},
+    )
+
+
+def _spread(
+    parts: Sequence[Part], epochs: Mapping[int, int], present: Sequence[Holder]
+) -> tuple[Holding, ...]:
+    """Each shard to the server with the least so far, the largest first."""
+    loads: Counter[Holder] = Counter()
+    spread = []
+    for part in sorted(parts, key=lambda part: (-part.num_bytes, part.shard_id)):
+        primary = min(present, key=lambda holder: (loads[holder], holder))
+        loads[primary] += part.num_bytes
+        epoch = epochs[part.shard_id] + 1
+        spread.append(
+            Holding(
+                shard_id=part.shard_id,
+                epoch=epoch,
+                primary=primary,
+                content=ShardContent.LOADING,
+            )
+        )
+    return tuple(sorted(spread, key=lambda holding: holding.shard_id))
+
+
+def _ledger(manifest: Manifest) -> Operation:
+    key = keys.sample_ledger(manifest.job)
+    if manifest.cursor is None:
+        return Delete(key)
+    return Put(key, json.dumps(manifest.cursor, separators=(",", ":")).encode())
+
+
+def _cut_of(layout: ShardMap) -> bytes:
+    """A layout without who holds it."""
+    bare = ShardMap()
+    bare.CopyFrom(layout)
+    for shard in bare.shards:
+        shard.server_id, shard.address, shard.epoch = "", "", 0
+    return bare.SerializeToString(deterministic=True)
+
+
+__all__ = ["SnapshotRestorer"]

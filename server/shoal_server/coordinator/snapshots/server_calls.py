@@ -1,0 +1,57 @@
+"""Calls from the coordinator to parameter servers."""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+import grpc.aio
+
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
+from shoal_server.serving.rpc import CHANNEL_OPTIONS
+
+if TYPE_CHECKING:
+    from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsAsyncStub
+
+Reply = TypeVar("Reply")
+MAX_CHANNELS = 256
+
+
+class ServerCalls:
+    """Keeps a connection to each server. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def call(
+        self,
+        address: str,
+        method: "Callable[[ShardSnapshotsAsyncStub], Callable[..., Awaitable[Reply]]]",
+        request: Any,
+        timeout_s: float,
+    ) -> Reply:
+        """The answer. Raises what the server raised, or what became of the call."""
+        channel = self._channels.get(address)
+        if channel is None:
+            await self._make_room()
+            channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = channel
+        # grpc's stubs serve both kinds of channel; their types say so by two names.
+        stub: Any = ShardSnapshotsStub(channel)
+        try:
+            return await method(stub)(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, address) from None
+
+    async def _make_room(self) -> None:
+        while len(self._channels) >= MAX_CHANNELS:
+            await self._channels.pop(next(iter(self._channels))).close()
+
+    async def close(self) -> None:
+        """Close every connection."""
+        while self._channels:
+            _, channel = self._channels.popitem()
+            await channel.close()
+
+
+__all__ = ["ServerCalls"]

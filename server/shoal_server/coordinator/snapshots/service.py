@@ -1,0 +1,218 @@
+"""The Snapshots service, and the policy by which a coordinator takes snapshots by itself."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import InvalidSpec, ShoalError, UnknownSnapshot
+from shoal_proto.v1 import snapshots_pb2 as pb
+from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsServicer
+from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
+from shoal_server.coordinator.snapshots.taking import SnapshotTaker
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.serving.rpc import Context
+from shoal_server.serving.threads import to_its_end
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.locations import Location, Roots
+from shoal_server.snapshots.manifest import Manifest
+from shoal_server.snapshots.storage import open_below
+
+log = structlog.get_logger(__name__)
+
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SnapshotPolicy:
+    url: str = ""
+    """Where snapshots go that name no other place; every server reaches it. Empty: nowhere."""
+    every_s: float = 0.0
+    """Seconds between two snapshots of a job; 0: none is taken without being asked for."""
+    num_kept: int = 3
+    """Complete snapshots of a job that stay there; older ones are removed."""
+    roots: Sequence[str] = ()
+    """URLs at and below which callers may name other places; without any, `url` is the only one."""
+
+    def __post_init__(self) -> None:
+        if self.every_s < 0 or self.num_kept < 1:
+            raise InvalidSpec(
+                "the snapshot policy is out of range",
+                seen=f"every {self.every_s:g} s, {self.num_kept} kept",
+                expected="0 s or more, and at least one kept",
+            )
+        if self.every_s and not self.url:
+            raise InvalidSpec(
+                "snapshots are to be taken, but nowhere to be put",
+                seen=f"every {self.every_s:g} s, no URL",
+                expected="a directory or URL",
+                fix="Give --snapshot-url.",
+            )
+        Roots(self.allowed)  # raises InvalidSpec
+
+    @property
+    def allowed(self) -> Sequence[str]:
+        """Every URL at and below which snapshots may lie."""
+        return tuple(dict.fromkeys(each for each in (self.url, *self.roots) if each))
+
+
+class SnapshotService(SnapshotsServicer):
+    """`require_leading` raises NotLeader. `begun_unix_s` tells when a job was last begun anew under
+    its name: what was taken before is not of this job."""
+
+    def __init__(
+        self,
+        policy: SnapshotPolicy,
+        taker: SnapshotTaker,
+        restorer: SnapshotRestorer,
+        require_leading: Callable[[], None],
+        begun_unix_s: Callable[[str], float] = lambda job: 0.0,
+    ) -> None:
+        self._policy = policy
+        self._taker = taker
+        self._restorer = restorer
+        self._require_leading = require_leading
+        self._begun_unix_s = begun_unix_s
+
+    async def Take(self, request: pb.TakeSnapshotRequest, context: Context) -> pb.SnapshotSummary:
+        self._require_leading()
+        library = await self._library(request.url, request.job)
+        taken = await self._taker.take(library)
+        if self._policy.url and library.storage.location == Location.parse(self._policy.url):
+            await self._clean_up(library)
+        return _summary(taken.manifest, library, taken.pause_s)
+
+    async def List(
+        self, request: pb.ListSnapshotsRequest, context: Context
+    ) -> pb.ListSnapshotsReply:
+        self._require_leading()
+        library = await self._library(request.url, request.job)
+        manifests, damaged = await asyncio.to_thread(library.read_all)
+        return pb.ListSnapshotsReply(
+            url=library.storage.url,
+            snapshots=[_summary(each, library) for each in manifests],
+            every_s=self._policy.every_s,
+            num_kept=self._policy.num_kept,
+            damaged=[str(error) for _, error in sorted(damaged.items())],
+        )
+
+    async def Restore(
+        self, request: pb.RestoreSnapshotRequest, context: Context
+    ) -> pb.RestoreSnapshotReply:
+        self._require_leading()
+        library = await self._library(request.url, request.job)
+        manifest, servers = await self._restorer.restore(library, request.number)
+        return pb.RestoreSnapshotReply(snapshot=_summary(manifest, library), servers=servers)
+
+    async def restore_lost(self, job: str) -> bool:
+        """Restore the newest snapshot of a job of which shards are gone for good, members or not;
+        whether there is one. Raises what restoring raises."""
+        if not self._policy.url:
+            return False
+        library = await self._library("", job)
+        newest = await asyncio.to_thread(library.newest)
+        if newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
+            return False
+        try:
+            manifest, _ = await self._restorer.restore(library, under_members=True)
+        except UnknownSnapshot:
+            return False
+        log.warning(
+            "lost_shards_restored",
+            job=job,
+            number=manifest.number,
+            age_s=round(time.time() - manifest.taken_unix_s, 1),
+        )
+        return True
+
+    @asynccontextmanager
+    async def working(self, store: KeyValueStore) -> AsyncIterator[None]:
+        """Takes snapshots as the policy says, of every job that has shards, within the block."""
+        if not self._policy.every_s:
+            yield
+            return
+        taking = asyncio.create_task(self._take_for_ever(store), name="snapshots")
+        taking.add_done_callback(_say_why_it_ended)
+        try:
+            yield
+        finally:
+            taking.cancel()
+            await asyncio.gather(taking, return_exceptions=True)
+
+    async def _take_for_ever(self, store: KeyValueStore) -> None:
+        due_s: dict[str, float] = {}
+        while True:
+            now_s = time.monotonic()
+            try:
+                jobs = await _jobs(store)
+            except ShoalError as error:
+                log.warning("jobs_not_listed", reason=str(error))
+                jobs = list(due_s)
+            due_s = {job: due_s.get(job, now_s + self._policy.every_s) for job in jobs}
+            for job in [job for job, at_s in due_s.items() if at_s <= now_s]:
+                await self._take_by_policy(job)
+                due_s[job] = time.monotonic() + self._policy.every_s
+            await asyncio.sleep(min(LOOK_EVERY_S, self._policy.every_s / 4))
+
+    async def _take_by_policy(self, job: str) -> None:
+        try:
+            library = await self._library("", job)
+            await self._taker.take(library, only_if_changed=True)
+        except ShoalError as error:
+            log.warning("snapshot_failed", job=job, reason=str(error))
+            return
+        await self._clean_up(library)
+
+    async def _clean_up(self, library: Library) -> None:
+        try:
+            removed = await to_its_end(partial(library.keep_newest, self._policy.num_kept))
+        except ShoalError as error:
+            log.warning("old_snapshots_not_removed", job=library.job, reason=str(error))
+            return
+        if removed:
+            numbers = [each.number for each in removed]
+            log.info("old_snapshots_removed", job=library.job, numbers=numbers)
+
+    async def _library(self, url: str, job: str) -> Library:
+        where = url or self._policy.url
+        if not where:
+            raise InvalidSpec(
+                "no place for snapshots was given, and the coordinator has none",
+                expected="a directory or URL",
+                fix="Name one, or start the coordinator with --snapshot-url.",
+            )
+        roots = Roots(self._policy.allowed)
+        return await asyncio.to_thread(lambda: Library(open_below(roots, where), job))
+
+
+def _say_why_it_ended(taking: "asyncio.Task[None]") -> None:
+    if not taking.cancelled() and taking.exception() is not None:
+        log.error("no_more_snapshots_by_policy", exc_info=taking.exception())
+
+
+async def _jobs(store: KeyValueStore) -> list[str]:
+    return [
+        item.key.removeprefix(keys.HOLDINGS) for item in (await store.range(keys.HOLDINGS)).items
+    ]
+
+
+def _summary(manifest: Manifest, library: Library, pause_s: float = 0.0) -> pb.SnapshotSummary:
+    return pb.SnapshotSummary(
+        job=manifest.job,
+        url=library.storage.url,
+        number=manifest.number,
+        taken_unix_s=manifest.taken_unix_s,
+        num_shards=len(manifest.parts),
+        num_bytes=manifest.num_bytes,
+        num_new_bytes=manifest.num_new_bytes,
+        partial_steps=manifest.partial_steps,
+        pause_s=pause_s,
+    )
+
+
+__all__ = ["SnapshotPolicy", "SnapshotService"]

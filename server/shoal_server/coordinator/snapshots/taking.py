@@ -1,0 +1,300 @@
+"""Taking a snapshot: one cut through all servers that lead shards of a job, then their files.
+
+    Close    every server lets in only what has begun; which pushes have
+    cursor   the sample ledger, while nothing new is let in anywhere: what it says was completed
+             is in the cut, for a member reports samples once their push is acknowledged
+    Freeze   every server lets in what has begun anywhere, takes its shards and opens
+    Write    every server writes what it took; unchanged shards are those of the snapshot before
+    commit   the manifest is written last
+
+Whatever goes wrong on the way, everything is let in again and no snapshot is left.
+"""
+
+import asyncio
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed
+from shoal_proto.v1 import snapshots_pb2 as pb
+from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.coordinator.snapshots.server_calls import ServerCalls
+from shoal_server.core.shards.steps import Shards, Step, merged
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Get, KeyValueStore, Put, absent
+from shoal_server.etcd.records import assignments as holdings
+from shoal_server.etcd.records import shard_map
+from shoal_server.serving.threads import to_its_end
+from shoal_server.snapshots import messages
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.manifest import Manifest, Part
+
+log = structlog.get_logger(__name__)
+
+ANSWER_WITHIN_S = 2.0
+WAITS_S = (1.0, 2.0, 4.0)
+"""For pushes under way to end, attempt by attempt; what has not ended then was given up."""
+PAUSE_S = 0.5
+"""Between two attempts: training goes on a little."""
+WRITE_WITHIN_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """What the coordinator knows of jobs, and a snapshot keeps."""
+
+    cursor: Callable[[str], Mapping[str, Any] | None]
+    """The sample ledger of a job, as of the moment of the call."""
+    training: Callable[[str], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    manifest: Manifest
+    pause_s: float
+    """From the first server that let nothing new in to the last that did again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cut:
+    cut_id: str
+    number: int
+    layout: ShardMap
+    addresses: Mapping[str, str]
+    """Of the servers that lead shards, by id."""
+    known: Mapping[tuple[int, int, int], Part]
+    """Of the snapshot before, by shard, epoch and version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Frozen:
+    stamps: Mapping[str, Sequence[pb.ShardStamp]]
+    """By server."""
+    begun: Mapping[Step, Shards]
+    torn: Sequence[str]
+    cursor: Mapping[str, Any] | None
+    pause_s: float
+
+
+class SnapshotTaker:
+    """Lives on the event loop."""
+
+    def __init__(self, store: KeyValueStore, calls: ServerCalls, state: JobState) -> None:
+        self._store = store
+        self._calls = calls
+        self._state = state
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def take(self, library: Library, *, only_if_changed: bool = False) -> Taken:
+        """Take one. Raises SnapshotFailed, Unavailable; and then nothing of it is left.
+
+        With `only_if_changed`, a job whose shards are all as in its newest snapshot gets no other
+        one: the newest is given.
+        """
+        job = library.job
+        async with self._locks.setdefault(job, asyncio.Lock()):
+            lineage = await self._lineage(job)
+            before = await asyncio.to_thread(library.newest)
+            cut, frozen = await self._frozen(job, lineage, before)
+            committed = threading.Event()
+            try:
+                parts = await self._written(job, library.storage.url, cut, frozen)
+                if only_if_changed and before is not None and parts == tuple(before.parts):
+                    return Taken(manifest=before, pause_s=frozen.pause_s)
+                manifest = self._manifest(job, lineage, cut, frozen, parts)
+
+                def commit() -> None:
+                    library.commit(manifest)
+                    committed.set()
+
+                await to_its_end(commit)
+            except BaseException:
+                if not committed.is_set():
+                    await self._undo(library, cut)
+                raise
+        log.info(
+            "snapshot_taken",
+            job=job,
+            number=manifest.number,
+            num_bytes=manifest.num_bytes,
+            num_new_bytes=manifest.num_new_bytes,
+            pause_s=round(frozen.pause_s, 4),
+            num_partial_steps=len(manifest.partial_steps),
+        )
+        return Taken(manifest=manifest, pause_s=frozen.pause_s)
+
+    async def _lineage(self, job: str) -> str:
+        """That of the job's shards; drawn if this is their first snapshot."""
+        key = keys.lineage(job)
+        drawn = Put(key, secrets.token_hex(8).encode())
+        result = await self._store.transact([absent(key)], [drawn], [Get(key)])
+        return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
+
+    async def _planned(self, job: str, lineage: str, before: Manifest | None) -> _Cut:
+        layout = await shard_map.read(self._store, job)
+        entry = await holdings.read(self._store, job)
+        if layout is None or entry is None:
+            raise SnapshotFailed(
+                f"job {job} has no shards",
+                seen="no shard map",
+                expected="members that train with parameter servers",
+            )
+        present = await shard_map.servers(self._store)
+        addresses = {}
+        for holding in entry.holdings.shards:
+            primary = holding.primary
+            if primary not in present:
+                raise SnapshotFailed(
+                    f"the server that leads shard {holding.shard_id} of job {job} is away",
+                    seen=primary.server_id,
+                    expected="a server that is registered",
+                    fix="Wait until another one has taken over.",
+                )
+            addresses[primary.server_id] = present[primary]
+        reusable = before.parts if before is not None and before.lineage == lineage else ()
+        return _Cut(
+            cut_id=secrets.token_hex(6),
+            number=1 + (before.number if before is not None else 0),
+            layout=layout,
+            addresses=addresses,
+            known={(part.shard_id, part.epoch, part.version): part for part in reusable},
+        )
+
+    async def _frozen(
+        self, job: str, lineage: str, before: Manifest | None
+    ) -> tuple[_Cut, _Frozen]:
+        """A cut; attempt by attempt, for shards may move and servers die meanwhile."""
+        for attempt, wait_s in enumerate(WAITS_S, 1):
+            is_last = attempt == len(WAITS_S)
+            cut = await self._planned(job, lineage, before)
+            try:
+                return cut, await self._freeze(job, cut, wait_s, take_torn=is_last)
+            except BaseException as error:
+                await self._abort(job, cut)
+                if is_last or not isinstance(error, RetryError):
+                    raise
+                log.info("cut_failed", job=job, cut=cut.cut_id, reason=str(error))
+            await asyncio.sleep(PAUSE_S)
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _freeze(self, job: str, cut: _Cut, wait_s: float, *, take_torn: bool) -> _Frozen:
+        started_s = time.monotonic()
+        close = pb.CloseRequest(job=job, cut_id=cut.cut_id, limit_s=2 * ANSWER_WITHIN_S)
+        closed = await self._ask_all(cut, lambda stub: stub.Close, close, ANSWER_WITHIN_S)
+        begun = merged(messages.to_begun(reply.begun) for reply in closed.values())
+        cursor = self._state.cursor(job)
+        freeze = pb.FreezeRequest(
+            job=job,
+            cut_id=cut.cut_id,
+            begun=messages.of_begun(begun),
+            wait_s=wait_s,
+            take_torn=take_torn,
+            known=[
+                pb.ShardStamp(shard_id=shard_id, epoch=epoch, version=version)
+                for shard_id, epoch, version in cut.known
+            ],
+        )
+        limit_s = wait_s + ANSWER_WITHIN_S
+        frozen = await self._ask_all(cut, lambda stub: stub.Freeze, freeze, limit_s)
+        pause_s = time.monotonic() - started_s
+        stamps = {server: reply.shards for server, reply in frozen.items()}
+        _check_complete(cut.layout, stamps)
+        torn = [
+            f"push {step.sequence} of {step.session} lacks parts at {server}"
+            for server, reply in frozen.items()
+            for step in sorted(messages.to_begun(reply.torn))
+        ]
+        return _Frozen(stamps=stamps, begun=begun, torn=torn, cursor=cursor, pause_s=pause_s)
+
+    async def _written(self, job: str, url: str, cut: _Cut, frozen: _Frozen) -> Sequence[Part]:
+        write = pb.WriteRequest(job=job, cut_id=cut.cut_id, url=url, number=cut.number)
+        replies = await self._ask_all(cut, lambda stub: stub.Write, write, WRITE_WITHIN_S)
+        written = {
+            part.shard_id: part
+            for reply in replies.values()
+            for part in map(messages.to_part, reply.files)
+        }
+        parts = []
+        for stamps in frozen.stamps.values():
+            for stamp in stamps:
+                key = (stamp.shard_id, stamp.epoch, stamp.version)
+                part = cut.known.get(key) or written.get(stamp.shard_id)
+                if part is None or (part.epoch, part.version) != key[1:]:
+                    raise SnapshotFailed(
+                        f"shard {stamp.shard_id} was not written as it was taken",
+                        seen="nothing" if part is None else f"version {part.version}",
+                        expected=f"version {stamp.version} of epoch {stamp.epoch}",
+                    )
+                parts.append(part)
+        return tuple(sorted(parts, key=lambda part: part.shard_id))
+
+    def _manifest(
+        self, job: str, lineage: str, cut: _Cut, frozen: _Frozen, parts: Sequence[Part]
+    ) -> Manifest:
+        return Manifest(
+            job=job,
+            number=cut.number,
+            cut_id=cut.cut_id,
+            lineage=lineage,
+            taken_unix_s=time.time(),
+            layout=cut.layout.SerializeToString(deterministic=True),
+            parts=parts,
+            steps=messages.newest(frozen.begun),
+            partial_steps=list(frozen.torn),
+            cursor=frozen.cursor,
+            training=self._state.training(job),
+        )
+
+    async def _undo(self, library: Library, cut: _Cut) -> None:
+        await self._abort(library.job, cut)
+        try:
+            await asyncio.to_thread(library.discard, cut.number, cut.cut_id)
+        except ShoalError as error:
+            # It goes when a later snapshot has been completed.
+            log.warning("snapshot_not_removed", job=library.job, reason=str(error))
+
+    async def _abort(self, job: str, cut: _Cut) -> None:
+        abort = pb.AbortRequest(job=job, cut_id=cut.cut_id)
+        try:
+            await self._ask_all(cut, lambda stub: stub.Abort, abort, ANSWER_WITHIN_S)
+        except ShoalError as error:
+            # A server that does not hear of it opens by itself.
+            log.info("cut_not_aborted", job=job, cut=cut.cut_id, reason=str(error))
+
+    async def _ask_all(
+        self, cut: _Cut, method: Callable[[Any], Any], request: Any, timeout_s: float
+    ) -> dict[str, Any]:
+        """Every server's answer. Raises the first failure, once all have answered or failed."""
+        replies = await asyncio.gather(
+            *(
+                self._calls.call(address, method, request, timeout_s)
+                for address in cut.addresses.values()
+            ),
+            return_exceptions=True,
+        )
+        for reply in replies:
+            if isinstance(reply, BaseException):
+                raise reply
+        return dict(zip(cut.addresses, replies, strict=True))
+
+
+def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStamp]]) -> None:
+    """Raise unless each shard was taken by exactly one server."""
+    taken = sorted(stamp.shard_id for each in stamps.values() for stamp in each)
+    expected = sorted(shard.shard_id for shard in layout.shards)
+    if taken != expected:
+        missing = sorted(set(expected) - set(taken))
+        raise SnapshotFailed(
+            f"not every shard of job {layout.job} is led by one server",
+            seen=f"{len(taken)} taken, without {missing[:10]}" if missing else "some taken twice",
+            expected=f"{len(expected)} shards that have their values",
+            fix="Wait until the members have created them, or until they have been moved.",
+        )
+
+
+__all__ = ["JobState", "SnapshotTaker", "Taken"]

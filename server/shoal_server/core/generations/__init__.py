@@ -1,0 +1,1 @@
+"""Generations: rosters, how far a roster is agreed on, and how far a job has come."""

@@ -1,0 +1,69 @@
+"""One member of a job, as the coordinator knows it."""
+
+from dataclasses import dataclass
+
+from shoal_server.core.generations.roster import (
+    NO_GENERATION,
+    Candidate,
+    Generation,
+    MemberInfo,
+    Proposal,
+    Roster,
+)
+
+
+@dataclass(kw_only=True)
+class Member:
+    member_id: str
+    incarnation: str
+    info: MemberInfo
+    attended_s: float
+    proposal: Proposal | None = None
+    """What it would train; a member without one cannot be in a roster yet."""
+    settled: bool = True
+    """Stands still and can be part of the next roster. False while a synchronous one trains."""
+    reported_broken: Generation = NO_GENERATION
+    """The newest generation in which a collective failed under it."""
+    entered: Generation = NO_GENERATION
+    """The newest generation that it is known to have been in."""
+    disconnected_s: float | None = None
+    halted_s: float | None = None
+    """Since when a signal has halted its process."""
+    draining_s: float | None = None
+    """Since when it is to leave."""
+    drain_reason: str = ""
+    failed_in: Generation = NO_GENERATION
+    """The newest generation that it could not bring up by its own failure."""
+    moved: int = 0
+    """Counts what its bring-up has brought about, as its newest heartbeat told."""
+    moved_s: float = float("-inf")
+    """When that was last seen to change."""
+    own_code_since_s: float | None = None
+    """Since when its trainer has been in the script's own code, as far as is known."""
+    waits_for_others: bool = False
+    """Whether its trainer is known to wait for other members."""
+    let_go: bool = False
+    """Was told to leave at its next step boundary."""
+    waiting_for: str = "its own model: it has not proposed yet"
+    waiting_since_s: float = 0.0
+
+    def waits(self, reason: str, now_s: float) -> None:
+        """Note what the member waits for; the clock starts anew only when that changes."""
+        if reason != self.waiting_for:
+            self.waiting_for, self.waiting_since_s = reason, now_s
+
+    @property
+    def holds_state(self) -> bool:
+        return self.proposal is not None and self.proposal.has_state
+
+    def is_in(self, roster: Roster | None) -> bool:
+        return roster is not None and roster.holds(self.member_id, self.incarnation)
+
+    def as_candidate(self) -> Candidate:
+        assert self.proposal is not None
+        return Candidate(
+            member_id=self.member_id,
+            incarnation=self.incarnation,
+            info=self.info,
+            proposal=self.proposal,
+        )

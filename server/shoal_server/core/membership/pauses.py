@@ -1,0 +1,81 @@
+"""Pauses: a member runs code of its script's own, and the others wait for it. Pure.
+
+While one is in force no limit runs by which members agree, stop or come up: those limits are moved
+by what time passes (`Pauses.hold`). How a loss is noticed is not touched by it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shoal_server.core.membership.events import Paused
+from shoal_server.core.membership.member import Member
+
+MAX_NAMES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pause:
+    """What one member said of its own."""
+
+    reason: str
+    since_s: float
+    limit_s: float
+
+    @property
+    def ends_s(self) -> float:
+        """From then on the member is taken for hung."""
+        return self.since_s + self.limit_s
+
+
+@dataclass(kw_only=True)
+class Pauses:
+    """Of one job's members; whom of them the others wait for is not known here."""
+
+    _paused: dict[str, tuple[Member, Pause]] = field(default_factory=dict)
+    _held_since_s: float | None = None
+    released_s: float = float("-inf")
+    """When the newest pause that held the limits up was over."""
+
+    def begin(self, member: Member, event: Paused, now_s: float) -> Pause:
+        """Take in what the member says of its pause; said again, the newest word counts."""
+        pause = Pause(reason=event.reason, since_s=now_s - event.elapsed_s, limit_s=event.limit_s)
+        self._paused[member.member_id] = (member, pause)
+        return pause
+
+    def end(self, member: Member) -> Pause | None:
+        """The member's pause is over, or the member is gone; None if there was none."""
+        known = self._paused.get(member.member_id)
+        if known is None or known[0] is not member:
+            return None
+        del self._paused[member.member_id]
+        return known[1]
+
+    def of(self, member: Member) -> Pause | None:
+        known = self._paused.get(member.member_id)
+        return known[1] if known is not None and known[0] is member else None
+
+    def __iter__(self) -> Iterator[tuple[Member, Pause]]:
+        return iter(list(self._paused.values()))
+
+    def hold(self, now_s: float, *, held: bool) -> float:
+        """By how much the limits are to be moved: what has passed while they were held up.
+
+        `held`: whether they are from now on.
+        """
+        since_s, self._held_since_s = self._held_since_s, now_s if held else None
+        if since_s is None:
+            return 0.0
+        self.released_s = now_s
+        return now_s - since_s
+
+
+def told(member: Member, rank: int | None, pause: Pause, now_s: float | None = None) -> str:
+    """What the others wait for: "rank 0 (vm-0) is paused: validation, for 54 s of 1800 s"."""
+    name = member.member_id if rank is None else f"rank {rank} ({member.member_id})"
+    text = f"{name} is paused: {pause.reason}"
+    if now_s is None:
+        return text
+    return f"{text}, for {max(now_s - pause.since_s, 0.0):.0f} s of {pause.limit_s:g} s"
+
+
+__all__ = ["Pause", "Pauses", "told"]

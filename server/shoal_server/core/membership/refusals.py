@@ -1,0 +1,183 @@
+"""Every refusal the membership can give, worded in one place."""
+
+from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step
+from shoal_server.core.membership.events import Event, Refusal, RefusalKind
+
+
+def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FENCED,
+        what=f"{event.member_id} is not a member of job {job}",
+        seen="a process that never attended, or was declared lost",
+        expected=f"a member that attends; the current generation is {generation}",
+        fix="It may have been declared lost: join again.",
+    )
+
+
+def replaced(event: Event, incarnation: str, generation: Generation) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FENCED,
+        what=f"{event.member_id} was replaced by a newer process",
+        seen="an earlier process of that name",
+        expected=f"its newest process; the current generation is {generation}",
+        fix="End this process.",
+        replaced_by=incarnation,
+    )
+
+
+def bad_spec(job: str, problem: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"job {job} cannot have these bounds",
+        seen=problem,
+        fix="Set min_members <= desired_members <= max_members.",
+    )
+
+
+def other_bounds(seen: JobSpec, expected: JobSpec) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.CONFLICT,
+        what=f"job {expected.job} has other bounds",
+        seen=_bounds(seen),
+        expected=_bounds(expected),
+        fix="Start every worker of a job with the same bounds.",
+    )
+
+
+def empty_proposal(member_id: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"{member_id} proposed nothing",
+        expected="the fields that all members must agree in",
+    )
+
+
+def finished(job: str, reason: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FINISHED,
+        what=f"job {job} is finished",
+        seen=reason,
+        expected="a job that still has work to do",
+        fix="Run it again with `shoal run --fresh` (`shoal rm` takes it away), or give another"
+        " job name.",
+    )
+
+
+def of_an_earlier_run(job: str, seen: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.FINISHED,
+        what=f"the run of job {job} that this process belongs to is over: the job was begun anew",
+        seen=seen,
+        expected="a process of the run of now",
+        fix="End this process.",
+    )
+
+
+def state_lost(job: str, progress: Progress, seen: str) -> Refusal:
+    reached = f"step {progress.reached}" if progress.reached else "its first steps"
+    return Refusal(
+        kind=RefusalKind.STATE_LOST,
+        what=f"the state of job {job} is lost: it had come to {reached}, in generation"
+        f" {progress.trained_in}, and nobody holds it any more",
+        seen=seen,
+        expected="a member that holds it, or a checkpoint that every member sees",
+        fix="Run it with --fresh to start from step 0; or, with checkpoints=shoal.Checkpoints(...)"
+        " in distribute(), from the newest one there is.",
+    )
+
+
+def cannot_bring_up(job: str, member_id: str, num_tries: int, error: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.BRING_UP,
+        what=f"{member_id} could not bring up a generation of job {job} in {num_tries} tries,"
+        " and is left out",
+        seen=error,
+        expected="a member that comes as far as its first collective",
+        fix="Its log has the traceback. Mend that, then start it under another name.",
+    )
+
+
+def no_checkpoint(member_id: str, step: Step, others: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.STATE_LOST,
+        what=f"{member_id} does not see the checkpoint of step {step}, from which the others go on",
+        expected=f"the checkpoint that {others} see",
+        fix="Give every member the same directory for checkpoints, on storage that all share.",
+    )
+
+
+def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.CONFLICT,
+        what=f"members of job {job} differ",
+        seen="; ".join(str(c) for c in conflicts),
+        expected="the same value in every member",
+        fix="Start all workers with the same script, model and settings.",
+        conflicts=conflicts,
+    )
+
+
+def bad_devices(member_id: str, problem: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.SPEC,
+        what=f"{member_id} cannot have these devices",
+        seen=problem,
+        expected="at least 1 device of the kind it states",
+    )
+
+
+def confined(job: str, conflict: Conflict) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.CONFLICT,
+        what=f"job {job} spans several hosts, which cannot reach every member",
+        seen=str(conflict),
+        expected="addresses that the other hosts reach",
+        fix="Give every worker the coordinator's address as other hosts see it, or set"
+        " SHOAL_ADDRESS.",
+        conflicts=(conflict,),
+    )
+
+
+def unreachable(job: str, member_id: str, seen: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.UNREACHABLE,
+        what=f"{member_id} and others of job {job} cannot reach each other",
+        seen=seen,
+        expected="every member to reach every other over TCP",
+        fix="Look at firewalls between the hosts and at SHOAL_ADDRESS, then start it again.",
+    )
+
+
+AWAY_FIX = (
+    'put what takes so long between steps into `with session.pause("validation"):`,'
+    " and the others wait for it"
+)
+
+
+def away(reason: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.TIMEOUT,
+        what=reason,
+        expected="the next step, or session.pause",
+        fix=AWAY_FIX[0].upper() + AWAY_FIX[1:] + ".",
+    )
+
+
+def pause_over(paused: str, limit_s: float) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.TIMEOUT,
+        what=paused,
+        seen="no end of it",
+        expected=f"session.pause to end within its limit_s={limit_s:g}",
+        fix="Give session.pause(reason, limit_s=...) the time that the code within it takes.",
+    )
+
+
+def timeout(reason: str) -> Refusal:
+    return Refusal(kind=RefusalKind.TIMEOUT, what=reason)
+
+
+def _bounds(spec: JobSpec) -> str:
+    bounds = f"min={spec.min_members} max={spec.max_members} desired={spec.desired_members}"
+    return f"{bounds} last_call_s={spec.last_call_s:g}" if spec.last_call_s else bounds

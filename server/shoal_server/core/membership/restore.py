@@ -1,0 +1,88 @@
+"""A job as a new leader finds it in the store."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.roster import Generation, JobSpec, Record, Roster
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.phases import Phase
+
+GRACE_LEASES = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What the store holds of a job."""
+
+    last_generation: Generation
+    record: Record | None
+    """The newest committed record."""
+    before: Record | None
+    """The one committed before it, if it did not break or abort since."""
+    members: tuple[Member, ...]
+    finished: bool
+    reason: str
+    progress: Progress = field(default_factory=Progress)
+    lost: str | None = None
+    """Of a job whose state is lost: where it was looked for."""
+
+
+def restored(
+    spec: JobSpec,
+    saved: Saved,
+    *,
+    limits: Limits,
+    digest_of: Callable[[Roster], str],
+    now_s: float,
+) -> Job:
+    """The job with what was durable of it.
+
+    Whether the newest generation already ran is not recorded: its members say so again when they
+    attend. They get the time of three leases for that before they count as disconnected: the
+    replica that they ask first may be the one that hangs.
+    """
+    job = Job(spec=spec, limits=limits, digest_of=digest_of, phase_since_s=now_s)
+    job.last_generation, job.reason = saved.last_generation, "a new leader took over"
+    job.progress = saved.progress
+    if saved.lost is not None:
+        job.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
+        job.phase, job.completing, job.reason = Phase.LOST, True, job.lost.what
+        return job
+    if saved.finished:
+        job.phase, job.completing, job.reason = Phase.FINISHED, True, saved.reason
+        return job
+    for member in saved.members:
+        job.attendance.admit(member)
+        job.attendance.unheard.add(member.member_id)
+        job.attendance.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
+    if saved.record is not None:
+        _continue_generation(job, saved.record, saved.before, now_s)
+    return job
+
+
+def _continue_generation(job: Job, record: Record, before: Record | None, now_s: float) -> None:
+    roster = record.roster
+    job.record, job.previous = record, roster
+    if job.progress.has_trained and roster.synchronous:
+        # It most likely ran: nothing is written when one does, but for the first.
+        job.progress.trained_in = max(job.progress.trained_in, roster.generation)
+    present = job.members_of(roster)
+    job.attendance.settle(present, settled=not roster.synchronous)
+    if len(present) == len(roster.entries):
+        old = before.roster if before is not None and roster.planned else None
+        if old is not None and len(job.members_of(old)) == len(old.entries):
+            # It may be that the members still train in it, on their way to the boundary.
+            job.running = old
+            job.attendance.settle(job.members_of(old), settled=not old.synchronous)
+        stopping = job.running.member_ids if job.running is not None else ()
+        job.phase = Phase.COMMITTED
+        job.agreement = Agreement.on(roster, record.digest, stopping=stopping)
+        job.deadline_s = now_s + job.limits.collective_s + job.limits.bring_up_s
+    elif roster.synchronous and present:
+        # One of them was lost while nobody led: those who are left hear of it when they attend.
+        job.broken_since_s = now_s

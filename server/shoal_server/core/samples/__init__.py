@@ -1,0 +1,1 @@
+"""The sample ledger: who trains on which samples when members go at their own pace."""

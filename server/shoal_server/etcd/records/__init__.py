@@ -1,0 +1,1 @@
+"""Records that several processes read: servers, shard assignments, shard maps, snapshot roots."""

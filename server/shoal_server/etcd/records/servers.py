@@ -1,0 +1,62 @@
+"""The parameter servers that are registered: a record of each, under a lease of its own."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_proto.errors import InternalError
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One process, as it says of itself."""
+
+    holder: Holder
+    address: str
+    """host:port under which workers and other servers reach it."""
+    is_leaving: bool = False
+    """It wants to give away what it holds."""
+
+
+def parse(key: str, value: bytes) -> Server:
+    """The server of a key below `keys.SERVERS`. Raises InternalError for what is no record."""
+    try:
+        record = json.loads(value)
+        return Server(
+            holder=Holder(key.removeprefix(keys.SERVERS), str(record.get("incarnation", ""))),
+            address=str(record["address"]),
+            is_leaving=bool(record.get("leaving", False)),
+        )
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise InternalError(
+            f"the record of parameter server {key.removeprefix(keys.SERVERS)} does not parse",
+            seen=f"{value[:80]!r}, {error!r}",
+            expected="JSON with an address",
+        ) from error
+
+
+def parse_all(records: Mapping[str, bytes]) -> list[Server]:
+    """Those of all records, by key, that can be read; what is wrong with another is logged."""
+    found = []
+    for key, value in records.items():
+        try:
+            found.append(parse(key, value))
+        except InternalError as error:
+            log.error("server_record_unreadable", key=key, reason=str(error))
+    return found
+
+
+async def read(store: KeyValueStore) -> list[Server]:
+    """All that are registered now. Raises what the store raises."""
+    snapshot = await store.range(keys.SERVERS)
+    return parse_all({item.key: item.value for item in snapshot.items})
+
+
+__all__ = ["Server", "parse", "parse_all", "read"]

@@ -1,0 +1,1 @@
+"""The store on a real etcd cluster, over gRPC."""

@@ -1,0 +1,264 @@
+"""Connections to etcd's endpoints, and the two ways to call: repeatable, and at most once.
+
+A repeatable call goes from endpoint to endpoint until one answers or the time is up. A call that
+must not run twice is sent only over a connection that stands, and once.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+import structlog
+
+from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_server.etcd import keys
+from shoal_server.etcd.remote.channel import Connection
+from shoal_server.etcd.remote.config import EtcdConfig
+from shoal_server.etcd.remote.failures import Failure, Remedy, understand, unreachable
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+Metadata = tuple[tuple[str, str], ...]
+
+# A member that is cut off from its cluster refuses at once instead of leaving us waiting.
+REQUIRE_LEADER: Metadata = (("hasleader", "true"),)
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 0.5
+MAX_LOGINS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """What one try of a call works with."""
+
+    connection: Connection
+    metadata: Metadata
+    timeout_s: float
+
+
+class Connections:
+    """All endpoints of one cluster. Calls go to the current one, until it fails."""
+
+    def __init__(self, config: EtcdConfig) -> None:
+        self.config = config
+        self._open: dict[str, Connection] = {}
+        self._index = 0
+        self._credentials: grpc.ChannelCredentials | None = None
+        self.token: str | None = None
+        """None before the login; empty where etcd wants none."""
+        self._login_lock = asyncio.Lock()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def current(self) -> Connection:
+        """The endpoint that calls go to now. Raises RefusedError after `close`."""
+        if self._closed:
+            raise _closed()
+        address = self.config.endpoints[self._index]
+        if address not in self._open:
+            self._open[address] = Connection(address, self._load_credentials())
+        return self._open[address]
+
+    def move_on(self, failed: str) -> None:
+        """Take the endpoint after the failed one, unless somebody already has."""
+        if self.config.endpoints[self._index] == failed:
+            self._index = (self._index + 1) % len(self.config.endpoints)
+
+    def replace(self, connection: Connection) -> None:
+        """Give a connection up: the next call to its endpoint makes a new one.
+
+        For one that is open but carries nothing. What still runs on it gets a moment to end.
+        """
+        if self._open.get(connection.address) is connection:
+            del self._open[connection.address]
+            closing = asyncio.create_task(self._close_later(connection))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def _close_later(self, connection: Connection) -> None:
+        try:
+            await asyncio.sleep(self.config.attempt_timeout_s)
+        finally:
+            await connection.close()
+
+    async def close(self) -> None:
+        self._closed = True
+        for closing in tuple(self._closing):
+            closing.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        while self._open:
+            _, connection = self._open.popitem()
+            await connection.close()
+
+    @contextmanager
+    def blaming(self, connection: Connection) -> Iterator[None]:
+        """Turns the end of a call by our own closing of its channel into an error.
+
+        gRPC ends such calls by CancelledError, as if the caller's own task were cancelled.
+        """
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not connection.closed or (task is not None and task.cancelling()):
+                raise
+            if self._closed:
+                raise _closed() from None
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE, details="the connection was given up"
+            ) from None
+
+    async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
+        """Repeat the attempt, at one endpoint after the other, until one answers.
+
+        Raises what etcd refused it with, or Unavailable when `timeout_s` is over.
+        """
+        retry = _Retry(self)
+        while True:
+            connection, token = self.current, self.token
+            try:
+                with self.blaming(connection):
+                    metadata = await self.metadata(connection)
+                    token = self.token
+                    limit_s = min(self.config.attempt_timeout_s, retry.left_s())
+                    return await attempt(Attempt(connection, metadata, limit_s))
+            except grpc.RpcError as error:
+                await retry.after(connection, understand(error, connection.address), token)
+
+    async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
+        """Send a request at most once, unless etcd surely did not carry it out.
+
+        Where the outcome is unknown, the error's `details["outcome"]` is "unknown".
+        """
+        retry = _Retry(self)
+        while True:
+            if not self.current.stands:
+                await self.call(_probe)
+            connection = self.current
+            try:
+                with self.blaming(connection):
+                    metadata = await self.metadata(connection)
+            except grpc.RpcError as error:
+                await retry.after(connection, understand(error, connection.address), None)
+                continue
+            token = self.token
+            try:
+                with self.blaming(connection):
+                    return await attempt(Attempt(connection, metadata, retry.left_s()))
+            except grpc.RpcError as error:
+                failure = understand(error, connection.address)
+                if not failure.untouched:
+                    self.move_on(connection.address)
+                    raise _unknown_outcome(failure.error) from error
+                await retry.after(connection, failure, token)
+
+    async def metadata(self, connection: Connection) -> Metadata:
+        """What each call carries; logs in where that is needed. Raises grpc.RpcError."""
+        if not self.config.user:
+            return REQUIRE_LEADER
+        async with self._login_lock:
+            if self.token is None:
+                self.token = await self._login(connection)
+        return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
+
+    def forget(self, token: str | None) -> None:
+        """Log in anew before the next call, unless somebody already has."""
+        if self.token == token:
+            self.token = None
+
+    async def _login(self, connection: Connection) -> str:
+        request = pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
+        try:
+            reply = await connection.auth.Authenticate(
+                request, timeout=self.config.attempt_timeout_s, metadata=REQUIRE_LEADER
+            )
+        except grpc.RpcError as error:
+            if "authentication is not enabled" not in (error.details() or ""):
+                raise
+            log.warning("etcd_login_skipped", reason="etcd has authentication switched off")
+            return ""
+        log.info("etcd_logged_in", user=self.config.user, endpoint=connection.address)
+        return str(reply.token)
+
+    def _load_credentials(self) -> grpc.ChannelCredentials | None:
+        if self.config.ca_file is None:
+            return None
+        if self._credentials is None:
+            files = (self.config.ca_file, self.config.key_file, self.config.cert_file)
+            try:
+                ca, key, cert = (file.read_bytes() if file else None for file in files)
+            except OSError as error:
+                raise InvalidSpec(
+                    "cannot read a TLS file for etcd", seen=str(error), expected="a PEM file"
+                ) from error
+            self._credentials = grpc.ssl_channel_credentials(ca, key, cert)
+        return self._credentials
+
+
+class _Retry:
+    """The patience of one call: how long, how often, and what each endpoint said."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._config = connections.config
+        self._clock = asyncio.get_running_loop().time
+        self._deadline_s = self._clock() + self._config.timeout_s
+        self._seen: dict[str, str] = {}
+        self._failures = 0
+        self._logins = 0
+
+    def left_s(self) -> float:
+        return max(self._deadline_s - self._clock(), 0.001)
+
+    async def after(self, connection: Connection, failure: Failure, token: str | None) -> None:
+        """Prepare the next attempt, or raise when there is to be none. `token`: the one used."""
+        if failure.remedy is Remedy.NONE:
+            raise failure.error
+        if failure.remedy is Remedy.LOGIN:
+            self._logins += 1
+            if not self._config.user or self._logins >= MAX_LOGINS:
+                raise failure.error
+            self._connections.forget(token)
+            return
+        self._seen[connection.address] = failure.error.seen or failure.error.what
+        self._connections.move_on(connection.address)
+        self._failures += 1
+        rounds, rest = divmod(self._failures, len(self._config.endpoints))
+        # All have failed once more: etcd is electing or down, and a pause spares both of us.
+        pause_s = 0.0 if rest else min(FIRST_PAUSE_S * 2 ** (rounds - 1), LONGEST_PAUSE_S)
+        if self._clock() + pause_s >= self._deadline_s:
+            raise unreachable(
+                self._seen,
+                tls=self._config.ca_file is not None,
+                timeout_s=self._config.timeout_s,
+            )
+        await asyncio.sleep(pause_s)
+
+
+async def _probe(attempt: Attempt) -> None:
+    """A read that changes nothing: it makes the connection stand."""
+    request = pb.RangeRequest(key=keys.LEADER.encode(), count_only=True)
+    await attempt.connection.kv.Range(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
+
+
+def _closed() -> RefusedError:
+    return RefusedError("the etcd client is closed", expected="calls before `close` only")
+
+
+def _unknown_outcome(error: ShoalError) -> ShoalError:
+    return type(error)(
+        f"{error.what}: the outcome of a transaction is unknown",
+        seen=error.seen,
+        fix="Read back what it would have changed.",
+        details={"outcome": "unknown"},
+    )
+
+
+__all__ = ["Attempt", "Connections", "Metadata"]

@@ -1,0 +1,258 @@
+"""A watch that goes on: over restarts of etcd, over dead endpoints, over compacted history.
+
+The stream to etcd may break at any moment; what must not break is the sequence of revisions. The
+tracker knows the next revision to tell, every new stream asks for exactly that one, and etcd
+sends history from its log. An answer that etcd cuts into fragments is put together again before
+any of it is told, so a break in between repeats the whole revision and loses nothing.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+
+import grpc
+import grpc.aio
+import structlog
+
+from shoal_proto.errors import CorruptError, ShoalError, Unavailable
+from shoal_proto.etcd import etcd_pb2 as pb
+from shoal_server.etcd.api import Revision, Snapshot, WatchBatch
+from shoal_server.etcd.remote import wire
+from shoal_server.etcd.remote.connection import Attempt, Connections
+from shoal_server.etcd.remote.failures import Remedy, understand
+from shoal_server.etcd.tracker import WatchTracker
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S = 0.02
+LONGEST_PAUSE_S = 0.5
+
+Stream = grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]
+
+
+class _Compacted(Exception):
+    """etcd no longer has the revision that the watch must go on from."""
+
+
+async def read_snapshot(connections: Connections, prefix: str, revision: int = 0) -> Snapshot:
+    """All keys under a prefix as of a revision (0: now). Linearizable.
+
+    Raises _Compacted for a revision that etcd has forgotten.
+    """
+    request = wire.range_request(prefix, prefix=True, revision=revision)
+
+    async def attempt(attempt: Attempt) -> pb.RangeResponse | None:
+        try:
+            return await attempt.connection.kv.Range(
+                request, timeout=attempt.timeout_s, metadata=attempt.metadata
+            )
+        except grpc.RpcError as error:
+            if "has been compacted" in (error.details() or ""):
+                return None
+            raise
+
+    reply = await connections.call(attempt)
+    if reply is None:
+        raise _Compacted
+    return Snapshot(Revision(reply.header.revision), wire.key_values(reply.kvs))
+
+
+async def watch(
+    connections: Connections, prefix: str, start: Revision
+) -> AsyncGenerator[WatchBatch, None]:
+    """See `KeyValueStore.watch`. Raises AccessDenied, and CorruptError if etcd lost history."""
+    tracker = WatchTracker(start)
+    pause_s = FIRST_PAUSE_S
+    interrupted = False
+    while True:
+        try:
+            if not tracker.seeded:
+                tracker.seed((await read_snapshot(connections, prefix, start - 1)).items)
+            async with aclosing(_follow(connections, prefix, tracker)) as batches:
+                async for batch in batches:
+                    if interrupted:
+                        log.info("watch_resumed", prefix=prefix, revision=batch.revision)
+                    pause_s, interrupted = FIRST_PAUSE_S, False
+                    yield batch
+        except _Compacted:
+            batch = tracker.reset(await _read_patiently(connections, prefix))
+            log.warning("watch_reset", prefix=prefix, revision=batch.revision)
+            yield batch
+        except Unavailable as error:
+            # Once per outage; the attempts that follow are the same news again.
+            if not interrupted:
+                log.warning(
+                    "watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error)
+                )
+            interrupted = True
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+async def _read_patiently(connections: Connections, prefix: str) -> Snapshot:
+    while True:
+        try:
+            return await read_snapshot(connections, prefix)
+        except Unavailable as error:
+            log.warning("watch_interrupted", prefix=prefix, reason=str(error))
+
+
+async def _follow(
+    connections: Connections, prefix: str, tracker: WatchTracker
+) -> AsyncGenerator[WatchBatch, None]:
+    """One stream's life. Ends by Unavailable, by _Compacted or by a refusal."""
+    connection, token = connections.current, connections.token
+    try:
+        with connections.blaming(connection):
+            metadata = await connections.metadata(connection)
+        token = connections.token
+        call: Stream = connection.watch.Watch(metadata=metadata)
+    except grpc.RpcError as error:
+        raise _lost(connections, connection.address, token, error) from error
+    create = pb.WatchRequest(create_request=_create(prefix, tracker.next))
+    try:
+        silence_s = connections.config.silence_s
+        with connections.blaming(connection):
+            async with aclosing(_responses(call, create, silence_s)) as responses:
+                async for events in _whole(connections, prefix, tracker, responses):
+                    batch = tracker.advance(wire.watch_event(each) for each in events)
+                    if batch is not None:
+                        yield batch
+    except grpc.RpcError as error:
+        raise _lost(connections, connection.address, token, error) from error
+    except TimeoutError as error:
+        connections.replace(connection)
+        connections.move_on(connection.address)
+        raise Unavailable(
+            f"etcd at {connection.address}", seen=f"no word for {silence_s:g} s"
+        ) from error
+    finally:
+        call.cancel()
+
+
+async def _whole(
+    connections: Connections,
+    prefix: str,
+    tracker: WatchTracker,
+    responses: AsyncIterator[pb.WatchResponse],
+) -> AsyncIterator[list[pb.Event]]:
+    """The events of whole answers, put together from fragments."""
+    events: list[pb.Event] = []
+    async for response in responses:
+        if response.canceled:
+            _raise_cancelled(response)
+        if response.created:
+            await _check_history(connections, prefix, tracker, response.header.revision)
+        events.extend(response.events)
+        # An answer without events is a sign of life, and ends no fragments.
+        if response.events and not response.fragment:
+            yield events
+            events = []
+
+
+async def _responses(
+    call: Stream, create: pb.WatchRequest, silence_s: float
+) -> AsyncGenerator[pb.WatchResponse, None]:
+    """What comes over the stream. Asks for a sign of life when nothing does.
+
+    Raises TimeoutError after `silence_s` without any word, and grpc.RpcError when the call ends.
+    """
+    await _send(call, create, silence_s)
+    clock = asyncio.get_running_loop().time
+    heard_s = clock()
+    # A task, because cancelling a read (as a time limit would) cancels the whole call.
+    reading = asyncio.ensure_future(call.read())
+    try:
+        while True:
+            done, _ = await asyncio.wait({reading}, timeout=silence_s / 3)
+            if not done:
+                if clock() - heard_s >= silence_s:
+                    raise TimeoutError
+                # Not sooner: some versions never answer a question that comes before the watch
+                # has caught up with history (etcd-io/etcd#17507).
+                await _send(call, _PROGRESS, silence_s)
+                continue
+            response = reading.result()
+            if not isinstance(response, pb.WatchResponse):
+                raise await _ending(call)
+            heard_s = clock()
+            yield response
+            # The consumer's time is not the peer's silence.
+            heard_s = clock()
+            reading = asyncio.ensure_future(call.read())
+    finally:
+        call.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+_PROGRESS = pb.WatchRequest(progress_request=pb.WatchProgressRequest())
+
+
+async def _send(call: Stream, request: pb.WatchRequest, limit_s: float) -> None:
+    try:
+        async with asyncio.timeout(limit_s):
+            await call.write(request)
+    except asyncio.InvalidStateError:
+        # The call has ended; how, it tells itself.
+        raise await _ending(call) from None
+
+
+async def _ending(call: Stream) -> grpc.aio.AioRpcError:
+    code, text = await call.code(), await call.details()
+    return grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE if code is grpc.StatusCode.OK else code,
+        details=text or "the stream ended",
+    )
+
+
+def _create(prefix: str, start: Revision) -> pb.WatchCreateRequest:
+    key, end = wire.key_range(prefix, prefix=True)
+    return pb.WatchCreateRequest(key=key, range_end=end, start_revision=start, fragment=True)
+
+
+def _raise_cancelled(response: pb.WatchResponse) -> None:
+    if response.compact_revision > 0:
+        raise _Compacted
+    code = grpc.StatusCode.UNAVAILABLE
+    if "permission denied" in response.cancel_reason.lower():
+        code = grpc.StatusCode.PERMISSION_DENIED
+    raise grpc.aio.AioRpcError(code, details=response.cancel_reason or "the watch was cancelled")
+
+
+async def _check_history(
+    connections: Connections, prefix: str, tracker: WatchTracker, revision: int
+) -> None:
+    """Raises CorruptError when the store is older than what it has already told.
+
+    A member may lag; a linearizable read tells a laggard from an etcd that lost its data.
+    """
+    told = tracker.next - 1
+    if revision >= told:
+        return
+    now = await read_snapshot(connections, prefix)
+    if now.revision < told:
+        raise CorruptError(
+            "etcd has lost history",
+            seen=f"revision {now.revision}",
+            expected=f"at least {told}, which it has already told",
+            fix="Was its data directory replaced or restored? Restart Shoal's servers on it.",
+        )
+
+
+def _lost(
+    connections: Connections, address: str, token: str | None, error: grpc.RpcError
+) -> ShoalError:
+    """What ends a stream: Unavailable where another attempt may help."""
+    failure = understand(error, address)
+    if failure.remedy is Remedy.NONE:
+        return failure.error
+    if failure.remedy is Remedy.LOGIN:
+        if not connections.config.user:
+            return failure.error
+        connections.forget(token)
+    else:
+        connections.move_on(address)
+    return Unavailable(f"the watch at {address} broke", seen=failure.error.seen)
+
+
+__all__ = ["read_snapshot", "watch"]

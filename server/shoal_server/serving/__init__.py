@@ -1,0 +1,1 @@
+"""What every process of the server side stands on: listening, gRPC, message bounds."""

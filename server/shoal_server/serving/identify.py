@@ -1,0 +1,25 @@
+"""Whether a parameter server is there, asked of itself: a lease outlives its server by seconds."""
+
+from collections.abc import Sequence
+
+import grpc
+import grpc.aio
+
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
+from shoal_server.core.shards.assignments import Holder
+
+
+async def answers(
+    holder: Holder, address: str, *, options: Sequence[tuple[str, int]], within_s: float
+) -> bool:
+    """Whether that very process answers at the address, over a channel with these options."""
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
+        try:
+            found = await ReplicationStub(channel).Identify(pb.IdentifyRequest(), timeout=within_s)
+        except grpc.RpcError:
+            return False
+    return Holder(found.server_id, found.incarnation) == holder
+
+
+__all__ = ["answers"]

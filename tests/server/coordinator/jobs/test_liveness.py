@@ -1,0 +1,103 @@
+"""When a member counts as silent, by how evenly its heartbeats came."""
+
+import random
+
+import pytest
+
+from shoal_server.coordinator.jobs.liveness import WINDOW, Liveness
+from shoal_server.core.limits import Limits
+
+LIMITS = Limits(heartbeat_s=0.5, join_s=120)
+
+
+def after(*intervals: float) -> tuple[Liveness, float]:
+    """A member that beat at these intervals, and the time of its last beat."""
+    now_s = 100.0
+    liveness = Liveness(LIMITS, (), now_s)
+    liveness.attended("a", now_s)
+    for interval_s in (0.5, *intervals):
+        now_s += interval_s
+        liveness.beat("a", 0, now_s)
+    return liveness, now_s
+
+
+def uneven(low: float, high: float, num_beats: int = WINDOW) -> list[float]:
+    chance = random.Random(7)
+    return [chance.uniform(low, high) for _ in range(num_beats)]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "at_least_s", "at_most_s"),
+    [
+        pytest.param([], 2.0, 2.0, id="nothing known: the lease"),
+        pytest.param([4.0, 0.1], 2.0, 2.0, id="too few to tell: the lease"),
+        pytest.param([0.5] * 20, 2.0, 2.0, id="even: the lease"),
+        pytest.param(uneven(0.45, 0.55), 2.0, 2.0, id="nearly even: the lease"),
+        pytest.param([0.5] * 20 + [6.0], 2.0, 2.0, id="one long gap: the lease"),
+        pytest.param([0.5] * 20 + [6.0, 0.1, 6.0, 0.1], 2.0, 2.0, id="two long gaps: the lease"),
+        pytest.param(uneven(0.1, 1.5), 3.0, 5.0, id="uneven: more"),
+        pytest.param([1.5] * 20, 2.0, 2.0, id="slow, yet even: the lease"),
+        pytest.param([3.0] * 20, 3.0, 3.0, id="slower than the lease: as slow as it is"),
+        pytest.param(uneven(0.1, 15.0), 16.0, 16.0, id="wild: the limit on silence"),
+        pytest.param([60.0] * 20, 16.0, 16.0, id="very slow: the limit on silence"),
+        pytest.param(uneven(0.1, 15.0) + [0.5] * WINDOW, 2.0, 2.0, id="wild once, even since"),
+    ],
+)
+def test_silence_is_measured_by_a_members_own_beats(
+    intervals: list[float], at_least_s: float, at_most_s: float
+) -> None:
+    """Between the lease and the limit on silence, by median and deviation of the last beats."""
+    assert (LIMITS.lease_s, LIMITS.silence_s) == (2.0, 16.0)
+    liveness, _ = after(*intervals)
+    assert at_least_s - 1e-3 <= liveness.allowed_s("a") <= at_most_s + 1e-3
+
+
+def test_a_member_is_lost_once_it_was_silent_for_longer() -> None:
+    """Not before; and the reason has the silence, the allowance and how it beat before."""
+    liveness, now_s = after(*[0.5] * 20)
+    assert liveness.late(now_s + 1.9) == []
+    assert liveness.late(now_s + 2.5) == ["a"]
+    assert liveness.why_lost("a", now_s + 1.9) == ""
+    assert liveness.why_lost("a", now_s + 2.5) == (
+        "no heartbeat for 2.5 s, of 2 s allowed (it beat every 0.5 s, give or take 0 s)"
+    )
+
+
+def test_an_uneven_member_is_late_before_it_is_lost() -> None:
+    """Where beats scatter, silence of the time of a lease says nothing."""
+    liveness, now_s = after(*uneven(0.1, 1.5))
+    allowed_s = liveness.allowed_s("a")
+    assert liveness.late(now_s + 2.5) == ["a"]
+    assert liveness.why_lost("a", now_s + 2.5) == ""
+    assert f"of {allowed_s:.3g} s allowed" in liveness.why_lost("a", now_s + allowed_s + 0.1)
+
+
+def test_the_search_sees_all_who_are_late() -> None:
+    """Whatever the order in which they came and beat."""
+    liveness = Liveness(LIMITS, "abcd", 0.0)
+    liveness.beat("b", 0, 1.0)
+    liveness.attended("e", 2.0)
+    liveness.beat("a", 0, 3.0)
+    assert liveness.late(3.5) == ["c", "d", "b"]
+    liveness.forget("c")
+    assert liveness.late(100.0) == ["d", "b", "e", "a"]
+
+
+def test_a_pause_of_the_listener_is_nobodys_silence() -> None:
+    """After it everybody has the whole time again, and the gap is not learned from."""
+    liveness, now_s = after(*[0.5] * 10)
+    for _ in range(WINDOW):
+        now_s += 30.0
+        liveness.resume(now_s)
+        liveness.beat("a", 0, now_s + 0.1)
+    assert liveness.late(now_s + 1.9) == []
+    assert liveness.allowed_s("a") == LIMITS.lease_s
+
+
+def test_the_step_never_falls() -> None:
+    """Beats that overtake each other, or an attendance, leave the highest step."""
+    liveness, now_s = after()
+    liveness.beat("a", 7, now_s)
+    liveness.beat("a", 5, now_s)
+    liveness.attended("a", now_s)
+    assert [(name, pulse.step) for name, pulse in liveness.pulses()] == [("a", 7)]

@@ -1,0 +1,43 @@
+"""A member that says nothing any more, as the coordinator finds it."""
+
+import asyncio
+
+from support.clusters.coordinator_world import served
+
+from shoal_proto.incarnation import new_incarnation
+from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo, Step
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership.events import Attended, Offered
+from shoal_server.etcd.memory import MemoryStore
+
+WITHIN_S = 60.0
+SPEC = JobSpec(job="j", min_members=1, max_members=8, desired_members=8)
+LIMITS = Limits(heartbeat_s=0.2, join_s=120.0)
+
+
+async def test_a_silent_member_is_found_although_the_others_never_pause() -> None:
+    """The search comes round by the clock, not when there happens to be nothing else to do."""
+    async with served(MemoryStore(), LIMITS) as world:
+        actor = world.coordinator.registry.find_or_create(SPEC)
+        names = {name: new_incarnation() for name in ("silent", "busy")}
+        for name, incarnation in names.items():
+            actor.open(name, incarnation)
+            info = MemberInfo(host="h", address="127.0.0.1")
+            event = Attended(member_id=name, incarnation=incarnation, spec=SPEC, info=info)
+            await actor.submit(event)
+        nothing = Offered(
+            member_id="busy",
+            incarnation=names["busy"],
+            generation=Generation(9),
+            next_step=Step(0),
+        )
+        async with asyncio.timeout(WITHIN_S):
+            while "silent" in actor.job.members:
+                actor.seen("busy", names["busy"], 0)
+                await actor.submit(nothing)
+                await asyncio.sleep(0)
+        await actor.submit(nothing)  # behind what the loss led to
+        assert list(actor.job.members) == ["busy"]
+        (lost,) = [e for e in world.coordinator.board.events("j") if e.kind == "member_removed"]
+        assert lost.reason.startswith("silent: no heartbeat for ")
+        assert f"of {LIMITS.lease_s:g} s allowed" in lost.reason

@@ -1,0 +1,252 @@
+"""When a replica takes a leader for gone, and when it leaves the judgement to the lease."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.coordinator_world import FIELDS
+from support.clusters.etcd_fixture import running_etcd
+from support.network.etcd_gate import open_gate
+from support.processes.served_process import awaited
+
+from shoal_client.local.process import Supervisor
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.incarnation import new_incarnation
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.coordinator.leadership.health import LEADER, HealthService
+from shoal_server.coordinator.leadership.leader_failover import (
+    answered_until_broken,
+    end_when_gone,
+    refuses,
+)
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValue
+from shoal_server.etcd.election import Election
+from shoal_server.etcd.leader_key import Candidate, Leader, read
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
+from shoal_server.serving.rpc import Context, bind, new_server
+
+DEADLINE_S = 60.0
+LONG_LEASE_S = 600
+"""Nothing in these tests can wait for its end."""
+
+
+def started(
+    supervisor: Supervisor, directory: Path, etcd: str, lease_s: int, listen: str = "127.0.0.1:0"
+) -> CoordinatorProcess:
+    """One more coordinator, that serves."""
+    name = f"coordinator-{len(list(directory.glob('*.log')))}"
+    process = CoordinatorProcess(supervisor, directory, name, etcd, lease_s=lease_s, listen=listen)
+    return process.ready()
+
+
+def health(process: CoordinatorProcess, service: str) -> int:
+    with grpc.insecure_channel(process.grpc) as channel:
+        request = health_pb2.HealthCheckRequest(service=service)
+        return int(health_pb2_grpc.HealthStub(channel).Check(request, timeout=30).status)
+
+
+def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path) -> None:
+    """Its process is gone, which the kernel says at once; and probes are told who leads."""
+    serving = health_pb2.HealthCheckResponse.SERVING
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        second = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        third = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        assert first.leads()
+        assert [health(each, LEADER) == serving for each in (first, second)] == [True, False]
+        assert health(second, "") == serving
+        awaited(
+            lambda: second.follows(first.grpc) and third.follows(first.grpc),
+            DEADLINE_S,
+            "both follow",
+        )
+        first.process.kill()
+        awaited(lambda: second.leads() or third.leads(), DEADLINE_S, "one of the two succeeds it")
+        successor, other = (second, third) if second.leads() else (third, second)
+        awaited(
+            lambda: other.follows(successor.grpc), DEADLINE_S, "the other follows the successor"
+        )
+        awaited(lambda: health(successor, LEADER) == serving, DEADLINE_S, "it tells probes so")
+        successor.process.kill()
+        awaited(other.leads, DEADLINE_S, "the last succeeds the successor")
+
+
+def test_a_coordinator_that_restarts_leads_without_waiting_for_its_own_lease(
+    tmp_path: Path,
+) -> None:
+    """It listens where the leader's key says the leader does, so that one is dead."""
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
+        first.process.kill()
+        first.process.wait()
+        again = started(supervisor, tmp_path, etcd, LONG_LEASE_S, listen=first.grpc)
+        awaited(again.leads, DEADLINE_S, "the restarted one leads")
+
+
+async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) -> None:
+    """A replica that starts takes nothing from a leader elsewhere, nor from a namesake host's."""
+    store = MemoryStore()
+    await _reign(store, "127.0.0.1:1")
+    for candidate in (
+        Candidate(address="127.0.0.1:2"),
+        Candidate(address="127.0.0.1:1", host="another"),
+    ):
+        await Election(store, candidate).end_predecessor()
+        assert (await read(store))[0] is not None
+    await Election(store, Candidate(address="127.0.0.1:1")).end_predecessor()
+    assert (await read(store))[0] is None
+    await store.close()
+
+
+def test_a_halted_leader_wakes_up_deposed_and_changes_nothing(tmp_path: Path) -> None:
+    """Its port answers, so its lease decides; what its successor wrote stays as it is."""
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        first = started(supervisor, tmp_path, etcd, 2)
+        second = started(supervisor, tmp_path, etcd, 2)
+        one = _member([first.grpc, second.grpc])
+        try:
+            one.join()
+            one.propose(FIELDS, synchronous=True, step=0, has_state=False)
+            one.ready(one.await_generation(0, DEADLINE_S))
+            first.process.send_signal(signal.SIGSTOP)
+            awaited(second.leads, DEADLINE_S, "the other leads")
+            awaited(lambda: _runs(second), DEADLINE_S, "the member attends the other")
+            before = asyncio.run(_jobs_in(etcd))
+            first.process.send_signal(signal.SIGCONT)
+            awaited(lambda: first.follows(second.grpc), DEADLINE_S, "the old leader follows")
+            assert asyncio.run(_jobs_in(etcd)) == before
+            assert second.leads()
+            assert not one.is_broken(1)
+        finally:
+            one.close()
+
+
+def _member(coordinators: list[str]) -> MemberSession:
+    spec = pb.JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
+    info = pb.MemberInfo(host="h", pid=1, address="127.0.0.1")
+    return MemberSession(
+        Member(
+            coordinators=coordinators,
+            spec=spec,
+            member_id="a",
+            incarnation=new_incarnation(),
+            info=info,
+        )
+    )
+
+
+def _runs(replica: CoordinatorProcess) -> bool:
+    answer = httpx.get(f"{replica.http}/api/v1/jobs/j", timeout=DEADLINE_S, trust_env=False)
+    return answer.status_code == 200 and answer.json()["summary"]["phase"] == "running"
+
+
+async def _jobs_in(etcd: str) -> tuple[KeyValue, ...]:
+    async with EtcdClient(EtcdConfig(endpoints=(etcd,))) as store:
+        return (await store.range(keys.JOBS)).items
+
+
+class CountingHealth(HealthService):
+    """Says when the next watcher has come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came = asyncio.Event()
+
+    async def Watch(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        async for reply in super().Watch(request, context):
+            yield reply
+            # The caller has the reply by the time that it is asked for another.
+            self.came.set()
+
+
+@asynccontextmanager
+async def _coordinator(port: int = 0) -> AsyncIterator[tuple[CountingHealth, str]]:
+    server, health = new_server(), CountingHealth()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    address = f"127.0.0.1:{bind(server, f'127.0.0.1:{port}')}"
+    await server.start()
+    try:
+        yield health, address
+    finally:
+        health.end()
+        await server.stop(None)
+
+
+async def _reign(store: MemoryStore, address: str) -> Leader:
+    await store.put(keys.LEADER, Candidate(address=address).put(await store.grant(600)).value)
+    leader, _ = await read(store)
+    assert leader is not None
+    return leader
+
+
+async def test_a_leader_that_is_cut_off_from_one_replica_is_not_deposed() -> None:
+    """The connection broke, but the address does not refuse; once it does, the term ends."""
+    store = MemoryStore()
+    async with asyncio.timeout(DEADLINE_S), _coordinator() as (health, address):
+        async with open_gate(address) as gate:
+            leader = await _reign(store, gate.endpoint)
+            watching = asyncio.create_task(end_when_gone(store, leader))
+            for break_off in (gate.cut, gate.silence):
+                await health.came.wait()
+                health.came.clear()
+                break_off()
+                assert not await refuses(gate.endpoint)
+                gate.restore()
+            # It has come back after each break, and did not end the term in between.
+            await health.came.wait()
+            assert not watching.done()
+            assert (await read(store))[0] == leader
+        await watching
+        assert (await read(store))[0] is None
+    await store.close()
+
+
+async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> None:
+    """A firewall may refuse from the start; a leader that answers and then refuses is gone."""
+    store = MemoryStore()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        leader = await _reign(store, f"127.0.0.1:{port}")
+        async with asyncio.timeout(DEADLINE_S):
+            watching = asyncio.create_task(end_when_gone(store, leader))
+            # Bound and not listened at: refused. The watcher has had its turn after a few of these,
+            # which are the same as its own.
+            for _ in range(5):
+                assert not await answered_until_broken(leader.address)
+                assert await refuses(leader.address)
+    async with asyncio.timeout(DEADLINE_S):
+        async with _coordinator(port) as (health, _):
+            await health.came.wait()
+            assert (await read(store))[0] == leader
+        await watching
+    assert (await read(store))[0] is None
+    await store.close()
+
+
+async def test_an_end_does_not_reach_the_successor() -> None:
+    """A replica that finds out late ends the term of the one it found gone, and no other's."""
+    store = MemoryStore()
+    async with asyncio.timeout(DEADLINE_S):
+        async with _coordinator() as (health, address):
+            leader = await _reign(store, address)
+            watching = asyncio.create_task(end_when_gone(store, leader))
+            await health.came.wait()
+            await store.delete(keys.LEADER)
+            successor = await _reign(store, "127.0.0.1:1")
+        await watching
+    assert (await read(store))[0] == successor
+    await store.close()

@@ -1,0 +1,125 @@
+"""What is durable before whom it is told to, and how many changes go into one write."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from support.clusters.coordinator_world import Served, served
+
+from shoal_proto.errors import Fenced, NotLeader
+from shoal_proto.incarnation import new_incarnation
+from shoal_server.coordinator.jobs.job_actor import JobActor
+from shoal_server.core.generations.roster import JobSpec, MemberInfo
+from shoal_server.core.membership.events import Attended, Left
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, absent
+from shoal_server.etcd.memory import MemoryStore
+
+WITHIN_S = 30.0
+SPEC = JobSpec(job="j", min_members=1, max_members=8, desired_members=8)
+
+
+class GatedStore(MemoryStore):
+    """Its transactions wait while the gate is closed; it remembers which keys each wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.waits = asyncio.Event()
+        """Set once a transaction has come to the gate."""
+        self.written: list[set[str]] = []
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        self.waits.set()
+        await self.gate.wait()
+        self.written.append({operation.key for operation in then})
+        return await super().transact(compares, then, otherwise)
+
+    def members_written(self) -> list[set[str]]:
+        """The names of members in each transaction that has any."""
+        prefix = keys.members("j")
+        names = [{k.removeprefix(prefix) for k in w if k.startswith(prefix)} for w in self.written]
+        return [each for each in names if each]
+
+
+def arrival(name: str) -> Attended:
+    info = MemberInfo(host="h", address="127.0.0.1")
+    return Attended(member_id=name, incarnation=new_incarnation(), spec=SPEC, info=info)
+
+
+def submitted(world: Served, event: Attended | Left) -> "asyncio.Task[None]":
+    actor: JobActor = world.coordinator.registry.find_or_create(SPEC)
+    return asyncio.ensure_future(actor.submit(event))
+
+
+async def at_gate(store: GatedStore) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        await store.waits.wait()
+
+
+async def test_changes_that_wait_for_a_write_go_into_the_next_together() -> None:
+    """Who arrives while one is under way costs no write of its own, and hears after it."""
+    store = GatedStore()
+    async with served(store) as world:
+        store.waits.clear()  # a leader writes where snapshots may lie
+        store.gate.clear()
+        first = submitted(world, arrival("a"))
+        await at_gate(store)
+        others = [submitted(world, arrival(name)) for name in "bcd"]
+        await asyncio.sleep(0)  # the state machine takes them in
+        assert len(world.coordinator.registry.actors()[0].job.members) == 4
+        assert not any(each.done() for each in (first, *others))
+        store.gate.set()
+        await asyncio.gather(first, *others)
+        assert store.members_written() == [{"a"}, {"b", "c", "d"}]
+
+
+async def test_a_refusal_leaves_after_the_write_of_its_reason() -> None:
+    """Nobody hears that it is fenced before it is for good."""
+    store = GatedStore()
+    async with served(store) as world:
+        come = arrival("a")
+        await submitted(world, come)
+        leaving = Left(member_id="a", incarnation=come.incarnation, completed=False, reason="r")
+        store.waits.clear()
+        store.gate.clear()
+        left = submitted(world, leaving)
+        await at_gate(store)
+        again = submitted(world, leaving)
+        await asyncio.sleep(0)  # the state machine refuses it
+        await asyncio.sleep(0)
+        assert not again.done(), "was refused although its removal was not durable"
+        store.gate.set()
+        await left
+        with pytest.raises(Fenced):
+            await again
+        assert await store.get(keys.member("j", "a")) is None
+
+
+async def test_nothing_leaves_a_leader_that_could_not_write() -> None:
+    """Its state is ahead of the store: all who waited, and all who come, hear that it is over."""
+    store = GatedStore()
+    async with served(store, conditions=(absent("another leads"),)) as world:
+        await submitted(world, arrival("a"))
+        store.waits.clear()
+        store.gate.clear()
+        waiting = [submitted(world, arrival("b"))]
+        await at_gate(store)
+        waiting.append(submitted(world, arrival("c")))
+        await asyncio.sleep(0)
+        await MemoryStore.transact(store, (), (Put("another leads", b""),))
+        store.gate.set()
+        for each in waiting:
+            with pytest.raises(NotLeader):
+                await each
+        with pytest.raises(NotLeader):
+            await submitted(world, arrival("d"))
+        assert world.coordinator.deposed.is_set()
+        assert store.members_written()[0] == {"a"}
+        assert await store.get(keys.member("j", "c")) is None

@@ -1,0 +1,128 @@
+"""A record that cannot be read stops its own job, and nothing else: whatever lies in etcd."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from support.clusters.coordinator_processes import CoordinatorProcess
+from support.clusters.etcd_fixture import running_etcd
+from support.clusters.garbage import Garbage, all_garbage
+from support.members.scripted_member import Script, ScriptedMember
+from support.processes.served_process import ServedProcess, awaited
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.local.process import Supervisor
+from shoal_proto.errors import JobSetAside, UnknownGeneration, UnknownJob
+from shoal_proto.v1.membership_pb2 import GetGenerationRequest
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_server.etcd import keys
+from shoal_server.etcd.remote.client import EtcdClient
+from shoal_server.etcd.remote.config import EtcdConfig
+
+GARBAGE = all_garbage()
+CALL_S = 20.0
+
+
+async def _write(endpoint: str) -> None:
+    async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as store:
+        for each in GARBAGE:
+            for key, value in each.entries.items():
+                await store.put(key, value)
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="module")
+def supervisor() -> Iterator[Supervisor]:
+    with Supervisor(grace_s=1.0) as supervisor:
+        yield supervisor
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def written(etcd: str) -> str:
+    """All of it lies there before anybody looks."""
+    asyncio.run(_write(etcd))
+    return etcd
+
+
+@pytest.fixture(scope="module")
+def coordinator(written: str, supervisor: Supervisor, folder: Path) -> CoordinatorProcess:
+    """A coordinator that leads amid all of it."""
+    started = CoordinatorProcess(supervisor, folder, "coordinator", written).ready()
+    awaited(started.leads, CALL_S, "it leads")
+    return started
+
+
+@pytest.mark.parametrize("garbage", GARBAGE, ids=[each.what for each in GARBAGE])
+def test_only_its_own_job_is_set_aside(coordinator: CoordinatorProcess, garbage: Garbage) -> None:
+    """Who asks for it hears of the key; one that does no harm to the job goes unnoticed."""
+    coordinators = Coordinators([coordinator.grpc])
+    try:
+        with pytest.raises((JobSetAside, UnknownGeneration, UnknownJob)) as raised:
+            coordinators.call(
+                lambda channel: MembershipStub(channel).GetGeneration,
+                GetGenerationRequest(job=garbage.job, generation=77),
+                timeout_s=CALL_S,
+            )
+    finally:
+        coordinators.close()
+    assert isinstance(raised.value, JobSetAside) == garbage.is_fatal, raised.value
+    if garbage.is_fatal:
+        assert raised.value.details == {"job": garbage.job, "key": garbage.key}
+
+
+def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
+    """Two members find each other, and the leader's term lasts."""
+    scripts = [Script(job="good", member_id=name) for name in ("a", "b")]
+    members = [ScriptedMember([coordinator.grpc], script).start() for script in scripts]
+    try:
+        for member in members:
+            member.trains_with("a", "b")
+        assert coordinator.leads()
+        assert "leadership_ended" not in coordinator.log_path.read_text()
+    finally:
+        for member in members:
+            member.close()
+
+
+def test_people_see_which_job_is_set_aside_and_why(coordinator: CoordinatorProcess) -> None:
+    jobs = {each["job"]: each for each in httpx.get(f"{coordinator.http}/api/v1/jobs").json()}
+    for garbage in GARBAGE:
+        if garbage.is_fatal:
+            assert jobs[garbage.job]["phase"] == "set_aside"
+            assert garbage.key in jobs[garbage.job]["reason"]
+    assert httpx.get(f"{coordinator.http}/metrics", timeout=CALL_S).status_code == 200
+
+
+def test_a_parameter_server_starts_amid_garbage(
+    written: str, supervisor: Supervisor, folder: Path
+) -> None:
+    """It follows members, holdings and servers of all jobs."""
+    server = ServedProcess(
+        supervisor, folder, "ps", "ps", "--etcd", written, "--listen", "127.0.0.1:0", "--id", "ps-0"
+    ).ready()
+    assert server.runs
+    assert keys.HOLDINGS in server.log_path.read_text()
+
+
+def test_the_shards_of_other_jobs_are_tended(coordinator: CoordinatorProcess) -> None:
+    """The keeper tells of each record that it cannot use, once, and goes on."""
+    broken = [each for each in GARBAGE if each.what.startswith("holdings")]
+
+    def told() -> bool:
+        text = coordinator.log_path.read_text()
+        return all(text.count(each.key + " ") + text.count(each.key + "\n") > 0 for each in broken)
+
+    awaited(told, CALL_S, "the keeper tells of all of them")
+    assert "shards_not_tended" not in coordinator.log_path.read_text()

@@ -1,0 +1,369 @@
+"""The Samples service over real gRPC, with the client that workers use."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.progress.samples import Lease, SampleRange, Samples
+from shoal_proto.errors import (
+    CorruptError,
+    DeadlineExceeded,
+    Fenced,
+    InvalidSpec,
+    MalformedMessage,
+    NotLeader,
+    ProposalConflict,
+    RetryError,
+    Unavailable,
+)
+from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.core.samples.requests import LedgerCounts
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Compare, Operation, TransactionResult
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.rpc import bind, new_server
+
+JOB = "digits"
+NEVER_S = 3600.0
+
+
+class Store(MemoryStore):
+    """A store that a test can take away, or let fail after the write took effect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = False
+        self.lose_next_answer = False
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        if self.away:
+            raise Unavailable("etcd is away")
+        result = await super().transact(compares, then, otherwise)
+        if self.lose_next_answer:
+            self.lose_next_answer = False
+            raise DeadlineExceeded("the answer was lost", details={"outcome": "unknown"})
+        return result
+
+
+@dataclass
+class World:
+    store: Store = field(default_factory=Store)
+    members: set[tuple[str, str]] = field(default_factory=set)
+    port: int = 0
+    """Where the last coordinator served; the next one takes the same, as after a restart."""
+
+    async def join(self, member_id: str, incarnation: str) -> None:
+        self.members.add((member_id, incarnation))
+        value = json.dumps({"incarnation": incarnation}).encode()
+        await self.store.put(keys.member(JOB, member_id), value)
+
+    async def expel(self, member_id: str, incarnation: str) -> None:
+        self.members.discard((member_id, incarnation))
+        await self.store.delete(keys.member(JOB, member_id))
+
+    async def authorize(self, token: Token) -> None:
+        if (token.member_id, token.incarnation) not in self.members:
+            raise Fenced(f"{token.member_id} is no member", seen=token.incarnation)
+
+    @asynccontextmanager
+    async def serving(
+        self, write_interval_s: float = 0.01, *, beside: bool = False
+    ) -> AsyncIterator[tuple[SamplesService, str]]:
+        """One coordinator's service: (service, address). `beside`: while another still serves."""
+        server = new_server()
+        port = bind(server, f"127.0.0.1:{0 if beside else self.port}")
+        self.port = port
+        async with SamplesService(
+            self.store, self.authorize, write_interval_s=write_interval_s
+        ) as service:
+            samples_pb2_grpc.add_SamplesServicer_to_server(service, server)
+            await server.start()
+            try:
+                yield service, f"127.0.0.1:{port}"
+            finally:
+                await server.stop(None)
+
+    async def books(self) -> LedgerCounts:
+        """What etcd's copy says."""
+        async with self.serving() as (service, _):
+            await service.open_existing(JOB)
+            counts = service.summary(JOB)
+        assert counts is not None
+        return counts
+
+
+class Worker:
+    """A member with its client; its calls run in a thread, as in a training process."""
+
+    def __init__(self, address: str, member_id: str, *, size: int = 100, epochs: int = 1) -> None:
+        self.coordinators = Coordinators([address])
+        self.token = Token(job=JOB, member_id=member_id, incarnation="1")
+        self.samples = Samples(
+            self.coordinators, lambda: self.token, dataset_size=size, num_epochs=epochs
+        )
+
+    async def lease(self, num_samples: int, done: Sequence[SampleRange] = ()) -> Lease:
+        return await asyncio.to_thread(self.samples.lease, num_samples, done, timeout_s=2.0)
+
+    async def must(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleRange:
+        lease = await self.lease(num_samples, done)
+        assert lease.range is not None
+        return lease.range
+
+    async def finish(self, done: Sequence[SampleRange] = ()) -> int:
+        """Train until the end; returns how many samples that took."""
+        num_samples = 0
+        while not (lease := await self.lease(16, done)).exhausted:
+            assert lease.range is not None
+            num_samples += lease.range.stop - lease.range.start
+            done = [lease.range]
+        return num_samples
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+async def test_a_lost_members_samples_are_trained_by_the_others(world: World) -> None:
+    """Every sample is completed, and what the lost member held is counted as returned."""
+    await world.join("a", "1")
+    await world.join("b", "1")
+    async with world.serving() as (service, address):
+        a, b = Worker(address, "a"), Worker(address, "b")
+        await a.must(30)
+        first = await b.must(30)
+        await world.expel("a", "1")
+        service.member_lost(JOB, "a", "1")
+        assert await b.finish([first]) == 70
+        counts = service.summary(JOB)
+    assert counts is not None
+    assert (counts.completed, counts.returned, counts.ignored) == (100, 30, 0)
+
+
+async def test_while_others_are_at_work_a_member_is_told_to_ask_again(world: World) -> None:
+    """No range, not the end, and a time to wait."""
+    await world.join("a", "1")
+    await world.join("b", "1")
+    async with world.serving() as (_, address):
+        await Worker(address, "a").must(100)
+        lease = await Worker(address, "b").lease(10)
+    assert lease.range is None
+    assert not lease.exhausted
+    assert lease.retry_after_s > 0
+
+
+async def test_a_restart_goes_on_where_the_books_were_closed(world: World) -> None:
+    """The final write on close has everything: nothing is leased a second time."""
+    await world.join("a", "1")
+    async with world.serving(NEVER_S) as (_, address):
+        worker = Worker(address, "a")
+        first = await worker.must(40)
+        second = await worker.must(40, [first])
+    assert (await world.books()).completed == 40
+    async with world.serving() as (service, _):
+        assert await worker.finish([second]) == 20
+        counts = service.summary(JOB)
+    assert counts is not None
+    assert (counts.completed, counts.repeated_max) == (100, 0)
+
+
+async def test_a_coordinators_death_repeats_samples_and_loses_none(world: World) -> None:
+    """Reports that etcd never got are done again; a lease that etcd still holds is not waited for.
+
+    The dead coordinator's late write fails, as its successor has written since.
+    """
+    await world.join("a", "1")
+    async with world.serving(NEVER_S) as (dead, old_address):
+        old = Worker(old_address, "a")
+        first = await old.must(40)
+        await until_written(world)
+        second = await old.must(40, [first])
+        async with world.serving(beside=True) as (service, address):
+            old.coordinators.move_on(old_address, NotLeader("", details={"leader": address}))
+            # The member reports `second`, of which these books know nothing, and nothing else.
+            assert await old.finish([second]) == 100
+            counts = service.summary(JOB)
+        assert counts is not None
+        assert counts.completed == 100
+        assert counts.repeated_max == 80
+        assert dead.summary(JOB) is not None
+    assert dead.summary(JOB) is None, "the deposed one has closed its books"
+    assert (await world.books()).exhausted
+
+
+async def test_members_that_died_with_the_coordinator_lose_their_ranges(world: World) -> None:
+    """Whoever is not in etcd when the books are opened holds nothing."""
+    await world.join("a", "1")
+    await world.join("b", "1")
+    async with world.serving() as (_, address):
+        await Worker(address, "a").must(60)
+    await world.expel("a", "1")
+    async with world.serving() as (service, address):
+        assert await Worker(address, "b").finish() == 100
+        counts = service.summary(JOB)
+    assert counts is not None
+    assert counts.returned == 60
+
+
+async def test_a_fenced_members_report_is_refused_and_counted(world: World) -> None:
+    """It gets Fenced, and the books count what it had trained on as ignored."""
+    await world.join("a", "1")
+    async with world.serving() as (service, address):
+        worker = Worker(address, "a")
+        held = await worker.must(10)
+        await world.expel("a", "1")
+        service.member_lost(JOB, "a", "1")
+        with pytest.raises(Fenced, match="a is no member"):
+            await worker.lease(10, [held])
+        counts = service.summary(JOB)
+    assert counts is not None
+    assert (counts.completed, counts.returned, counts.ignored) == (0, 10, 10)
+
+
+async def test_a_member_lost_while_its_call_waits_gets_no_range(world: World) -> None:
+    """A range leased after the loss would never come back, so the call is refused."""
+    await world.join("a", "1")
+    opening, go_on = asyncio.Event(), asyncio.Event()
+
+    async def authorize(token: Token) -> None:
+        opening.set()
+        await go_on.wait()
+
+    server = new_server()
+    port = bind(server, "127.0.0.1:0")
+    async with SamplesService(world.store, authorize) as service:
+        samples_pb2_grpc.add_SamplesServicer_to_server(service, server)
+        await server.start()
+        call = asyncio.create_task(Worker(f"127.0.0.1:{port}", "a").lease(10))
+        await opening.wait()
+        service.member_lost(JOB, "a", "1")
+        go_on.set()
+        with pytest.raises(Fenced, match="declared lost"):
+            await call
+        counts = service.summary(JOB)
+        await server.stop(None)
+    assert counts is not None
+    assert counts.in_flight == 0
+
+
+async def test_members_with_other_samples_are_refused(world: World) -> None:
+    """The job's first request fixes size and epochs; the refusal names both sides."""
+    await world.join("a", "1")
+    await world.join("b", "1")
+    async with world.serving() as (_, address):
+        await Worker(address, "a", size=100).must(10)
+        with pytest.raises(ProposalConflict) as refusal:
+            await Worker(address, "b", size=99, epochs=2).lease(10)
+    assert "99" in refusal.value.seen
+    assert "100" in refusal.value.expected
+
+
+async def test_many_leases_make_few_writes(world: World) -> None:
+    """Writes are coalesced: a hundred leases within one interval are one or two writes."""
+    await world.join("a", "1")
+    async with world.serving(NEVER_S) as (_, address):
+        worker = Worker(address, "a", size=1000)
+        done: list[SampleRange] = []
+        for _ in range(100):
+            done = [await worker.must(10, done)]
+    entry = await world.store.get(keys.sample_ledger(JOB))
+    assert entry is not None
+    assert entry.version == 2, "the first lease, and all others on close"
+    assert (await world.books()).completed == 990
+
+
+async def test_leasing_goes_on_while_etcd_is_away(world: World) -> None:
+    """Nobody waits for the copy, and it is made when etcd is back."""
+    await world.join("a", "1")
+    async with world.serving() as (_, address):
+        worker = Worker(address, "a")
+        first = await worker.must(50)
+        world.store.away = True
+        second = await worker.must(50, [first])
+        world.store.away = False
+        await worker.lease(0, [second])
+    assert (await world.books()).exhausted
+
+
+async def test_a_write_whose_answer_was_lost_is_read_back(world: World) -> None:
+    """The service finds its own write in etcd and goes on from it."""
+    await world.join("a", "1")
+    world.store.lose_next_answer = True
+    async with world.serving() as (service, address):
+        worker = Worker(address, "a")
+        await worker.finish()
+        assert service.summary(JOB) is not None
+    assert (await world.books()).exhausted
+
+
+async def test_books_that_cannot_be_read_are_not_begun_anew(world: World) -> None:
+    """The member gets an error that says what lies there; the key is left as it is."""
+    await world.join("a", "1")
+    await world.store.put(keys.sample_ledger(JOB), b"{}")
+    async with world.serving() as (_, address):
+        with pytest.raises(CorruptError, match="cannot be read"):
+            await Worker(address, "a").lease(1)
+    entry = await world.store.get(keys.sample_ledger(JOB))
+    assert entry is not None
+    assert entry.value == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind"),
+    [
+        ({"sequence": 0}, MalformedMessage),
+        ({"dataset_size": 0}, InvalidSpec),
+        ({"num_epochs": 0}, InvalidSpec),
+        ({"held": [samples_pb2.SampleRange()] * 2000}, MalformedMessage),
+    ],
+)
+async def test_a_request_that_makes_no_sense_is_refused(
+    world: World, changes: dict[str, object], kind: type[Exception]
+) -> None:
+    """A clear error, and no books are opened for it."""
+    await world.join("a", "1")
+    fields = {"sequence": 1, "dataset_size": 10, "num_epochs": 1, "num_samples": 1, **changes}
+    token = Token(job=JOB, member_id="a", incarnation="1")
+    request = samples_pb2.LeaseRequest(token=token, **fields)  # type: ignore[arg-type]
+    async with world.serving() as (service, address):
+        coordinators = Coordinators([address])
+        with pytest.raises(kind):
+            await asyncio.to_thread(
+                coordinators.call,
+                lambda channel: samples_pb2_grpc.SamplesStub(channel).Lease,
+                request,
+                timeout_s=2.0,
+            )
+        assert service.summary(JOB) is None
+
+
+async def test_a_report_that_did_not_get_through_goes_along_with_the_next(world: World) -> None:
+    """The client keeps what it could not report while no coordinator answered."""
+    await world.join("a", "1")
+    async with world.serving() as (_, address):
+        worker = Worker(address, "a", size=10)
+        held = await worker.must(10)
+    with pytest.raises(RetryError):
+        await asyncio.to_thread(worker.samples.report, [held], timeout_s=0.2)
+    async with world.serving():
+        assert (await worker.lease(0)).exhausted
+
+
+async def until_written(world: World) -> None:
+    """Wait for the first copy in etcd."""
+    async with asyncio.timeout(5):
+        async for _ in world.store.watch(keys.sample_ledger(JOB), 1):  # type: ignore[arg-type]
+            return

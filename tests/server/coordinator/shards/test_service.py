@@ -1,0 +1,178 @@
+"""One shard map a job, whoever asks first, and the same for everybody."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+
+import pytest
+
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    Fenced,
+    InvalidSpec,
+    MalformedMessage,
+    NoServers,
+    ProposalConflict,
+    ShapeMismatch,
+)
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2 import GetMapRequest, ParameterSpec, PlaceRequest, ShardMap
+from shoal_server.coordinator.shards.service import ShardsService
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.etcd import keys
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.rpc import Context
+
+TOKEN = Token(job="job", member_id="w0", incarnation="one")
+SCHEMA = [
+    ParameterSpec(name="weight", shape=[1000, 1000], dtype="float32"),
+    ParameterSpec(name="bias", shape=[1000], dtype="float32", group=1),
+]
+
+
+async def only_members(token: Token) -> None:
+    if token.incarnation != "one":
+        raise Fenced("not a member")
+
+
+async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
+    """Here servers are entries in a store."""
+    return addresses
+
+
+# The servicer asks nothing of gRPC's context.
+CONTEXT: Context = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[MemoryStore]:
+    store = MemoryStore()
+    for name in ("ps-0", "ps-1"):
+        await store.put(keys.server(name), json.dumps({"address": f"{name}:7710"}).encode())
+    yield store
+    await store.close()
+
+
+async def place(store: MemoryStore, parameters: list[ParameterSpec] = SCHEMA) -> ShardMap:
+    service = ShardsService(store, only_members, choose=whoever_is_listed)
+    return await service.Place(PlaceRequest(token=TOKEN, parameters=parameters), CONTEXT)
+
+
+async def get_map(store: MemoryStore, wait_s: float = 0.0) -> ShardMap:
+    service = ShardsService(store, only_members)
+    return await service.GetMap(GetMapRequest(token=TOKEN, wait_s=wait_s), CONTEXT)
+
+
+async def test_placing_is_idempotent(store: MemoryStore) -> None:
+    """The first map stands, also when servers have come and gone since."""
+    first = await place(store)
+    assert {(s.server_id, s.address, s.epoch) for s in first.shards} == {
+        ("ps-0", "ps-0:7710", 1),
+        ("ps-1", "ps-1:7710", 1),
+    }
+    await store.delete(keys.server("ps-1"))
+    assert await place(store, SCHEMA[::-1]) == first
+    assert await get_map(store) == first
+    found = await store.get(keys.shard_map("job"))
+    assert found is not None
+    assert ShardMap.FromString(found.value) == first
+
+
+async def test_a_server_that_moved_is_found(store: MemoryStore) -> None:
+    """The map tells where each server is now; the shards stay with the server of that id."""
+    first = await place(store)
+    await store.put(keys.server("ps-1"), json.dumps({"address": "ps-1:9999"}).encode())
+    moved = await get_map(store)
+    assert {(s.server_id, s.address) for s in moved.shards} == {
+        ("ps-0", "ps-0:7710"),
+        ("ps-1", "ps-1:9999"),
+    }
+    assert [s.server_id for s in moved.shards] == [s.server_id for s in first.shards]
+
+
+async def test_racing_calls_get_one_map(store: MemoryStore) -> None:
+    """However many replicas place at the same time, on whatever servers they saw: one map."""
+
+    async def churn() -> None:
+        for i in range(2, 6):
+            await store.put(keys.server(f"ps-{i}"), json.dumps({"address": f"ps-{i}:1"}).encode())
+
+    *maps, _ = await asyncio.gather(*(place(store) for _ in range(8)), churn())
+    assert all(shard_map == maps[0] for shard_map in maps)
+    assert await get_map(store) == maps[0]
+
+
+async def test_another_schema_is_refused_by_name(store: MemoryStore) -> None:
+    """The refusal names each parameter that differs, as seen and as expected."""
+    await place(store)
+    narrow = [ParameterSpec(name="weight", shape=[1000, 10], dtype="float32"), SCHEMA[1]]
+    with pytest.raises(ShapeMismatch, match="float32 1000x10 in group 0") as shape:
+        await place(store, narrow)
+    assert set(shape.value.details) == {"weight"}
+    regrouped = [SCHEMA[0], ParameterSpec(name="bias", shape=[1000], dtype="float32")]
+    with pytest.raises(ProposalConflict, match="in group 1") as group:
+        await place(store, regrouped)
+    assert set(group.value.details) == {"bias"}
+    with pytest.raises(ProposalConflict, match="and 12 more"):
+        await place(
+            store, [ParameterSpec(name=f"p{i}", shape=[1], dtype="float32") for i in range(18)]
+        )
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fragment"),
+    [
+        ([], "nothing to train"),
+        ([SCHEMA[0], SCHEMA[0]], "unique"),
+        ([ParameterSpec(name="ids", shape=[3], dtype="int64")], "int64"),
+        (
+            [
+                ParameterSpec(name=f"{'x' * 200}{i}", shape=[9], dtype="float32")
+                for i in range(4000)
+            ],
+            "too large",
+        ),
+    ],
+)
+async def test_bad_schemas_are_refused(
+    store: MemoryStore, parameters: list[ParameterSpec], fragment: str
+) -> None:
+    """What cannot be placed or kept is refused, and no map is written."""
+    with pytest.raises(InvalidSpec, match=fragment):
+        await place(store, parameters)
+    assert await store.get(keys.shard_map("job")) is None
+
+
+async def test_no_servers(store: MemoryStore) -> None:
+    """Without a parameter server there is no map, and the error says what to start."""
+    await store.delete(keys.SERVERS, prefix=True)
+    with pytest.raises(NoServers, match="shoal ps"):
+        await place(store)
+    await store.put(keys.server("ps-7"), json.dumps({"address": "a:1"}).encode())
+    assert {s.server_id for s in (await place(store)).shards} == {"ps-7"}
+
+
+async def test_waiting_for_the_map(store: MemoryStore) -> None:
+    """Who waits gets the map when it is made; who waits in vain is told so."""
+    with pytest.raises(DeadlineExceeded, match="no shard map"):
+        await get_map(store)
+    with pytest.raises(DeadlineExceeded):
+        await get_map(store, wait_s=0.05)
+    waiting = asyncio.create_task(get_map(store, wait_s=30.0))
+    placed = await place(store)
+    async with asyncio.timeout(10):
+        assert await waiting == placed
+
+
+async def test_only_members_are_served(store: MemoryStore) -> None:
+    """A token that is not authorized changes nothing; one without a job is malformed."""
+    service = ShardsService(store, only_members)
+    for bad, kind in (
+        (Token(job="job", member_id="w0", incarnation="zero"), Fenced),
+        (Token(job="a/../b", member_id="w0", incarnation="one"), MalformedMessage),
+    ):
+        with pytest.raises(kind):
+            await service.Place(PlaceRequest(token=bad, parameters=SCHEMA), CONTEXT)
+        with pytest.raises(kind):
+            await service.GetMap(GetMapRequest(token=bad), CONTEXT)
+    assert await store.get(keys.shard_map("job")) is None

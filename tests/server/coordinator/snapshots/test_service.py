@@ -1,0 +1,503 @@
+"""Snapshots under load hold each push whole, and bring everything back on any servers."""
+
+import asyncio
+import json
+import threading
+import time
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+from support.clusters.snapshot_cluster import ADAM, Pusher, Snapshots, elements
+
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.tables import Gradients, TableClient
+from shoal_proto.errors import (
+    AccessDenied,
+    InvalidSpec,
+    JobInUse,
+    NoServers,
+    ProposalConflict,
+    ShoalError,
+    SnapshotDamaged,
+    SnapshotFailed,
+    Unavailable,
+)
+from shoal_proto.incarnation import public_id
+from shoal_proto.row_hash import shard_of
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import snapshots_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import Piece, PushHeader, PushItem, PushRequest
+from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
+from shoal_proto.v1.replication_pb2 import SessionImage
+from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
+from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.snapshots.service import SnapshotPolicy
+from shoal_server.core.limits import Limits
+from shoal_server.core.samples.ledger import Ledger
+from shoal_server.etcd import keys
+from shoal_server.etcd.records import snapshot_roots
+from shoal_server.parameters.shard import image_file
+from shoal_server.parameters.shard.image import Image
+from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.manifest import Manifest
+
+TABLE = TableSpec(
+    name="users",
+    dim=2,
+    dtype="float32",
+    seed=3,
+    initialiser=Initialiser(kind="constant", center=1.0),
+    optimizer=RowOptimizer(kind="sgd", lr=0.5),
+    num_shards=4,
+)
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start(
+    opened: ExitStack, directory: Path, num_servers: int = 2
+) -> tuple[ParameterServers, Snapshots]:
+    servers = opened.enter_context(ParameterServers(num_servers))
+    snapshots = Snapshots(servers, directory / "snapshots")
+    opened.callback(snapshots.close)
+    return servers, snapshots
+
+
+def pusher(opened: ExitStack, servers: ParameterServers, name: str, weight: float = 1.0) -> Pusher:
+    made = Pusher(servers, name, weight=weight)
+    opened.callback(made.close)
+    return made
+
+
+def images(library: Library, manifest: Manifest) -> list[Image]:
+    return [
+        image_file.from_bytes(
+            library.read_part(part), sha256=part.sha256, file=part.file, shard_id=part.shard_id
+        )
+        for part in manifest.parts
+    ]
+
+
+def newest_of(sessions: list[SessionImage]) -> dict[str, int]:
+    return {each.session: max(each.sequences) for each in sessions}
+
+
+def test_a_snapshot_under_load_tears_no_push(opened: ExitStack, tmp_path: Path) -> None:
+    """Each member takes another power of 1,000 away: the values tell how many pushes of whom."""
+    servers, snapshots = start(opened, tmp_path)
+    members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
+    for _ in range(4):
+        for member in members:
+            member.wait_for_more(5)
+        check_whole(snapshots.library, snapshots.take().manifest, members)
+    for member in members:
+        member.wait_for_more(5)
+        member.stop()
+
+
+def test_servers_that_come_and_go_meanwhile_tear_no_push(opened: ExitStack, tmp_path: Path) -> None:
+    """A snapshot may fail then; one that is there is whole."""
+    servers, snapshots = start(opened, tmp_path, num_servers=3)
+    members = [pusher(opened, servers, f"m{i}", weight=1000.0**i).start() for i in range(3)]
+    for change in (lambda: servers.stop("ps-1"), lambda: servers.add("ps-3"), lambda: None):
+        changing = threading.Thread(target=change)
+        changing.start()
+        with suppress(SnapshotFailed, Unavailable):
+            snapshots.take()
+        changing.join()
+        for member in members:
+            member.wait_for_more(5)
+        with suppress(SnapshotFailed, Unavailable):
+            snapshots.take()
+    for member in members:
+        member.stop()
+    manifests = snapshots.library.list()
+    assert manifests
+    for manifest in manifests:
+        check_whole(snapshots.library, manifest, members)
+
+
+def check_whole(library: Library, manifest: Manifest, members: Sequence[Pusher]) -> None:
+    """Every shard has the same pushes, by its values and by its memory."""
+    assert manifest.partial_steps == []
+    taken = images(library, manifest)
+    assert len(taken) == 6
+    (value,) = {float(v) for each in taken for v in each.tensors["values"].unique()}
+    counts = {m.session: int(-value // 1000**i % 1000) for i, m in enumerate(members)}
+    for each in taken:
+        assert newest_of(list(each.sessions)) == counts
+    assert dict(manifest.steps) == counts
+
+
+def test_an_unchanged_job_is_not_written_again(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    first = snapshots.take().manifest
+    assert first.num_new_bytes == first.num_bytes > 0
+    second = snapshots.take().manifest
+    assert (second.number, second.num_new_bytes) == (2, 0)
+    assert snapshots.take(only_if_changed=True).manifest == second
+    member.push()
+    third = snapshots.take().manifest
+    assert third.num_new_bytes == third.num_bytes
+    assert not {part.file for part in third.parts} & {part.file for part in first.parts}
+
+
+def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """Three servers go on from what two had, exactly as the two do."""
+    servers, snapshots = start(opened, tmp_path)
+    before = Pusher(servers, "m", weight=0.25, optimizer=ADAM)
+    opened.callback(before.close)
+    for _ in range(5):
+        before.push()
+    snapshots.cursor = Ledger(dataset_size=10, num_epochs=1).to_json()
+    taken = snapshots.take().manifest
+    others, other_snapshots = start(opened, tmp_path, num_servers=3)
+    restored, led_by = other_snapshots.restore()
+    assert restored == taken and list(led_by) == ["ps-0", "ps-1", "ps-2"]
+    ledger = others.run(others.store.get(keys.sample_ledger("job")))
+    assert ledger is not None and json.loads(ledger.value) == snapshots.cursor
+    after = Pusher(others, "m", weight=0.25, optimizer=ADAM)
+    opened.callback(after.close)
+    assert after.values == before.values
+    # It is the same incarnation: its first five pushes are known.
+    repeated = after.client.push(before._gradient)
+    assert repeated.duplicates == 6
+    for _ in range(4):
+        after.push()
+    for _ in range(3):
+        before.push()
+        after.push()
+    assert after.values == before.values and len(elements(after.values)) > 0
+
+
+def test_it_is_not_restored_under_members_but_over_what_they_left(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    member.push()
+    snapshots.take()
+    member.push()
+    with pytest.raises(JobInUse, match="saw m"):
+        snapshots.restore()
+    servers.expel("m")
+    snapshots.restore()
+    back = pusher(opened, servers, "n")
+    assert elements(back.values) == {-1.0}
+    back.push()
+    assert elements(back.values) == {-2.0}
+    # What was taken before the job was restored is no state that it can be in again.
+    assert snapshots.take().manifest.lineage != snapshots.library.find(1).lineage
+
+
+def test_a_server_that_dies_meanwhile_leaves_no_snapshot_and_no_pause(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path, num_servers=1)
+    member = pusher(opened, servers, "m").start()
+    snapshots.library.storage.write("job/parts", b"a file where the folder should be")
+    with pytest.raises(ShoalError, match="cannot be written"):
+        snapshots.take()
+    member.wait_for_more(5)
+    member.stop()
+    assert snapshots.library.list() == []
+    servers.stop("ps-0")
+    with pytest.raises(SnapshotFailed, match="is away"):
+        snapshots.take()
+    assert snapshots.library.list() == []
+
+
+def test_a_push_that_its_dead_member_left_half_done_is_told(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    push_to_one_shard(opened, servers, member, servers.admit("dead"))
+    servers.expel("dead")
+    member.push()
+    manifest = snapshots.take().manifest
+    (told, *others) = manifest.partial_steps
+    assert f"push 1 of /shoal/v1/members/job/dead#{public_id('one')} lacks parts at" in told
+    assert len(others) <= 1
+    taken = images(snapshots.library, manifest)
+    assert [each.version for each in taken] == [3, 2, 2, 2, 2, 2]
+
+
+def push_to_one_shard(
+    opened: ExitStack, servers: ParameterServers, member: Pusher, token: Token
+) -> None:
+    """Push to shard 0 only, in the name of a member that would have gone on to the others."""
+    shard = member.client.fetch_map().shards[0]
+    channel = opened.enter_context(grpc.insecure_channel(shard.address))
+    item = PushItem(shard_id=shard.shard_id, epoch=shard.epoch, base_version=1)
+    data = bytes(8 * sum(block.num_elements for block in shard.blocks))
+    piece = Piece(shard_id=shard.shard_id, data=data, checksum=zlib.crc32(data))
+    requests = [
+        PushRequest(header=PushHeader(token=token, sequence=1, shards=[item])),
+        PushRequest(piece=piece),
+    ]
+    (reply,) = ParametersStub(channel).Push(iter(requests), timeout=20.0)
+    assert reply.outcome.version == 2
+
+
+def test_rows_of_tables_come_back_too(opened: ExitStack, tmp_path: Path) -> None:
+    """Shards that nobody has touched yet are in the snapshot as well."""
+    servers, snapshots = start(opened, tmp_path)
+    token = servers.admit("m")
+    gradients = array("f", [1.0] * 6)
+    client = table_client(opened, servers, token)
+    where = ("users", 0)
+    ids = array("q", [i for i in range(200) if shard_of(i, TABLE.num_shards) == 0][:3])
+    found = client.look_up({where: ids.tobytes()})[where]
+    client.push(
+        {
+            where: Gradients(
+                ids=ids.tobytes(),
+                births=found.births,
+                gradients=gradients.tobytes(),
+                base_version=found.version,
+                base_epoch=found.epoch,
+            )
+        }
+    )
+    manifest = snapshots.take().manifest
+    assert [part.kind for part in manifest.parts] == ["table"] * TABLE.num_shards
+    assert list(manifest.steps.values()) == [1] and manifest.partial_steps == []
+    others, other_snapshots = start(opened, tmp_path, num_servers=3)
+    other_snapshots.restore()
+    back = table_client(opened, others, others.admit("n"))
+    again = back.look_up({where: ids.tobytes()})[where]
+    assert array("f", again.values).tolist() == [0.5] * 6
+    assert again.version == 2
+
+
+def table_client(opened: ExitStack, servers: ParameterServers, token: Token) -> TableClient:
+    parameters = ParameterClient([servers.coordinator], lambda: token)
+    opened.callback(parameters.close)
+    parameters.place([], [TABLE])
+    client = TableClient([servers.coordinator], lambda: token, timeout_s=20.0)
+    opened.callback(client.close)
+    client.fetch_map()
+    return client
+
+
+def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m")
+    member.push()
+    manifest = snapshots.take().manifest
+    path = tmp_path / "snapshots" / "job" / manifest.parts[2].file
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    servers.expel("m")
+    with pytest.raises(SnapshotDamaged) as raised:
+        snapshots.restore()
+    assert raised.value.details == {"file": manifest.parts[2].file, "shard": "2"}
+    assert servers.run(servers.store.get(keys.holdings("job"))) is None
+
+
+def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """Its members are still there: what they push next counts, though it is of later values."""
+    servers, snapshots = start(opened, tmp_path)
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
+    member = pusher(opened, servers, "m")
+    for _ in range(3):
+        member.push()
+    snapshots.take()
+    member.push()
+    assert elements(member.values) == {-4.0}
+    servers.restore_lost = snapshots.service(policy).restore_lost
+    for name in ("ps-0", "ps-1"):
+        servers.stop(name)
+    for name in ("ps-0", "ps-1", "ps-2"):
+        servers.add(name)
+    member.push()
+    assert elements(member.values) == {-4.0}
+    assert {each.server_id for each in member.client.fetch_map().shards} == set(servers.servers)
+
+
+def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
+    assert servers.run(snapshots.service(policy).restore_lost("job")) is False
+    assert servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job")) is False
+
+
+def test_snapshots_are_taken_and_removed_as_the_policy_says(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m").start()
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"), every_s=0.2, num_kept=2)
+    working = AsyncExitStack()
+    servers.run(working.enter_async_context(snapshots.service(policy).working(servers.store)))
+    give_up_s = time.monotonic() + 60.0
+    while (newest := snapshots.library.newest()) is None or newest.number < 5:
+        assert time.monotonic() < give_up_s
+        member.wait_for_more(1)
+    servers.run(working.aclose())
+    member.stop()
+    manifests = snapshots.library.list()
+    assert 2 <= len(manifests) <= 3 and manifests[0].number >= 3
+    for manifest in manifests:
+        assert len(images(snapshots.library, manifest)) == 6
+
+
+@pytest.mark.parametrize("fields", [{"every_s": 5.0}, {"num_kept": 0}, {"every_s": -1.0}])
+def test_a_policy_that_makes_no_sense_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(InvalidSpec):
+        SnapshotPolicy(**fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "cursor", [{"format": 1}, {"format": 9}, {"format": 1, "dataset_size": "x", "num_epochs": 1}]
+)
+def test_a_snapshot_with_a_cursor_that_is_none_is_damaged_and_changes_nothing(
+    opened: ExitStack, tmp_path: Path, cursor: dict[str, object]
+) -> None:
+    """Written to etcd, it would end every coordinator that takes the job up."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    snapshots.cursor = cursor
+    snapshots.take()
+    before = servers.run(servers.store.get(keys.holdings("job")))
+    with pytest.raises(SnapshotDamaged, match="does not fit together"):
+        snapshots.restore(under_members=True)
+    assert servers.run(servers.store.get(keys.holdings("job"))) == before
+    assert servers.run(servers.store.get(keys.sample_ledger("job"))) is None
+
+
+def test_callers_name_places_below_the_roots_only(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    root = tmp_path / "snapshots"
+    service = snapshots.service(SnapshotPolicy(roots=[str(root)]))
+
+    async def take(url: str) -> pb.SnapshotSummary:
+        return await service.Take(pb.TakeSnapshotRequest(job="job", url=url), None)  # type: ignore[arg-type]
+
+    async def listing(url: str) -> pb.ListSnapshotsReply:
+        return await service.List(pb.ListSnapshotsRequest(job="job", url=url), None)  # type: ignore[arg-type]
+
+    assert servers.run(take(f"{root}/below")).number == 1
+    assert len(servers.run(listing(f"file://{root}/below")).snapshots) == 1
+    for url in (str(tmp_path / "elsewhere"), "/tmp", "s3://bucket/x"):
+        for asking in (take, listing):
+            with pytest.raises(AccessDenied, match="snapshots"):
+                servers.run(asking(url))
+    for url in ("reference::data:application/json;base64,e30=", f"{root}/../x", "http://x/y", ""):
+        with pytest.raises(InvalidSpec):
+            servers.run(listing(url))
+    (root / "below" / "job" / "manifests").joinpath("000000007-x.json").write_text("{}")
+    (damaged,) = servers.run(listing(f"{root}/below")).damaged
+    assert "000000007-x.json" in damaged
+
+
+def test_a_server_opens_no_place_on_a_callers_word(opened: ExitStack, tmp_path: Path) -> None:
+    """Whoever reaches its port, coordinator or not."""
+    servers, _ = start(opened, tmp_path)
+    with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
+        stub = ShardSnapshotsStub(channel)
+
+        def refused(request: pb.WriteRequest | pb.LoadRequest) -> ShoalError:
+            call = stub.Write if isinstance(request, pb.WriteRequest) else stub.Load
+            with pytest.raises(grpc.RpcError) as raised:
+                call(request, timeout=10.0)  # type: ignore[operator]
+            return from_rpc_error(raised.value, "ps-0")
+
+        asked = {"job": "job", "cut_id": "c", "number": 1}
+        for url in (str(tmp_path / "elsewhere"), "reference::data:text/plain,x", ""):
+            error = refused(pb.WriteRequest(url=url, **asked))  # type: ignore[arg-type]
+            assert isinstance(error, AccessDenied | InvalidSpec)
+            assert isinstance(
+                refused(pb.LoadRequest(job="job", url=url)), AccessDenied | InvalidSpec
+            )
+        bad_cut = asked | {"cut_id": "../../out"}
+        url = str(tmp_path / "snapshots")
+        assert isinstance(refused(pb.WriteRequest(url=url, **bad_cut)), InvalidSpec)  # type: ignore[arg-type]
+        servers.run(servers.store.delete(keys.SNAPSHOT_ROOTS))
+        assert isinstance(refused(pb.LoadRequest(job="job", url=url)), AccessDenied)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_the_leader_tells_the_servers_its_roots(opened: ExitStack, tmp_path: Path) -> None:
+    servers, _ = start(opened, tmp_path)
+    policy = SnapshotPolicy(url="s3://bucket/a", roots=["/srv/snapshots", "s3://bucket/a"])
+    coordinator = Coordinator(servers.store, Limits(heartbeat_s=0.5, join_s=60.0), snapshots=policy)
+
+    async def lead() -> None:
+        async with coordinator.running():
+            await coordinator.lead(())
+            await coordinator.step_down()
+
+    servers.run(lead())
+    found = servers.run(snapshot_roots.read(servers.store))
+    assert found == ("s3://bucket/a", "/srv/snapshots")
+
+
+class SlowLibrary(Library):
+    """Commits when it is told to."""
+
+    def __init__(self, library: Library) -> None:
+        super().__init__(library.storage, library.job)
+        self.begun, self.may_commit = threading.Event(), threading.Event()
+
+    def commit(self, manifest: Manifest) -> None:
+        self.begun.set()
+        assert self.may_commit.wait(60.0)
+        super().commit(manifest)
+
+
+def test_a_snapshot_that_is_cancelled_as_it_is_committed_is_whole(
+    opened: ExitStack, tmp_path: Path
+) -> None:
+    """As by a coordinator that stops to lead: its thread commits all the same."""
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m").push()
+    library = snapshots.library = SlowLibrary(snapshots.library)
+
+    async def cancelled() -> None:
+        taking = asyncio.create_task(snapshots.taking())
+        await asyncio.to_thread(library.begun.wait)
+        taking.cancel()
+        # The cancellation is delivered before the commit goes on.
+        await asyncio.sleep(0)
+        library.may_commit.set()
+        with suppress(asyncio.CancelledError):
+            await taking
+
+    servers.run(cancelled())
+    (manifest,) = library.list()
+    assert len(images(library, manifest)) == 6
+
+
+def test_another_model_is_not_overwritten(opened: ExitStack, tmp_path: Path) -> None:
+    servers, snapshots = start(opened, tmp_path)
+    pusher(opened, servers, "m")
+    manifest = snapshots.take().manifest
+    layout = manifest.layout.replace(b"w5", b"v5")
+    changed = Manifest(**{**vars(manifest), "layout": layout, "number": 2})
+    snapshots.library.commit(changed)
+    servers.expel("m")
+    with pytest.raises(ProposalConflict, match="not those of the snapshot"):
+        snapshots.restore()
+    servers.stop("ps-0")
+    servers.stop("ps-1")
+    with pytest.raises(NoServers):
+        snapshots.restore(1)

@@ -1,0 +1,217 @@
+"""Members that are asked to leave: the others go on without a break, and state is handed over."""
+
+import pytest
+from support.members.job_world import World
+
+from shoal_server.core.generations.roster import JobSpec, Proposal, StateAction, Verdict
+from shoal_server.core.membership import events
+from shoal_server.core.membership.phases import Phase
+
+
+def running(*names: str, low: int = 1, high: int = 8) -> World:
+    spec = JobSpec(job="j", min_members=low, max_members=high, desired_members=len(names))
+    w = World(spec)
+    for name in names:
+        w.join(name)
+    w.run(1.0)
+    assert w.is_running()
+    w.train(5)
+    return w
+
+
+def test_the_others_go_on_without_a_break() -> None:
+    """One is left out by a planned change at a shared step, and goes when the rest train."""
+    w = running("a", "b", "c")
+    leaver = w.members["b"]
+    w.drain("b")
+    w.run(1.5)
+    assert w.is_running()
+    assert w.roster() == ["a", "c"]
+    assert leaver.drained
+    assert leaver.refused is None
+    record = w.written[2][0]
+    assert record.roster.planned
+    assert {e.state for e in record.roster.entries} == {StateAction.KEEP}
+    assert any("stops at step 6" in line for line in w.log)
+    assert not w.members["a"].broken
+    assert not w.members["c"].broken
+
+
+def test_the_leaver_goes_only_when_the_others_run() -> None:
+    """Until their first collective has passed it stays: its state may yet be needed."""
+    w = running("a", "b", "c")
+    leaver = w.members["b"]
+
+    def check() -> None:
+        if leaver.drained:
+            assert w.job.running is not None
+            assert w.job.running.member_ids == ("a", "c")
+
+    w.check = check
+    w.drain("b")
+    w.run(1.5)
+    assert leaver.drained
+
+
+def test_several_leave_in_one_change() -> None:
+    """Two asked at once cost the others one stop."""
+    w = running("a", "b", "c", "d")
+    w.drain("b")
+    w.drain("d")
+    w.run(1.5)
+    assert w.roster() == ["a", "c"]
+    assert w.job.last_generation <= 3
+
+
+def test_the_last_member_leaves_at_once() -> None:
+    """Nobody could take over: it need not wait."""
+    w = running("a")
+    leaver = w.members["a"]
+    w.drain("a")
+    w.run(1.1)
+    assert leaver.drained
+    assert not w.job.members
+
+
+def test_below_the_minimum_it_leaves_and_the_rest_wait_for_another() -> None:
+    """A machine that goes away does not ask whether enough are left."""
+    w = running("a", "b", low=2)
+    leaver = w.members["b"]
+    w.drain("b")
+    w.run(1.5)
+    assert leaver.drained
+    assert w.job.phase is Phase.COLLECT
+    w.join("c")
+    w.run(2.0)
+    assert w.roster() == ["a", "c"]
+    assert w.written[w.job.last_generation][0].roster.source_member_id == "a"
+
+
+def test_all_who_train_hand_over_to_newcomers() -> None:
+    """Where every member is to leave, those who came first take their state, then they go."""
+    w = running("a", "b")
+    w.join("x")
+    w.drain("a")
+    w.drain("b")
+    w.run(4.0)
+    assert w.is_running()
+    assert w.roster() == ["x"]
+    handed_over = [r[0].roster for r in w.written.values() if "x" in r[0].roster.member_ids]
+    states = {e.member_id: e.state for e in handed_over[0].entries}
+    assert states["x"] is StateAction.RECEIVE
+    assert handed_over[0].source_member_id in ("a", "b")
+
+
+def test_a_drain_asked_twice_is_one_drain() -> None:
+    """Repeating the request changes nothing but that the member is told again."""
+    w = running("a", "b", "c")
+    w.drain("b")
+    w.drain("b")
+    w.run(1.5)
+    assert w.roster() == ["a", "c"]
+    assert w.job.last_generation == 2
+
+
+def test_who_waits_for_a_generation_leaves_at_once() -> None:
+    """A member that trains in nothing has nothing to hand over."""
+    spec = JobSpec(job="j", min_members=2, max_members=4, desired_members=2)
+    w = World(spec)
+    waiting = w.join("a")
+    w.run(0.1)
+    w.drain("a")
+    w.run(0.2)
+    assert waiting.drained
+    assert w.job.phase is Phase.COLLECT
+
+
+def test_an_asynchronous_member_leaves_at_once() -> None:
+    """The others never stop, so there is no boundary to wait for."""
+    w = World(JobSpec(job="j", desired_members=2))
+    for name in ("a", "b"):
+        member = w.join(name)
+        member.proposal = Proposal(fields=member.proposal.fields, synchronous=False)
+    for effect_name in ("a", "b"):
+        who = w._who(w.members[effect_name])
+        proposal = w.members[effect_name].proposal
+        w.send(w.members[effect_name], events.Proposed(**who, proposal=proposal))
+    w.run(1.0)
+    assert w.is_running()
+    leaver = w.members["b"]
+    w.drain("b")
+    w.run(1.5)
+    assert leaver.drained
+    assert w.roster() == ["a"]
+
+
+def test_a_leaver_that_dies_on_the_way_is_a_loss() -> None:
+    """The survivors recover as from any other loss."""
+    w = running("a", "b", "c")
+    w.members["b"].paused = True  # it will not offer a step to stop at
+    w.drain("b")
+    w.run(1.2)
+    w.kill("b", seen_by_launcher=True)
+    w.run(2.0)
+    assert w.roster() == ["a", "c"]
+
+
+def test_a_drain_that_gets_nowhere_ends_within_its_limit() -> None:
+    """A leaver whose successor is on its way and never comes is let go after the drain limit."""
+    w = running("a")
+    spec, info = w.job.spec, w.job.members["a"].info
+    w._handle(events.Attended(member_id="late", incarnation="late-1", spec=spec, info=info))
+    leaver = w.members["a"]
+    w.drain("a")
+    w.run(1.0 + w.job.limits.drain_s - 0.1)
+    assert not leaver.drained
+    w.run(1.0 + w.job.limits.drain_s + 0.1)
+    assert leaver.drained
+
+
+def test_who_trains_again_after_an_aborted_change_still_leaves() -> None:
+    """A change that fails before the boundary is tried again."""
+    w = running("a", "b", "c")
+    w.members["c"].paused = True  # does not accept in time: it is expelled, and that is a loss
+    w.drain("b")
+    w.run(1.0 + w.job.limits.prepare_s + 1.0)
+    assert w.is_running()
+    assert w.roster() == ["a"]
+
+
+def test_the_leaver_hears_of_the_record_and_the_boundary() -> None:
+    """It has to offer, and to know where to stop, though it is not in the roster."""
+    w = running("a", "b")
+    told: list[events.Notice] = []
+    take = w._take
+
+    def spy(member: object, notice: events.Notice) -> None:
+        if getattr(member, "name", "") == "b":
+            told.append(notice)
+        take(member, notice)  # type: ignore[arg-type]
+
+    w._take = spy  # type: ignore[method-assign, assignment]
+    w.drain("b")
+    w.run(1.5)
+    kinds = [type(n) for n in told]
+    assert kinds == [
+        events.DrainNotice,
+        events.OutcomeNotice,
+        events.StopAtNotice,
+        events.DrainNotice,
+    ]
+    outcome = told[1]
+    assert isinstance(outcome, events.OutcomeNotice)
+    assert outcome.record.verdict is Verdict.COMMITTED
+    last = told[-1]
+    assert isinstance(last, events.DrainNotice)
+    assert last.now
+
+
+@pytest.mark.parametrize("step", [3, 9])
+def test_the_boundary_counts_the_leavers_offer(step: int) -> None:
+    """It trains the steps below the boundary like everybody else."""
+    w = running("a", "b")
+    w.members["b"].begun = step
+    w.drain("b")
+    w.run(1.5)
+    assert any(f"stops at step {max(step, 5) + 1}" in line for line in w.log)
+    assert w.roster() == ["a"]

@@ -1,0 +1,482 @@
+"""The membership's decisions, case by case."""
+
+import pytest
+from support.members.job_world import FIELDS, World
+
+from shoal_proto.incarnation import new_incarnation
+from shoal_server.core.generations.roster import (
+    Generation,
+    JobSpec,
+    MemberInfo,
+    StateAction,
+    Step,
+    Verdict,
+)
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.events import RefusalKind
+from shoal_server.core.membership.phases import (
+    TRANSITIONS,
+    IllegalTransition,
+    Phase,
+    Trigger,
+    after,
+)
+
+
+def world(*, desired: int = 3, low: int = 1, high: int = 8) -> World:
+    spec = JobSpec(job="j", min_members=low, max_members=high, desired_members=desired)
+    return World(spec)
+
+
+def running(*names: str, high: int = 8) -> World:
+    """A world in which the named members train in generation 1."""
+    w = world(desired=len(names), high=high)
+    for name in names:
+        w.join(name)
+    w.run(1.0)
+    assert w.is_running()
+    return w
+
+
+def test_forms_as_soon_as_the_desired_number_is_there() -> None:
+    """The first generation does not wait once everybody wanted has proposed."""
+    w = world(desired=3)
+    w.join("a")
+    w.join("b")
+    w.run(5.0)
+    assert w.job.phase is Phase.COLLECT
+    w.join("c")
+    w.run(5.1)
+    assert w.is_running()
+    assert w.roster() == ["a", "b", "c"]
+    assert w.written[1][0].verdict is Verdict.COMMITTED
+
+
+def test_last_call_forms_with_the_minimum() -> None:
+    """After the last call those present form the generation, if they are enough."""
+    w = world(desired=3, low=2)
+    w.join("a")
+    w.join("b")
+    w.run(w.job.limits.last_call_s - 0.1)
+    assert w.job.phase is Phase.COLLECT
+    w.run(w.job.limits.last_call_s + 0.1)
+    assert w.roster() == ["a", "b"]
+
+
+def test_too_few_are_refused_after_the_join_limit() -> None:
+    """Nobody waits without a bound: below the minimum, all are told so with the numbers."""
+    w = world(desired=3, low=2)
+    alone = w.join("a")
+    w.run(w.job.limits.join_s + 1)
+    assert alone.refused is not None
+    assert alone.refused.kind == RefusalKind.TIMEOUT
+    assert "1 of at least 2" in alone.refused.what
+    assert not w.job.members
+
+
+@pytest.mark.parametrize("by_launcher", [True, False])
+def test_a_loss_breaks_and_the_survivors_form_the_next(by_launcher: bool) -> None:
+    """Without waiting for anybody: the loss, the break, the settling and the next generation."""
+    w = running("a", "b", "c")
+    w.train(7)
+    w.kill("b", seen_by_launcher=by_launcher)
+    w.run(1.001)
+    assert w.is_running()
+    assert w.job.last_generation == 2
+    assert w.roster() == ["a", "c"]
+
+
+def test_a_survivor_keeps_its_rank_where_it_can() -> None:
+    """b keeps rank 1; c, whose rank 2 is gone from a world of two, takes the hole."""
+    w = running("a", "b", "c")
+    w.kill("a", seen_by_launcher=True)
+    w.run(2.0)
+    assert w.roster() == ["c", "b"]
+
+
+def test_the_highest_committed_step_is_the_source() -> None:
+    """Survivors that differ by a step take the state of the one that is ahead."""
+    w = running("a", "b", "c")
+    w.train(5)
+    w.members["c"].begun = 6
+    w.kill("b", seen_by_launcher=True)
+    w.run(2.0)
+    assert w.job.running is not None
+    assert w.job.running.source_member_id == "c"
+    assert w.job.running.step == 6
+    states = {e.member_id: e.state for e in w.job.running.entries}
+    assert states == {"a": StateAction.RECEIVE, "c": StateAction.KEEP}
+
+
+def test_a_joiner_is_taken_in_at_a_step_all_share() -> None:
+    """The old generation stops at the highest offer, and only then the new one starts."""
+    w = running("a", "b")
+    w.train(10)
+    w.members["b"].begun = 11
+    w.join("c")
+    w.run(2.0)
+    assert w.is_running()
+    assert w.roster() == ["a", "b", "c"]
+    assert any("stops at step 12" in line for line in w.log)
+    assert w.job.running is not None
+    assert w.job.running.planned
+    states = {e.member_id: e.state for e in w.job.running.entries}
+    assert states["c"] is not StateAction.KEEP
+
+
+def test_a_conflicting_joiner_is_refused_without_disturbing() -> None:
+    """The joiner hears which field differs; the others do not even get a Prepare."""
+    w = running("a", "b")
+    odd = w.join("odd", {**FIELDS, "schema": "s2"})
+    w.run(2.0)
+    assert odd.refused is not None
+    assert odd.refused.kind == RefusalKind.CONFLICT
+    assert "schema" in odd.refused.seen
+    assert "'s2' in odd" in odd.refused.seen
+    assert w.is_running()
+    assert w.job.last_generation == 1
+
+
+def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
+    """Between two generations those who trained still decide what is trained."""
+    w = running("a", "b", "c")
+    w.members["a"].paused = True  # it takes its time to settle
+    w.kill("c", seen_by_launcher=True)
+    w.run(1.1)
+    assert w.job.phase is Phase.COLLECT
+    odd = w.join("odd", {**FIELDS, "schema": "s2"})
+    w.run(1.2)
+    assert odd.refused is not None
+    a = w.members["a"]
+    w.send(
+        a,
+        events.Settled(
+            member_id="a",
+            incarnation=a.incarnation,
+            step=Step(0),
+            has_state=False,
+            left=Generation(1),
+        ),
+    )
+    a.paused = False
+    w.run(1.3)
+    assert w.roster() == ["a", "b"]
+
+
+def test_a_mismatch_at_the_start_fails_everybody_with_one_record() -> None:
+    """No majority wins: all of them get the same named conflict."""
+    w = world(desired=3)
+    members = [w.join("a"), w.join("b"), w.join("c", {**FIELDS, "strategy": "fsdp"})]
+    w.run(1.0)
+    record = w.written[1][0]
+    assert record.verdict is Verdict.ABORTED
+    assert [c.field for c in record.conflicts] == ["strategy"]
+    refusals = {m.refused.seen for m in members if m.refused}
+    assert len(refusals) == 1
+    assert all(m.refused for m in members)
+
+
+def test_a_rejection_by_a_member_aborts_and_names_it() -> None:
+    """A worker's own validator has a say; its verdict is everybody's."""
+    w = world(desired=2)
+    w.join("a")
+    w.join("b").paused = True
+    w.run(0.5)
+    assert w.job.phase is Phase.PREPARE
+    b = w.members["b"]
+    rejection = events.Rejection(field="disk", seen="1 GB", expected="at least 10 GB")
+    w.send(
+        b,
+        events.Answered(
+            member_id="b",
+            incarnation=b.incarnation,
+            generation=Generation(1),
+            digest="",
+            rejections=(rejection,),
+        ),
+    )
+    w.run(0.6)
+    assert w.written[1][0].verdict is Verdict.ABORTED
+    assert "disk" in w.written[1][0].reason
+
+
+def test_another_digest_aborts() -> None:
+    """Who accepts something else than was sent has not accepted."""
+    w = world(desired=2)
+    w.join("a")
+    w.join("b").paused = True
+    w.run(0.5)
+    b = w.members["b"]
+    w.send(
+        b,
+        events.Answered(
+            member_id="b", incarnation=b.incarnation, generation=Generation(1), digest="other"
+        ),
+    )
+    w.run(0.5)
+    assert w.written[1][0].verdict is Verdict.ABORTED
+
+
+def test_silence_in_prepare_expels_the_silent_only() -> None:
+    """The others form the next generation without it."""
+    w = world(desired=3)
+    w.join("a")
+    w.join("b")
+    w.join("c").paused = True
+    w.run(w.job.limits.prepare_s + w.job.limits.last_call_s + 1)
+    assert w.roster() == ["a", "b"]
+    assert "c did not accept" in w.written[1][0].reason
+
+
+def test_a_surplus_joiner_stands_by_and_takes_over() -> None:
+    """Beyond the maximum a member waits, and replaces the next one lost."""
+    w = running("a", "b", high=2)
+    w.join("c")
+    w.run(2.0)
+    assert w.roster() == ["a", "b"]
+    assert w.job.members["c"].waiting_for.startswith("standing by")
+    w.kill("a", seen_by_launcher=True)
+    w.run(3.0)
+    assert w.roster() == ["c", "b"]
+
+
+def test_a_stale_incarnation_changes_nothing() -> None:
+    """A paused process that wakes up after its replacement joined is told so, and only that."""
+    w = running("a", "b")
+    old = w.members["b"]
+    w.join("b")
+    w.run(2.0)
+    assert w.is_running()
+    before = (w.job.last_generation, w.job.phase)
+    with pytest.raises(events.Refused) as refused:
+        w.job.handle(
+            events.Settled(
+                member_id="b", incarnation=old.incarnation, step=Step(3), has_state=True
+            ),
+            w.now_s,
+        )
+    assert refused.value.refusal.kind == RefusalKind.FENCED
+    assert (w.job.last_generation, w.job.phase) == before
+
+
+def test_a_replaced_process_cannot_push_its_successor_out() -> None:
+    """Not when it wakes up and attends again, and not when its first call arrives late."""
+    w = running("a", "b")
+    old = w.members["b"]
+    w.join("b")
+    w.run(2.0)
+    never_seen_before = new_incarnation(0)
+    for incarnation in (old.incarnation, never_seen_before):
+        with pytest.raises(events.Refused) as refused:
+            w.job.handle(
+                events.Attended(
+                    member_id="b", incarnation=incarnation, spec=w.job.spec, info=MemberInfo()
+                ),
+                w.now_s,
+            )
+        assert refused.value.refusal.kind == RefusalKind.FENCED
+    assert w.roster() == ["a", "b"]
+
+
+def test_other_bounds_are_refused() -> None:
+    """The first writer's bounds do not win silently."""
+    w = running("a", "b")
+    with pytest.raises(events.Refused) as refused:
+        w.job.handle(
+            events.Attended(
+                member_id="c",
+                incarnation="c1",
+                spec=JobSpec(job="j", min_members=2, max_members=4, desired_members=2),
+                info=MemberInfo(),
+            ),
+            w.now_s,
+        )
+    assert "min=2" in refused.value.refusal.seen
+
+
+def test_a_completed_job_takes_nobody_in() -> None:
+    """Once one member completed, joiners are told that the job is finished; then it is."""
+    w = running("a", "b")
+    w.send(
+        w.members["a"],
+        events.Left(
+            member_id="a", incarnation=w.members["a"].incarnation, completed=True, reason="done"
+        ),
+    )
+    w.run(1.5)
+    late = w.join("c")
+    w.run(2.0)
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.FINISHED
+    assert w.job.phase is Phase.RUNNING
+    b = w.members["b"]
+    w.send(b, events.Left(member_id="b", incarnation=b.incarnation, completed=True, reason="done"))
+    w.run(3.0)
+    assert w.job.phase is Phase.FINISHED
+
+
+def test_completion_may_come_from_a_member_that_does_not_train() -> None:
+    """Such as one of an asynchronous job that forms its next generation."""
+    w = world(desired=3)
+    alone = w.join("a")
+    w.run(0.1)
+    assert w.job.phase is Phase.COLLECT
+    w.send(
+        alone,
+        events.Left(
+            member_id="a", incarnation=alone.incarnation, completed=True, reason="all done"
+        ),
+    )
+    w.run(0.2)
+    assert w.job.phase is Phase.FINISHED
+
+
+def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
+    """Members that hold for a boundary go on; the joiner hears why it is not taken."""
+    w = running("a", "b")
+    w.members["b"].paused = True  # its offer is still on the way
+    joiner = w.join("c")
+    w.run(2.0)
+    assert w.job.phase is Phase.PREPARE
+    a = w.members["a"]
+    w.send(a, events.Left(member_id="a", incarnation=a.incarnation, completed=True, reason="done"))
+    w.run(3.0)
+    assert joiner.refused is not None
+    assert joiner.refused.kind == RefusalKind.FINISHED
+    assert w.job.phase is Phase.RUNNING
+
+
+def test_loss_of_the_joiner_before_the_boundary_leaves_the_old_generation_alone() -> None:
+    """Nobody has stopped yet, so nobody needs to start again."""
+    w = running("a", "b")
+    w.members["b"].paused = True
+    w.join("c")
+    w.run(2.0)
+    w.members["b"].paused = False
+    b = w.members["b"]
+    answer = events.Answered(
+        member_id="b",
+        incarnation=b.incarnation,
+        generation=Generation(2),
+        digest=w.job.digest_of(w.job.attempt) if w.job.attempt else "",
+    )
+    b.paused = True
+    w.send(b, answer)
+    w.run(2.1)
+    assert w.job.phase is Phase.COMMITTED
+    w.kill("c", seen_by_launcher=True)
+    w.run(2.2)
+    assert w.job.phase is Phase.RUNNING
+    assert w.job.running is not None
+    assert w.job.running.generation == 1
+    assert [r.verdict for r in w.written[2]] == [Verdict.COMMITTED, Verdict.ABORTED]
+
+
+def test_a_stream_that_comes_back_is_no_loss() -> None:
+    """A short break of the connection leaves the generation as it is."""
+    w = running("a", "b")
+    b = w.members["b"]
+    w.send(b, events.Disconnected(member_id="b", incarnation=b.incarnation))
+    w.run(1.0 + w.job.limits.reconnect_s / 2)
+    w.send(
+        b,
+        events.Attended(
+            member_id="b", incarnation=b.incarnation, spec=w.job.spec, info=MemberInfo()
+        ),
+    )
+    w.run(10.0)
+    assert w.is_running()
+    assert w.job.last_generation == 1
+
+
+def test_a_failed_collective_without_a_loss_reforms_with_all() -> None:
+    """A network fault between living members costs a new generation, not a member."""
+    w = running("a", "b", "c")
+    w.train(4)
+    a = w.members["a"]
+    w.send(
+        a,
+        events.Broke(
+            member_id="a", incarnation=a.incarnation, generation=Generation(1), error="reset"
+        ),
+    )
+    w.run(1.0 + w.job.limits.reconnect_s + 0.1)
+    assert w.is_running()
+    assert w.job.last_generation == 2
+    assert w.roster() == ["a", "b", "c"]
+
+
+def test_when_all_report_a_failed_collective_nobody_waits() -> None:
+    """Each of them is there to say so, hence none is lost."""
+    w = running("a", "b")
+    w.train(4)
+    for name in ("a", "b"):
+        member = w.members[name]
+        w.send(
+            member,
+            events.Broke(
+                member_id=name,
+                incarnation=member.incarnation,
+                generation=Generation(1),
+                error="reset",
+            ),
+        )
+    w.run(1.001)
+    assert w.is_running()
+    assert w.job.last_generation == 2
+
+
+def test_the_table_refuses_what_it_does_not_list() -> None:
+    """Every pair that is not in the table raises."""
+    for phase in Phase:
+        for trigger in Trigger:
+            if (phase, trigger) in TRANSITIONS:
+                assert after(phase, trigger) is TRANSITIONS[phase, trigger]
+            else:
+                with pytest.raises(IllegalTransition):
+                    after(phase, trigger)
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "join_s", "word"),
+    [(0.0, 120, "heartbeat_s"), (10, 120, "lease_s"), (0.5, 1, "lease_s")],
+)
+def test_limits_out_of_order_are_refused_by_name(
+    heartbeat_s: float, join_s: float, word: str
+) -> None:
+    """The message says which limit, and what to change."""
+    with pytest.raises(ValueError, match=word):
+        Limits(heartbeat_s=heartbeat_s, join_s=join_s)
+
+
+def test_time_in_which_nobody_can_be_told_does_not_count() -> None:
+    """While etcd is away a break is decided and not told: nobody is late for not settling."""
+    w = running("a", "b", "c")
+    w.members["a"].paused = True  # it has not heard of the break
+    w.kill("c", seen_by_launcher=True)
+    w.run(1.1)
+    w.job.postpone(100.0)
+    w.run(1.0 + w.job.limits.collective_s + 50.0)
+    assert "a" in w.job.members
+    w.run(1.2 + w.job.limits.collective_s + 100.0)
+    assert "a" not in w.job.members
+    assert w.roster() == ["b"]
+
+
+def test_a_call_under_way_is_refused_with_the_reason_that_its_sender_is_told() -> None:
+    """A rejects while B's own answer is on its way: B hears the conflict, whichever comes first."""
+    w = world(desired=2)
+    a, b = w.join("a"), w.join("b")
+    a.paused = b.paused = True  # they answer when the test says
+    w.run(1.0)
+    generation = Generation(w.job.last_generation)
+    rejection = events.Rejection(field="scratch", seen="1 GiB", expected="10 GiB")
+    answer = events.Answered(**w._who(a), generation=generation, digest="", rejections=(rejection,))
+    w.job.handle(answer, w.now_s)
+    late = events.Answered(**w._who(b), generation=generation, digest="whatever")
+    for event in (late, events.Settled(**w._who(b), step=Step(0), has_state=False)):
+        with pytest.raises(events.Refused) as refused:
+            w.job.handle(event, w.now_s)
+        assert refused.value.refusal.kind == RefusalKind.CONFLICT
+        assert "scratch" in refused.value.refusal.seen

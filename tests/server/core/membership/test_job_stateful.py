@@ -1,0 +1,248 @@
+"""Any event in any order, stale ones too: the core refuses or takes it, and stays in one piece."""
+
+import copy
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from support.members.job_world import digest_of
+
+from shoal_proto.incarnation import new_incarnation
+from shoal_server.core.generations.roster import (
+    Generation,
+    JobSpec,
+    MemberInfo,
+    Proposal,
+    Step,
+    Verdict,
+)
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.phases import Phase as JobPhase
+
+NUM_EXAMPLES = int(os.environ.get("SHOAL_STATEFUL_EXAMPLES", "200"))
+NUM_STEPS = 40
+MAX_TICKS_AT_ONCE = 5
+
+SPEC = JobSpec(job="j", min_members=1, max_members=3, desired_members=2)
+NAMES = st.sampled_from("abcd")
+STARTS = st.integers(1, 2)
+STEPS = st.integers(0, 9)
+BACK = st.integers(0, 2)
+"""How many generations ago a member last heard of one: 0 is the newest."""
+SHARED = {"schema": "s1"}
+FIELDS = st.sampled_from([SHARED, SHARED, SHARED, {"schema": "s2"}])
+
+
+INCARNATIONS = {
+    (name, start): new_incarnation(10 * start + position)
+    for start in (1, 2)
+    for position, name in enumerate("abcd")
+}
+
+
+def who(name: str, start: int) -> dict[str, str]:
+    return {"member_id": name, "incarnation": INCARNATIONS[name, start]}
+
+
+class JobMachine(RuleBasedStateMachine):
+    """The job, and beside it a list of all that it decided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+        self.job = Job(spec=SPEC, limits=Limits(), digest_of=digest_of)
+        self.verdicts: dict[int, list[Verdict]] = {}
+        self.expelled: set[str] = set()
+
+    # --- what happens ---
+
+    def hear(self, event: events.Event) -> None:
+        before, fenced = copy.deepcopy(self.job), set(self.expelled)
+        try:
+            self.take(self.job.handle(event, self.now_s))
+        except events.Refused:
+            assert self.job == before, f"refused, and yet it changed the job: {event}"
+        else:
+            assert event.incarnation not in fenced, f"taken from one that was expelled: {event}"
+
+    def take(self, effects: list[events.Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, events.Write):
+                generation = effect.record.roster.generation
+                self.verdicts.setdefault(generation, []).append(effect.record.verdict)
+            elif isinstance(effect, events.Expel):
+                self.expelled.add(effect.incarnation)
+
+    def generation(self, back: int) -> Generation:
+        return Generation(max(self.job.last_generation - back, 0))
+
+    @initialize(members=st.sampled_from(["", "ab", "ab", "abc"]), runs=st.booleans())
+    def begin(self, members: str, runs: bool) -> None:
+        """Most begin where a generation has formed: chance alone seldom gets there."""
+        for name in members:
+            self.attend(name, 1)
+            self.propose(name, 1, 0, SHARED)
+        self.all_answer()
+        if runs:
+            self.all_ready()
+
+    @rule(name=NAMES, start=STARTS)
+    def attend(self, name: str, start: int) -> None:
+        self.hear(events.Attended(**who(name, start), spec=SPEC, info=MemberInfo()))
+
+    @rule(name=NAMES, start=STARTS, step=STEPS, fields=FIELDS)
+    def propose(self, name: str, start: int, step: int, fields: dict[str, str]) -> None:
+        proposal = Proposal(fields=fields, step=Step(step), has_state=step > 0)
+        self.hear(events.Proposed(**who(name, start), proposal=proposal))
+
+    @rule(name=NAMES, start=STARTS, back=BACK, rejects=st.integers(0, 5))
+    def answer(self, name: str, start: int, back: int, rejects: int) -> None:
+        rejection = events.Rejection(field="custom", seen="1", expected="2")
+        attempt = self.job.attempt
+        unreachable = (("a", "refused"),) if rejects == 1 and name != "a" else ()
+        event = events.Answered(
+            **who(name, start),
+            generation=self.generation(back),
+            digest=digest_of(attempt) if attempt is not None else "",
+            rejections=(rejection,) if rejects == 0 else (),
+            unreachable=unreachable,
+        )
+        self.hear(event)
+
+    @precondition(lambda self: self.job.phase is JobPhase.PREPARE)
+    @rule()
+    def all_answer(self) -> None:
+        for name in "abcd":
+            member = self.job.members.get(name)
+            if member is not None:
+                self.answer(
+                    name, 1 if member.incarnation == who(name, 1)["incarnation"] else 2, 0, 5
+                )
+
+    @rule(name=NAMES, start=STARTS, back=BACK)
+    def ready(self, name: str, start: int, back: int) -> None:
+        event = events.BecameReady(**who(name, start), generation=self.generation(back))
+        self.hear(event)
+
+    @precondition(lambda self: self.job.phase is JobPhase.COMMITTED)
+    @rule()
+    def all_ready(self) -> None:
+        for member in list(self.job.members.values()):
+            identity = {"member_id": member.member_id, "incarnation": member.incarnation}
+            self.hear(events.BecameReady(**identity, generation=self.job.last_generation))
+
+    @rule(name=NAMES, start=STARTS, back=BACK, step=STEPS)
+    def offer(self, name: str, start: int, back: int, step: int) -> None:
+        generation = self.generation(back)
+        self.hear(events.Offered(**who(name, start), generation=generation, next_step=Step(step)))
+
+    @rule(name=NAMES, start=STARTS, back=BACK, step=STEPS)
+    def settle(self, name: str, start: int, back: int, step: int) -> None:
+        event = events.Settled(
+            **who(name, start), step=Step(step), has_state=step > 0, left=self.generation(back)
+        )
+        self.hear(event)
+
+    @rule(name=NAMES, start=STARTS, back=BACK)
+    def break_down(self, name: str, start: int, back: int) -> None:
+        self.hear(events.Broke(**who(name, start), generation=self.generation(back), error="reset"))
+
+    @rule(name=NAMES, start=STARTS, kind=st.integers(0, 5))
+    def lose(self, name: str, start: int, kind: int) -> None:
+        identity = who(name, start)
+        kinds: list[events.Event] = [
+            events.Lost(**identity, reason="exit"),
+            events.Disconnected(**identity),
+            events.Halted(**identity),
+            events.Continued(**identity),
+            events.DrainAsked(**identity, reason="spot notice"),
+            events.Left(**identity, completed=False, reason="left"),
+        ]
+        self.hear(kinds[kind])
+
+    @rule(name=NAMES, start=STARTS, rare=st.integers(0, 9))
+    def complete(self, name: str, start: int, rare: int) -> None:
+        if rare == 0:
+            self.hear(events.Left(**who(name, start), completed=True, reason="done"))
+
+    @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 1.1, 11.0, 31.0]))
+    def wait(self, seconds: float) -> None:
+        """Time passes; the job is woken at each of its deadlines, as its actor does it."""
+        end_s, ticks = self.now_s + seconds, 0
+        while (deadline_s := self.job.next_deadline_s()) is not None and deadline_s <= end_s:
+            ticks = ticks + 1 if deadline_s <= self.now_s else 0
+            reason = f"{self.job.phase}: {self.job.reason}"
+            assert ticks < MAX_TICKS_AT_ONCE, f"it ticks without end; {reason}"
+            self.now_s = max(self.now_s, deadline_s)
+            self.take(self.job.tick(self.now_s))
+        self.now_s = end_s
+
+    # --- what must hold ---
+
+    @invariant()
+    def one_decision_a_generation(self) -> None:
+        for generation, verdicts in self.verdicts.items():
+            assert verdicts in (
+                [Verdict.COMMITTED],
+                [Verdict.ABORTED],
+                [Verdict.COMMITTED, Verdict.ABORTED],
+            ), f"generation {generation}: {verdicts}"
+
+    @invariant()
+    def rosters_are_sound(self) -> None:
+        job = self.job
+        for roster in (job.running, job.attempt):
+            if roster is not None:
+                assert [e.rank for e in roster.entries] == list(range(len(roster.entries)))
+                assert len(roster.entries) <= SPEC.max_members
+                here = job.completing or len(job.members_of(roster)) == len(roster.entries)
+                assert here, "a lost member is in it"
+        if job.running is not None:
+            assert self.verdicts[job.running.generation] == [Verdict.COMMITTED]
+        if job.phase is JobPhase.RUNNING:
+            assert job.running is not None
+            assert job.attempt is None
+
+    @invariant()
+    def attendance_agrees_with_a_count_over_all(self) -> None:
+        attendance = self.job.attendance
+        everybody = attendance.members.values()
+        assert set(attendance.candidates) == {
+            m.member_id for m in everybody if m.proposal is not None and m.draining_s is None
+        }
+        assert set(attendance.draining) == {
+            m.member_id for m in everybody if m.draining_s is not None
+        }
+        assert {m.member_id for m in attendance.unsettled()} == {
+            m.member_id for m in everybody if not m.settled
+        }
+        assert set(attendance._disconnected) == {
+            m.member_id for m in everybody if m.disconnected_s is not None
+        }
+        assert set(attendance._halted) == {m.member_id for m in everybody if m.halted_s is not None}
+        firsts = [m.disconnected_s for m in attendance._disconnected.values()]
+        assert firsts == sorted(firsts, key=lambda at_s: at_s or 0.0)
+
+    @invariant()
+    def nobody_waits_for_ever(self) -> None:
+        """Where nothing runs, a deadline is set for whoever is waited for."""
+        job = self.job
+        waits = job.phase in (JobPhase.PREPARE, JobPhase.COMMITTED, JobPhase.ABORTED)
+        unsettled = job.phase is JobPhase.COLLECT and not job.attendance.all_settled
+        if not job.completing and (waits or (unsettled and job.running is None)):
+            assert job.next_deadline_s() is not None, f"{job.phase}: {job.reason}"
+
+
+TestJob = JobMachine.TestCase
+TestJob.settings = settings(
+    max_examples=NUM_EXAMPLES,
+    stateful_step_count=NUM_STEPS,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)

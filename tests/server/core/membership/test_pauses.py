@@ -1,0 +1,214 @@
+"""Pauses of members, and bring-ups that get on, in virtual time."""
+
+from support.members.job_world import SimMember, World
+
+from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.phases import Phase
+
+LIMITS = Limits()
+
+
+def who(member: SimMember) -> dict[str, str]:
+    return {"member_id": member.name, "incarnation": member.incarnation}
+
+
+def world_of(*names: str, **bounds: int) -> World:
+    """A job in which these train together."""
+    w = World(JobSpec(job="j", desired_members=len(names), **bounds))
+    for name in names:
+        w.join(name)
+    w.run(1.0)
+    assert w.job.phase is Phase.RUNNING
+    return w
+
+
+def pause(w: World, name: str, limit_s: float = 1800.0, elapsed_s: float = 0.0) -> None:
+    event = events.Paused(
+        **who(w.members[name]), reason="validation", limit_s=limit_s, elapsed_s=elapsed_s
+    )
+    w.send(w.members[name], event)
+
+
+def resume(w: World, name: str) -> None:
+    w.send(w.members[name], events.Resumed(**who(w.members[name])))
+
+
+def test_a_joiner_waits_for_the_end_of_a_pause_far_beyond_the_join_limit() -> None:
+    w = world_of("a", "b")
+    pause(w, "a")
+    w.run(2.0)
+    w.join("c")
+    w.run(2.0 + 5 * LIMITS.join_s)
+    assert w.job.running is not None
+    assert w.job.running.generation == 1
+    why = w.job.why_paused(w.now_s)
+    assert why == f"rank 0 (a) is paused: validation, for {w.now_s - 1.0:.0f} s of 1800 s"
+    resume(w, "a")
+    w.run(w.now_s + 5.0)
+    assert w.job.running.member_ids == ("a", "b", "c")
+    assert not w.job.why_paused()
+
+
+def test_a_first_generation_waits_for_who_is_paused_beyond_the_last_call() -> None:
+    w = World(JobSpec(job="j", desired_members=2))
+    w.join("b")
+    late = w.members["b"]
+    w.job.handle(
+        events.Attended(member_id="a", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")),
+        w.now_s,
+    )
+    said = {"member_id": "a", "incarnation": "1"}
+    w.job.handle(events.Paused(**said, reason="download", limit_s=1000.0), w.now_s)
+    w.run(2 * LIMITS.join_s)
+    assert w.job.phase is Phase.COLLECT
+    assert late.refused is None
+    w.job.handle(events.Resumed(**said), w.now_s)
+    w.run(w.now_s + LIMITS.last_call_s + 1.0)
+    assert w.job.phase is Phase.RUNNING
+    assert w.roster() == ["b"]
+
+
+def test_a_pause_over_its_limit_takes_its_member_out_by_name() -> None:
+    w = world_of("a", "b")
+    paused = w.members["a"]
+    pause(w, "a", limit_s=40.0)
+    w.run(40.0)
+    assert not paused.refused
+    w.run(45.0)
+    assert paused.refused is not None
+    assert "rank 0 (a) is paused: validation, for 40 s of 40 s" in paused.refused.what
+    assert w.job.running is not None
+    assert w.job.running.member_ids == ("b",)
+
+
+def test_a_pause_said_again_to_a_new_leader_keeps_its_limit() -> None:
+    """Thirty of its forty seconds are over."""
+    w = world_of("a", "b")
+    paused = w.members["a"]
+    pause(w, "a", limit_s=40.0, elapsed_s=30.0)
+    w.run(10.5)
+    assert not paused.refused
+    w.run(13.0)
+    assert paused.refused is not None
+
+
+def test_who_is_killed_during_a_pause_is_missed_at_once() -> None:
+    """And the others form the next generation once the one that is paused is back."""
+    w = world_of("a", "b", "c")
+    pause(w, "a")
+    w.run(2.0)
+    w.kill("c", seen_by_launcher=True)
+    w.run(2.5)
+    assert w.job.running is None or w.job.running.generation > 1
+    assert "c" not in w.job.members
+    resume(w, "a")
+    w.run(5.0)
+    assert w.job.running is not None
+    assert w.job.running.member_ids == ("a", "b")
+
+
+def test_a_paused_newcomer_holds_up_nobody_who_trains() -> None:
+    """Who does not get ready is found as ever."""
+    w = Slow(JobSpec(job="j", desired_members=2), slow="a")
+    for name in "ab":
+        w.join(name)
+    w.run(1.0)
+    attended = events.Attended(
+        member_id="c", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")
+    )
+    w.job.handle(attended, w.now_s)
+    w.job.handle(
+        events.Paused(member_id="c", incarnation="1", reason="load", limit_s=1000.0), w.now_s
+    )
+    w.run(1.0 + LIMITS.bring_up_s)
+    assert w.gone
+    assert not w.job.why_paused()
+
+
+class Slow(World):
+    """The members whose names are given do not get ready by themselves."""
+
+    def __init__(self, spec: JobSpec, slow: str) -> None:
+        super().__init__(spec)
+        self.slow = slow
+
+    def _bring_up(self, member: SimMember, generation: Generation) -> None:
+        if member.name in self.slow:
+            member.generation, member.next_generation = generation, 0
+        else:
+            super()._bring_up(member, generation)
+
+    def beat(self, name: str, **said: int | bool | float) -> None:
+        """A heartbeat tells what the member's trainer does."""
+        member = self.members[name]
+        self.job.beaten(events.Beaten(**who(member), **said), self.now_s)  # type: ignore[arg-type]
+
+
+def _joining(slow: str = "abc") -> Slow:
+    """a and b have trained; c comes to them, and its bring-up takes its time."""
+    w = Slow(JobSpec(job="j", desired_members=2), slow="")
+    w.join("a")
+    w.join("b")
+    w.run(1.0)
+    w.train(7)
+    w.slow = slow
+    w.join("c")
+    w.run(2.0)
+    assert w.job.phase is Phase.COMMITTED
+    return w
+
+
+def test_a_bring_up_whose_state_is_under_way_is_never_late() -> None:
+    """Ten times as long as one may stand still: only what moves counts, whoever it is."""
+    w = _joining()
+    until_s = w.now_s + 10 * LIMITS.bring_up_s
+    moved = 0
+    while w.now_s < until_s:
+        w.run(w.now_s + LIMITS.bring_up_s / 3)
+        moved += 1
+        w.beat("a", moved=1, waits=True)
+        w.beat("b", moved=moved, waits=True)
+        assert w.job.phase is Phase.COMMITTED, w.job.reason
+    for name in "abc":
+        ready = events.BecameReady(**who(w.members[name]), generation=w.job.last_generation)
+        w.send(w.members[name], ready)
+    w.run(w.now_s + 1.0)
+    assert w.roster() == ["a", "b", "c"]
+
+
+def test_who_stands_still_is_blamed_and_not_who_waits_for_it() -> None:
+    """The newcomer's model is being compiled, say; a and b hold the state and wait."""
+    w = _joining()
+    newcomer = w.members["c"]
+    for name in "ab":
+        w.beat(name, moved=1, waits=True)
+    w.beat("c", moved=1, own_code_s=1.0)
+    w.slow = ""
+    w.run(w.now_s + LIMITS.collective_s + 2 * LIMITS.bring_up_s + 1.0)
+    assert newcomer.refused is not None
+    assert "c did not bring the generation up" in newcomer.refused.what
+    assert w.roster() == ["a", "b"]
+
+
+def test_where_all_wait_for_each_other_it_is_tried_again_and_nobody_expelled() -> None:
+    w = _joining()
+    for name in "abc":
+        w.beat(name, moved=1, waits=True)
+    w.slow = ""
+    w.run(w.now_s + LIMITS.collective_s + 2 * LIMITS.bring_up_s + 10.0)
+    assert w.roster() == ["a", "b", "c"]
+    assert any("wait for each other" in line for line in w.log)
+
+
+def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy() -> None:
+    w = world_of("a", "b")
+    away = w.members["a"]
+    w.run(40.0)
+    w.job.beaten(events.Beaten(**who(away), own_code_s=31.0), w.now_s)
+    w.send(w.members["b"], events.Broke(**who(w.members["b"]), generation=1, error="hung"))
+    w.run(45.0)
+    told = next(line for line in w.log if "collective_failed" in line)
+    assert "rank 0 (a) has been in your code for 31 s" in told
+    assert "session.pause" in told

@@ -1,0 +1,235 @@
+"""A member that cannot bring a generation up is blamed by name, and the others train on."""
+
+import pytest
+from support.members.job_world import SimMember, World
+
+from shoal_server.core.generations.roster import Generation, JobSpec
+from shoal_server.core.membership import events
+from shoal_server.core.membership.events import RefusalKind
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.setbacks import MAX_PAUSE_S, MAX_TRIES, REMEMBERED_S, Setbacks
+
+ERROR = "OutOfMemoryError: CUDA out of memory"
+
+
+class Clumsy(World):
+    """Some of its members fail in each bring-up by their own fault, or never get through it."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        super().__init__(spec)
+        self.failing: set[str] = set()
+        self.hanging: set[str] = set()
+        self.fits = 0
+        """Nobody fails among so few."""
+
+    def _bring_up(self, member: SimMember, generation: Generation) -> None:
+        member.generation, member.next_generation = generation, 0
+        attempt = self.job.attempt
+        many = attempt is None or len(attempt.entries) > self.fits
+        if member.name in self.failing and many:
+            self.fail(member, generation, own=True)
+        elif member.name not in self.hanging:
+            super()._bring_up(member, generation)
+
+    def fail(self, member: SimMember, generation: Generation, *, own: bool) -> None:
+        who = {"member_id": member.name, "incarnation": member.incarnation}
+        self.send(member, events.Broke(**who, generation=generation, error=ERROR, own=own))
+
+
+def clumsy(*names: str, desired: int = 0, low: int = 1) -> Clumsy:
+    num = desired or len(names)
+    w = Clumsy(JobSpec(job="j", min_members=low, max_members=8, desired_members=num))
+    for name in names:
+        w.join(name)
+    return w
+
+
+def running(*names: str) -> Clumsy:
+    w = clumsy(*names)
+    w.run(1.0)
+    assert w.is_running()
+    w.train(5)
+    return w
+
+
+def test_a_joiner_that_fails_is_tried_three_times_and_left_out() -> None:
+    """Its own error is what it hears; the others train, between the tries and after them."""
+    w = running("a", "b")
+    w.failing.add("c")
+    c = w.join("c")
+    w.run(1.5)
+    assert w.roster() == ["a", "b"]
+    assert "1 of 3" in w.job.members["c"].waiting_for
+    assert ERROR in w.job.members["c"].waiting_for
+    w.run(30.0)
+    assert w.roster() == ["a", "b"]
+    assert c.refused is not None
+    assert c.refused.kind == RefusalKind.BRING_UP
+    assert c.refused.seen == ERROR
+    assert "c could not bring up" in c.refused.what
+    assert sum("bring_up_failed: c" in line for line in w.log) == MAX_TRIES
+    number = w.job.last_generation
+    w.run(300.0)
+    assert w.job.last_generation == number
+
+
+def test_its_name_is_left_out_too_for_a_while() -> None:
+    """What its launcher starts in its place would fail alike."""
+    w = running("a")
+    w.failing.add("c")
+    w.join("c")
+    w.run(30.0)
+    again = w.join("c")
+    w.run(31.0)
+    assert again.refused is not None
+    assert again.refused.kind == RefusalKind.BRING_UP
+    assert w.roster() == ["a"]
+    w.failing.clear()
+    w.run(32.0 + REMEMBERED_S)
+    w.join("c")
+    w.run(34.0 + REMEMBERED_S)
+    assert w.roster() == ["a", "c"]
+
+
+def test_a_process_started_in_its_place_goes_on_counting() -> None:
+    """A launcher that starts it again does not make it begin anew."""
+    w = running("a")
+    w.failing.add("c")
+    w.join("c")
+    w.run(1.6)
+    w.join("c")
+    w.run(4.0)
+    again = w.join("c")
+    w.run(30.0)
+    assert again.refused is not None
+    assert sum("bring_up_failed: c" in line for line in w.log) == MAX_TRIES
+
+
+def test_a_joiner_that_gets_through_in_the_end_begins_anew() -> None:
+    """Twice out of memory, and then there was room."""
+    w = running("a", "b")
+    w.failing.add("c")
+    w.join("c")
+    w.run(2.5)
+    assert sum("bring_up_failed: c" in line for line in w.log) == 2
+    w.failing.clear()
+    w.run(10.0)
+    assert w.roster() == ["a", "b", "c"]
+    assert w.job.setbacks.own("c") == 0
+
+
+def test_who_joined_with_it_is_not_put_off() -> None:
+    """The others go on with all who can."""
+    w = running("a")
+    w.failing.add("c")
+    w.join("c")
+    w.join("d")
+    w.run(1.5)
+    assert w.roster() == ["a", "d"]
+
+
+def test_the_first_generation_forms_without_a_member_that_cannot() -> None:
+    """If enough are left."""
+    w = clumsy("a", "b", "c", low=2)
+    w.failing.add("c")
+    w.run(0.5)
+    assert w.roster() == ["a", "b"]
+
+
+def test_too_few_without_it_hear_why() -> None:
+    """Who waits in vain is told who was left out, and with what."""
+    w = clumsy("a", "b", low=2)
+    w.failing.add("b")
+    a = w.members["a"]
+    w.run(200.0)
+    assert a.refused is not None
+    assert "1 of at least 2 members were ready" in a.refused.what
+    assert f"b was left out: {ERROR}" in a.refused.what
+
+
+def test_one_that_trained_and_fails_in_a_growing_generation_is_not_left_out() -> None:
+    """It was fine without the newcomer, which comes less and less often instead."""
+    w = running("a", "b")
+    w.failing.add("a")
+    w.fits = 2
+    c = w.join("c")
+    w.run(1.8)
+    assert w.roster() == ["a", "b"]
+    w.run(100.0)
+    assert w.roster() == ["a", "b"]
+    assert c.refused is None
+    assert 2 < sum("bring_up_failed: a" in line for line in w.log) < 6
+    assert w.job.setbacks.own("a") == 0
+    assert w.job.setbacks.waits("c")
+    w.failing.clear()
+    w.run(400.0)
+    assert w.roster() == ["a", "b", "c"]
+
+
+def test_the_only_one_with_the_state_is_waited_for() -> None:
+    """Without it the state would be lost, for a failure that may pass."""
+    w = running("a")
+    w.failing.add("a")
+    w.join("c")
+    w.run(1.3)
+    assert w.job.setbacks.own("a") == 2
+    assert w.job.phase is Phase.COLLECT
+    w.failing.clear()
+    w.run(10.0)
+    assert w.roster() == ["a", "c"]
+
+
+def test_a_consequence_is_nobodys_fault() -> None:
+    """A connection that closed says nothing of who it was; nobody is counted."""
+    w = running("a", "b")
+    w.hanging.add("c")
+    c = w.join("c")
+    w.run(1.3)
+    w.fail(c, w.job.last_generation, own=False)
+    w.run(1.6)
+    assert w.roster() == ["a", "b"]
+    assert w.job.setbacks.own("c") == 0
+    assert w.job.setbacks.waits("c")
+
+
+def test_an_own_failure_counts_though_a_consequence_was_told_first() -> None:
+    """Its peers may find the connection closed before it has said why. Once: calls come twice."""
+    w = running("a", "b")
+    w.hanging.add("c")
+    c = w.join("c")
+    w.run(1.3)
+    number = w.job.last_generation
+    w.fail(w.members["a"], number, own=False)
+    w.run(1.31)
+    w.fail(c, number, own=True)
+    w.fail(c, number, own=True)
+    w.run(1.4)
+    assert w.job.setbacks.own("c") == 1
+
+
+def test_who_never_gets_ready_is_counted_and_does_not_take_the_others_along() -> None:
+    """Those who hold the state only waited for it."""
+    w = running("a", "b")
+    w.hanging |= {"a", "b", "c"}
+    c = w.join("c")
+    limits = w.job.limits
+    w.run(1.4)
+    assert w.job.phase is Phase.COMMITTED
+    w.hanging.clear()
+    w.run(2.0 + limits.collective_s + limits.bring_up_s)
+    assert c.refused is not None
+    assert c.refused.kind == RefusalKind.TIMEOUT
+    assert w.job.setbacks.own("c") == 1
+    assert w.roster() == ["a", "b"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 50])
+def test_the_pause_before_a_try_is_bounded(count: int) -> None:
+    """However often it failed."""
+    setbacks = Setbacks()
+    for _ in range(count):
+        setbacks.shared("c", 0.0)
+    (release_s,) = setbacks.next_release_s(["c"])
+    assert 0.0 < release_s <= MAX_PAUSE_S
+    setbacks.release(release_s)
+    assert not setbacks.waits("c")

@@ -1,0 +1,354 @@
+"""A job that has trained never starts from initial values again: it ends, and says what is gone."""
+
+from dataclasses import replace
+
+from support.members.job_world import World, digest_of
+
+from shoal_proto.incarnation import new_incarnation
+from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.roster import (
+    Generation,
+    JobSpec,
+    MemberInfo,
+    Proposal,
+    StateAction,
+    Step,
+    Verdict,
+)
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.events import RefusalKind
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.restore import Saved, restored
+
+
+def running(*names: str, low: int = 1) -> World:
+    """A world in which the named members train in generation 1."""
+    spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=len(names))
+    w = World(spec)
+    for name in names:
+        w.join(name)
+    w.run(1.0)
+    assert w.is_running()
+    return w
+
+
+def kill(w: World, *names: str) -> None:
+    for name in names:
+        w.kill(name, seen_by_launcher=True)
+
+
+def test_a_job_whose_state_is_gone_ends_and_says_where_it_was() -> None:
+    """All were killed and all started again: each hears the step, the generation and a way on."""
+    w = running("a", "b")
+    w.train(7)
+    w.beat("a", 7)
+    kill(w, "a", "b")
+    fresh = [w.join("a"), w.join("b")]
+    w.run(2.0)
+    assert w.job.phase is Phase.LOST
+    for member in fresh:
+        assert member.refused is not None
+        assert member.refused.kind == RefusalKind.STATE_LOST
+        assert "step 7" in member.refused.what
+        assert "generation 1" in member.refused.what
+        assert "--fresh" in member.refused.fix
+        assert "checkpoints=" in member.refused.fix
+    assert w.written[2][0].verdict is Verdict.ABORTED
+    assert not w.job.members
+
+
+def test_who_comes_later_hears_the_same() -> None:
+    """The outcome is the job's, not that of those who found it."""
+    w = running("a", "b")
+    w.beat("a", 3)
+    kill(w, "a", "b")
+    w.join("a")
+    w.run(w.job.limits.last_call_s + 2.0)
+    late = w.join("x")
+    w.run(w.now_s + 1.0)
+    assert late.refused is not None
+    assert late.refused.kind == RefusalKind.STATE_LOST
+    assert "step 3" in late.refused.what
+
+
+def test_a_newcomer_that_waits_does_not_begin_anew_when_the_last_survivor_goes() -> None:
+    """The standby holds no state: that it was there first helps nobody."""
+    w = World(JobSpec(job="j", max_members=1))
+    w.join("a")
+    w.run(1.0)
+    w.train(5)
+    spare = w.join("x")
+    w.run(2.0)
+    kill(w, "a")
+    w.run(w.now_s + w.job.limits.last_call_s + 1.0)
+    assert spare.refused is not None
+    assert spare.refused.kind == RefusalKind.STATE_LOST
+
+
+def test_a_generation_that_ran_counts_though_no_step_was_heard_of() -> None:
+    """Heartbeats come twice a second, and steps may be faster: nobody can know that none was."""
+    w = running("a", "b")
+    kill(w, "a", "b")
+    w.join("a")
+    fresh = w.join("b")
+    w.run(2.0)
+    assert fresh.refused is not None
+    assert "its first steps" in fresh.refused.what
+
+
+def test_that_a_generation_runs_is_durable_before_anybody_is_told() -> None:
+    """Else a new leader would take the job for one that never trained. Once is enough."""
+    w = World(JobSpec(job="j", desired_members=1))
+    effects: list[events.Effect] = []
+    w._effects, told = lambda each: (effects.extend(each), told(each))[1], w._effects
+    w.join("a")
+    w.run(1.0)
+    kinds = [type(e.notice) if isinstance(e, events.Tell) else type(e) for e in effects]
+    assert kinds.index(events.Save) < kinds.index(events.RunningNotice)
+    w.join("b")
+    w.run(2.0)
+    assert w.job.last_generation == 2
+    assert sum(isinstance(e, events.Save) for e in effects) == 1
+
+
+def test_a_generation_that_never_ran_is_nothing_lost() -> None:
+    """Agreed on and not brought up: no step can have been taken, so the job begins as before."""
+    w = World(JobSpec(job="j", desired_members=2))
+    w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
+    w.join("a")
+    w.join("b")
+    w.run(1.0)
+    assert w.job.phase is Phase.COMMITTED
+    kill(w, "a", "b")
+    del w._bring_up
+    w.join("a")
+    w.join("b")
+    w.run(2.0)
+    assert w.is_running()
+    assert w.job.running is not None
+    assert {e.state for e in w.job.running.entries} == {StateAction.INITIAL}
+
+
+def test_a_checkpoint_that_all_see_brings_the_job_back_and_is_told() -> None:
+    """Going back is legitimate; both steps are said."""
+    w = running("a", "b")
+    w.beat("a", 500)
+    kill(w, "a", "b")
+    w.join("a", checkpoints=(100, 200, 300))
+    w.join("b", checkpoints=(100, 200))
+    w.run(2.0)
+    assert w.job.phase is Phase.RUNNING
+    assert w.job.running is not None
+    assert {e.state for e in w.job.running.entries} == {StateAction.CHECKPOINT}
+
+
+def test_the_step_that_a_generation_goes_on_from_is_told_where_it_is_behind() -> None:
+    """By those who read the checkpoint: from then on the job stands there."""
+    w = running("a")
+    w.beat("a", 500)
+    kill(w, "a")
+    w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
+    a = w.join("a", checkpoints=(200,))
+    w.run(2.0)
+    assert w.job.phase is Phase.COMMITTED
+    who = {"member_id": "a", "incarnation": a.incarnation}
+    w.send(a, events.BecameReady(**who, generation=w.job.last_generation, step=Step(200)))
+    w.run(2.1)
+    (line,) = [line for line in w.log if "went_back" in line]
+    assert "from step 200" in line
+    assert "step 500" in line
+    assert w.job.progress.reached == 200
+    assert w.job.members["a"].holds_state
+
+
+def test_a_member_with_an_older_state_is_gone_on_from() -> None:
+    """It says that it holds state: that is nobody's initial values."""
+    w = running("a")
+    w.beat("a", 500)
+    kill(w, "a")
+    w.join("x", step=100)
+    w.run(w.now_s + w.job.limits.last_call_s + 1.0)
+    assert w.job.running is not None
+    assert w.job.running.step == 100
+    assert {e.state for e in w.job.running.entries} == {StateAction.KEEP}
+
+
+def test_who_alone_does_not_see_the_checkpoint_is_left_out() -> None:
+    """A directory that one host does not mount ends nobody else's training."""
+    w = running("a", "b", "c")
+    kill(w, "a", "b", "c")
+    w.join("a", checkpoints=(100,))
+    w.join("b", checkpoints=(100,))
+    blind = w.join("c")
+    w.run(3.0)
+    assert w.roster() == ["a", "b"]
+    assert blind.refused is not None
+    assert blind.refused.kind == RefusalKind.STATE_LOST
+    assert "step 100" in blind.refused.what
+
+
+def test_one_who_is_to_leave_hands_over_where_it_alone_holds_the_state() -> None:
+    """A drain is no loss: the newcomer takes over first."""
+    w = running("a", "b")
+    w.train(4)
+    w.drain("a")
+    w.members["a"].paused = True
+    w.join("x")
+    w.run(1.1)
+    kill(w, "b")
+    w.run(1.2)
+    a = w.members["a"]
+    a.paused = False
+    w.run(1.21)
+    stand = events.Settled(
+        member_id="a",
+        incarnation=a.incarnation,
+        step=Step(4),
+        has_state=True,
+        left=Generation(1),
+    )
+    w.send(a, stand)
+    w.run(3.0)
+    assert w.is_running()
+    assert w.roster() == ["x"]
+    assert a.drained
+    assert w.job.running is not None
+    assert w.job.running.step == 4
+
+
+def test_members_whose_scripts_keep_their_own_state_lose_none() -> None:
+    """torchrun's agents agree on rosters, and never hold anything."""
+    w = World(JobSpec(job="j", desired_members=1))
+
+    def join() -> None:
+        member = w.join("a")
+        event = events.Proposed(
+            member_id="a",
+            incarnation=member.incarnation,
+            proposal=replace(member.proposal, stateless=True),
+        )
+        w.send(member, event)
+
+    join()
+    w.run(1.0)
+    kill(w, "a")
+    join()
+    w.run(2.0)
+    assert w.is_running()
+    assert w.job.last_generation == 2
+
+
+def test_members_that_hold_no_whole_state_between_them_end_the_job() -> None:
+    """They found out in the bring-up, all alike; another try would find the same."""
+    w = running("a", "b", "c")
+    w.train(9)
+    w._bring_up = lambda member, generation: None  # type: ignore[method-assign]
+    kill(w, "c")
+    w.run(2.0)
+    assert w.job.phase is Phase.COMMITTED
+    a, b = w.members["a"], w.members["b"]
+    broke = events.Broke(
+        member_id="a",
+        incarnation=a.incarnation,
+        generation=w.job.last_generation,
+        error="StateLost: at step 9 nobody has model.0.weight [32:64]",
+        own=True,
+        state_lost=True,
+    )
+    w.send(a, broke)
+    w.run(2.1)
+    assert w.job.phase is Phase.LOST
+    assert b.refused is not None
+    assert "model.0.weight" in b.refused.seen
+
+
+# --- over a change of leaders ---
+
+SPEC = JobSpec(job="j", max_members=8)
+NAMES = {name: new_incarnation(position) for position, name in enumerate("abx", start=1)}
+
+
+def who(name: str) -> dict[str, str]:
+    return {"member_id": name, "incarnation": NAMES[name]}
+
+
+def member(name: str) -> Member:
+    return Member(**who(name), info=MemberInfo(), attended_s=0.0)
+
+
+def successor(progress: Progress, members: str = "", lost: str | None = None) -> Job:
+    saved = Saved(
+        last_generation=Generation(3),
+        record=None,
+        before=None,
+        members=tuple(member(name) for name in members),
+        finished=lost is not None,
+        reason="",
+        progress=progress,
+        lost=lost,
+    )
+    return restored(SPEC, saved, limits=Limits(), digest_of=digest_of, now_s=0.0)
+
+
+def attend(job: Job, name: str, now_s: float, *, has_state: bool = False) -> None:
+    job.handle(events.Attended(**who(name), spec=SPEC, info=MemberInfo()), now_s)
+    proposal = Proposal(fields={"schema": "s1"}, step=Step(0), has_state=has_state)
+    job.handle(events.Proposed(**who(name), proposal=proposal), now_s)
+
+
+def accept(job: Job, name: str, now_s: float) -> list[events.Effect]:
+    attempt = job.attempt
+    assert attempt is not None
+    answer = events.Answered(**who(name), generation=attempt.generation, digest=digest_of(attempt))
+    return job.handle(answer, now_s)
+
+
+def test_a_new_leader_knows_that_the_job_has_trained() -> None:
+    """All went while nobody led: the one who comes is told, with the step that was durable."""
+    job = successor(Progress(trained_in=Generation(3), reached=Step(40)))
+    attend(job, "x", 0.1)
+    effects = accept(job, "x", 0.2)
+    assert job.phase is Phase.LOST
+    assert job.lost is not None
+    assert "step 40" in job.lost.what
+    kinds = [type(e.notice) if isinstance(e, events.Tell) else type(e) for e in effects]
+    assert kinds.index(events.Finish) < kinds.index(events.RefusedNotice)
+
+
+def test_a_new_leader_knows_that_the_state_is_lost() -> None:
+    """And says so in the same words."""
+    job = successor(Progress(trained_in=Generation(3), reached=Step(40)), lost="a, b hold nothing")
+    assert job.phase is Phase.LOST
+    try:
+        attend(job, "x", 0.1)
+    except events.Refused as refused:
+        assert refused.refusal.kind == RefusalKind.STATE_LOST
+        assert "step 40" in refused.refusal.what
+        assert refused.refusal.seen == "a, b hold nothing"
+    else:
+        raise AssertionError("it was let in")
+
+
+def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
+    """It was there under the old one, and has not said yet what it holds."""
+    job = successor(Progress(trained_in=Generation(3), reached=Step(40)), members="a")
+    attend(job, "x", 0.1)
+    job.tick(1.0)
+    assert job.attempt is None
+    attend(job, "a", 1.1, has_state=True)
+    assert job.attempt is not None
+    assert job.attempt.source_member_id == "a"
+
+
+def test_a_new_leader_does_not_wait_for_ever() -> None:
+    """The member does not come back: its grace ends, and then the state is gone."""
+    job = successor(Progress(trained_in=Generation(3), reached=Step(40)), members="a")
+    attend(job, "x", 0.1)
+    while (deadline_s := job.next_deadline_s()) is not None and job.attempt is None:
+        assert deadline_s < 120.0
+        job.tick(deadline_s)
+    accept(job, "x", 60.0)
+    assert job.phase is Phase.LOST

@@ -1,0 +1,208 @@
+"""What a new leader, and calls that come late, must not make of a generation that trains."""
+
+from support.members.job_world import digest_of
+
+from shoal_proto.incarnation import new_incarnation
+from shoal_server.core.generations.roster import (
+    Candidate,
+    Generation,
+    JobSpec,
+    MemberInfo,
+    Proposal,
+    Record,
+    Roster,
+    StateAction,
+    Step,
+    Verdict,
+    draw_up,
+)
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.restore import Saved, restored
+
+SPEC = JobSpec(job="j", max_members=8)
+FIELDS = {"schema": "s1"}
+NAMES = {name: new_incarnation(position) for position, name in enumerate("abcx", start=1)}
+
+
+def who(name: str) -> dict[str, str]:
+    return {"member_id": name, "incarnation": NAMES[name]}
+
+
+def proposal(step: int) -> Proposal:
+    return Proposal(fields=FIELDS, step=Step(step), has_state=step > 0)
+
+
+def candidate(name: str, step: int) -> Candidate:
+    return Candidate(
+        member_id=name, incarnation=NAMES[name], info=MemberInfo(), proposal=proposal(step)
+    )
+
+
+def roster(generation: int, names: str, running: Roster | None = None, step: int = 5) -> Roster:
+    candidates = [candidate(name, step) for name in names]
+    return draw_up(Generation(generation), candidates, previous=running, running=running)
+
+
+def record(of: Roster) -> Record:
+    return Record(
+        job="j",
+        roster=of,
+        verdict=Verdict.COMMITTED,
+        reason="all accepted",
+        digest=digest_of(of),
+        decided_s=0.0,
+    )
+
+
+def new_leader(present: str, newest: Roster, before: Roster | None = None) -> Job:
+    members = tuple(
+        Member(member_id=name, incarnation=NAMES[name], info=MemberInfo(), attended_s=0.0)
+        for name in present
+    )
+    saved = Saved(
+        last_generation=newest.generation,
+        record=record(newest),
+        before=record(before) if before is not None else None,
+        members=members,
+        finished=False,
+        reason="",
+    )
+    return restored(SPEC, saved, limits=Limits(), digest_of=digest_of, now_s=0.0)
+
+
+def attend(job: Job, name: str, now_s: float, step: int = 5) -> list[events.Effect]:
+    effects = job.handle(events.Attended(**who(name), spec=SPEC, info=MemberInfo()), now_s)
+    return effects + job.handle(events.Proposed(**who(name), proposal=proposal(step)), now_s)
+
+
+def test_a_newcomer_with_a_checkpoint_takes_the_state_of_those_who_train() -> None:
+    """Its step may even be the higher one: they have gone on since they last said theirs."""
+    trains = roster(1, "ab", step=5)
+    grown = draw_up(
+        Generation(2),
+        [candidate("a", 5), candidate("b", 5), candidate("x", 50)],
+        previous=trains,
+        running=trains,
+    )
+    assert grown.source_member_id in ("a", "b")
+    actions = {entry.member_id: entry.state for entry in grown.entries}
+    assert actions == {
+        "a": StateAction.KEEP,
+        "b": StateAction.KEEP,
+        "x": StateAction.RECEIVE,
+    }
+
+
+def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None:
+    """A new leader waits with a change until all who train have said what they train."""
+    old = roster(1, "ab")
+    job = new_leader("abc", roster(2, "abc", running=old), before=old)
+    for name in "ab":
+        job.handle(events.Attended(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
+    job.handle(events.Left(**who("c"), completed=False, reason="drained"), 0.2)
+    job.tick(0.3)
+    attend(job, "x", 0.4, step=0)
+    job.tick(10.0)
+    assert job.attempt is None
+    job.handle(events.Proposed(**who("a"), proposal=proposal(5)), 10.1)
+    job.tick(11.0)
+    assert job.attempt is None
+    job.handle(events.Proposed(**who("b"), proposal=proposal(5)), 11.1)
+    assert job.attempt is not None
+    assert sorted(job.attempt.member_ids) == ["a", "b", "x"]
+
+
+def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
+    """Who is brought up after a leader was away is not thrown out for the break before it."""
+    limits = Limits()
+    job = new_leader("ab", roster(1, "abc"))
+    for name in "ab":
+        attend(job, name, 0.1)
+        stand = events.Settled(**who(name), step=Step(5), has_state=True, left=Generation(1))
+        if name == "a":
+            job.handle(stand, 0.2)
+    job.handle(events.Left(**who("b"), completed=False, reason="drained"), 0.3)
+    assert job.phase is Phase.PREPARE
+    attempt = job.attempt
+    assert attempt is not None
+    answer = events.Answered(**who("a"), generation=Generation(2), digest=digest_of(attempt))
+    job.handle(answer, 0.4)
+    assert job.phase is Phase.COMMITTED
+    job.tick(limits.collective_s + 0.1)
+    assert "a" in job.members
+
+
+def test_a_stand_before_the_present_generation_is_old_news() -> None:
+    """A call that comes late, or twice, does not make a member stand that trains."""
+    job = new_leader("ab", roster(1, "ab"))
+    for name in "ab":
+        attend(job, name, 0.1)
+        job.handle(events.BecameReady(**who(name), generation=Generation(1)), 0.2)
+    assert job.phase is Phase.RUNNING
+    job.handle(events.Lost(**who("b"), reason="its launcher saw it exit"), 0.3)
+    late = events.Settled(**who("a"), step=Step(2), has_state=True, left=Generation(0))
+    job.handle(late, 0.4)
+    assert not job.attendance.all_settled
+    a = job.members["a"]
+    assert a.proposal is not None
+    assert a.proposal.step == 5
+
+
+def test_a_late_proposal_takes_no_step_back() -> None:
+    """The highest step said is where the state comes from."""
+    job = new_leader("ab", roster(1, "ab"))
+    attend(job, "a", 0.1, step=7)
+    job.handle(events.Proposed(**who("a"), proposal=proposal(0)), 0.2)
+    a = job.members["a"]
+    assert a.proposal is not None
+    assert (a.proposal.step, a.proposal.has_state) == (7, True)
+
+
+def test_the_break_of_the_old_generation_is_told_before_the_abort() -> None:
+    """Who waits at the boundary would take an abort alone for leave to train on."""
+    old = roster(1, "ab")
+    job = new_leader("abc", roster(2, "abc", running=old), before=old)
+    for name in "abc":
+        attend(job, name, 0.1)
+    for name in "ab":
+        offer = events.Offered(**who(name), generation=Generation(2), next_step=Step(9))
+        job.handle(offer, 0.2)
+    effects = job.handle(events.Lost(**who("c"), reason="exit"), 0.3)
+    told = [e.notice for e in effects if isinstance(e, events.Tell) and e.member_id == "a"]
+    kinds = [type(notice) for notice in told]
+    assert kinds.index(events.BreakNotice) < kinds.index(events.OutcomeNotice)
+
+
+def test_who_reports_a_generation_that_is_over_is_told_so() -> None:
+    """Its end may have been told by a leader that is gone."""
+    job = new_leader("ab", roster(3, "ab"))
+    attend(job, "a", 0.1)
+    effects = job.handle(events.Broke(**who("a"), generation=Generation(2), error="reset"), 0.2)
+    told = [e.notice for e in effects if isinstance(e, events.Tell)]
+    assert [n.generation for n in told if isinstance(n, events.BreakNotice)] == [2]
+
+
+def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
+    """A new leader cannot know whether a planned change was over: the newcomer says where it is."""
+    old = roster(1, "ab")
+    job = new_leader("abx", roster(2, "abx", running=old), before=old)
+    for name in "abx":
+        attend(job, name, 0.1)
+    job.handle(events.Lost(**who("b"), reason="exit"), 0.3)
+    assert {m.member_id for m in job.attendance.unsettled()} == {"a", "x"}
+
+
+def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
+    """Only one of those who train can have done the job's work."""
+    job = new_leader("ab", roster(1, "ab"))
+    for name in "ab":
+        attend(job, name, 0.1)
+        job.handle(events.BecameReady(**who(name), generation=Generation(1)), 0.2)
+    attend(job, "x", 0.3, step=50)
+    job.handle(events.Left(**who("x"), completed=True, reason="done"), 0.4)
+    assert not job.completing
+    assert job.running is not None

@@ -1,0 +1,371 @@
+"""The sample ledger, by example and against a slow twin that keeps one entry a sample."""
+
+import json
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal_server.core.samples.ledger import MAX_CLOSED_COUNTS, MAX_HELD_RANGES, Ledger
+from shoal_server.core.samples.requests import Request, SampleRange, StaleRequest, TooManyRanges
+from shoal_server.core.samples.spans import Spans
+
+
+class Worker:
+    """Numbers its requests and keeps its incarnation, as a client does."""
+
+    def __init__(self, ledger: Ledger, member_id: str, incarnation: str = "1") -> None:
+        self.ledger, self.member_id, self.incarnation = ledger, member_id, incarnation
+        self.sequence = 0
+
+    def ask(
+        self,
+        num_samples: int = 0,
+        done: Sequence[SampleRange] = (),
+        held: Sequence[SampleRange] = (),
+    ) -> SampleRange | None:
+        self.sequence += 1
+        return self.ledger.answer(self.request(num_samples, done, held)).range
+
+    def request(
+        self, num_samples: int, done: Sequence[SampleRange], held: Sequence[SampleRange]
+    ) -> Request:
+        return Request(
+            member_id=self.member_id,
+            incarnation=self.incarnation,
+            sequence=self.sequence,
+            completed=tuple(done),
+            held=tuple(held),
+            num_samples=num_samples,
+        )
+
+    def must(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleRange:
+        granted = self.ask(num_samples, done)
+        assert granted is not None
+        return granted
+
+
+def test_one_worker_walks_through_every_epoch_and_is_told_the_end() -> None:
+    """Each epoch's positions come in order, and only the last completion exhausts the ledger."""
+    ledger = Ledger(dataset_size=5, num_epochs=2)
+    worker = Worker(ledger, "a")
+    seen: list[SampleRange] = []
+    done: Sequence[SampleRange] = ()
+    while (granted := worker.ask(2, done)) is not None:
+        assert not ledger.exhausted
+        seen.append(granted)
+        done = [granted]
+    assert seen == [SampleRange(e, a, b) for e in (0, 1) for a, b in ((0, 2), (2, 4), (4, 5))]
+    assert ledger.exhausted
+    assert ledger.counts().completed == 10
+    assert ledger.counts().repeated_max == 0
+
+
+def test_a_lost_members_range_goes_out_before_anything_fresh() -> None:
+    """The next lease after a loss is what the lost member held, and it counts as returned."""
+    ledger = Ledger(dataset_size=100, num_epochs=1)
+    lost, survivor = Worker(ledger, "lost"), Worker(ledger, "survivor")
+    held, own = lost.must(10), survivor.must(10)
+    assert ledger.give_back("lost", "1") == 10
+    assert survivor.ask(10, [own]) == held
+    assert ledger.counts().returned == 10
+
+
+def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() -> None:
+    """A fenced member's late report books nothing, so the sample is completed once: by the heir."""
+    ledger = Ledger(dataset_size=10, num_epochs=1)
+    lost, heir = Worker(ledger, "lost"), Worker(ledger, "heir")
+    held = lost.must(10)
+    ledger.give_back("lost", "1")
+    assert heir.must(10) == held
+    ledger.ignore([held])
+    assert ledger.counts().completed == 0
+    assert ledger.counts().ignored == 10
+    heir.ask(0, [held])
+    assert ledger.exhausted
+    assert ledger.counts().completed == 10
+
+
+def test_a_new_incarnation_ends_the_earlier_one() -> None:
+    """A member that restarts cannot leave ranges behind that nobody will ever complete."""
+    ledger = Ledger(dataset_size=10, num_epochs=1)
+    before = Worker(ledger, "a", "1").must(10)
+    assert Worker(ledger, "a", "2").must(10) == before
+    assert ledger.give_back("a", "1") == 0, "the loss of the earlier one is old news"
+    assert ledger.counts().in_flight == 10
+
+
+def test_a_retry_gets_the_first_answer_and_books_nothing() -> None:
+    """A reply that was lost on the way costs no range and no count."""
+    ledger = Ledger(dataset_size=10, num_epochs=1)
+    worker = Worker(ledger, "a")
+    first = worker.must(4)
+    second = worker.must(4, [first])
+    before = ledger.to_json()
+    again = ledger.answer(worker.request(4, [first], []))
+    assert again.range == second
+    assert ledger.to_json() == before
+
+
+def test_an_overtaken_request_is_refused_and_changes_nothing() -> None:
+    """A delayed duplicate must not give back what the member has leased since."""
+    ledger = Ledger(dataset_size=10, num_epochs=1)
+    worker = Worker(ledger, "a")
+    worker.must(4)
+    late = worker.request(4, [], [])
+    worker.must(4, [SampleRange(0, 0, 4)])
+    before = ledger.to_json()
+    with pytest.raises(StaleRequest, match="request 1 came after request 2"):
+        ledger.answer(late)
+    assert ledger.to_json() == before
+
+
+def test_what_a_member_no_longer_names_goes_back() -> None:
+    """Books that missed a report (a coordinator died) do not wait for it for ever."""
+    ledger = Ledger(dataset_size=8, num_epochs=1)
+    worker = Worker(ledger, "a")
+    dropped = worker.must(4)
+    assert worker.ask(4) == dropped
+    assert ledger.counts().returned == 4
+
+
+def test_epochs_overlap_by_one_and_no_more() -> None:
+    """With one sample of epoch 0 in flight epoch 1 is leased out, and epoch 2 does not begin."""
+    ledger = Ledger(dataset_size=4, num_epochs=3)
+    slow, quick = Worker(ledger, "slow"), Worker(ledger, "quick")
+    hanging = slow.must(1)
+    quick_0 = quick.must(4)
+    quick_1 = quick.must(4, [quick_0])
+    assert (quick_0.epoch, quick_1.epoch) == (0, 1)
+    assert quick.ask(4, [quick_1]) is None
+    assert not ledger.exhausted
+    slow.ask(0, [hanging])
+    assert quick.must(4).epoch == 2
+
+
+def test_counts_are_told_per_epoch() -> None:
+    """Completed, in flight and returned add up for each epoch that is open."""
+    ledger = Ledger(dataset_size=6, num_epochs=2)
+    a, b = Worker(ledger, "a"), Worker(ledger, "b")
+    first = a.must(4)
+    b.must(2)
+    a.must(3, [first])
+    ledger.give_back("b")
+    zero, one = ledger.counts().epochs
+    assert (zero.completed, zero.in_flight, zero.returned) == (4, 0, 2)
+    assert (one.completed, one.in_flight, one.returned) == (0, 3, 0)
+
+
+def test_a_member_that_hoards_ranges_gets_no_more() -> None:
+    """The number of spans a member can hold is bounded, and the refusal changes nothing."""
+    ledger = Ledger(dataset_size=1000, num_epochs=1)
+    a, b = Worker(ledger, "a"), Worker(ledger, "b")
+    held: list[SampleRange] = []
+    apart: list[SampleRange] = []
+    while len(held) < MAX_HELD_RANGES:
+        granted = a.ask(1, held=held)
+        assert granted is not None
+        held.append(granted)
+        apart = [b.must(1, apart)]
+    before = ledger.counts()
+    with pytest.raises(TooManyRanges):
+        a.ask(1, held=held)
+    assert ledger.counts() == before
+
+
+def test_only_the_newest_closed_epochs_are_told_one_by_one() -> None:
+    """The books do not grow with the number of epochs."""
+    ledger = Ledger(dataset_size=1, num_epochs=500)
+    worker, done = Worker(ledger, "a"), list[SampleRange]()
+    while (granted := worker.ask(1, done)) is not None:
+        done = [granted]
+    assert ledger.counts().completed == 500
+    assert len(ledger.counts().epochs) == MAX_CLOSED_COUNTS
+    assert len(json.dumps(ledger.to_json())) < 2000
+
+
+@pytest.mark.parametrize(("size", "epochs"), [(0, 1), (1, 0), (-1, 1)])
+def test_a_ledger_of_nothing_is_refused(size: int, epochs: int) -> None:
+    """The message names both numbers."""
+    with pytest.raises(ValueError, match=f"dataset_size is {size} and num_epochs {epochs}"):
+        Ledger(dataset_size=size, num_epochs=epochs)
+
+
+def test_books_that_do_not_add_up_are_refused() -> None:
+    """A record in which a sample is in two places is not gone on from."""
+    ledger = Ledger(dataset_size=4, num_epochs=1)
+    Worker(ledger, "a").must(2)
+    data = ledger.to_json()
+    data["open"][0]["free"] = [[1, 4]]
+    with pytest.raises(ValueError, match="twice"):
+        Ledger.from_json(data)
+    with pytest.raises(ValueError, match="format 9"):
+        Ledger.from_json({**ledger.to_json(), "format": 9})
+
+
+# The slow twin: one entry a sample, who has it.
+
+FREE, DONE = "free", "done"
+
+
+@dataclass
+class Twin:
+    size: int
+    epochs: int
+    state: dict[tuple[int, int], str] = field(default_factory=dict)
+    returned: int = 0
+    ignored: int = 0
+
+    def __post_init__(self) -> None:
+        self.state = {(e, i): FREE for e in range(self.epochs) for i in range(self.size)}
+
+    def oldest(self) -> int:
+        done = [all(self.state[e, i] == DONE for i in range(self.size)) for e in range(self.epochs)]
+        return done.index(False) if False in done else self.epochs
+
+    def release(self, who: str, but: Set[tuple[int, int]] = frozenset()) -> None:
+        for key, holder in self.state.items():
+            if holder == who and key not in but:
+                self.state[key] = FREE
+                self.returned += 1
+
+    def complete(self, who: str, r: SampleRange) -> None:
+        for i in range(r.start, r.stop):
+            if self.state.get((r.epoch, i)) == who:
+                self.state[r.epoch, i] = DONE
+            else:
+                self.ignored += 1
+
+    def lease(self, who: str, num_samples: int) -> SampleRange | None:
+        oldest = self.oldest()
+        for e in range(oldest, min(oldest + 2, self.epochs)):
+            free = [i for i in range(self.size) if self.state[e, i] == FREE]
+            if free and num_samples:
+                stop = free[0]
+                while stop - free[0] < num_samples and self.state.get((e, stop)) == FREE:
+                    self.state[e, stop] = who
+                    stop += 1
+                return SampleRange(e, free[0], stop)
+        return None
+
+
+NAMES = ("a", "b", "c")
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.sampled_from(NAMES), st.integers(0, 5), st.integers(0, 3)),
+        st.tuples(st.just("lose"), st.sampled_from(NAMES), st.just(0), st.just(0)),
+        st.tuples(st.just("lie"), st.sampled_from(NAMES), st.integers(0, 9), st.integers(0, 2)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(size=st.integers(1, 9), epochs=st.integers(1, 3), operations=OPERATIONS)
+def test_the_ledger_does_what_the_slow_twin_does(
+    size: int, epochs: int, operations: list[tuple[str, str, int, int]]
+) -> None:
+    """Same leases, same counts, whatever happens; and JSON and back in between changes nothing."""
+    ledger, twin = Ledger(dataset_size=size, num_epochs=epochs), Twin(size, epochs)
+    hands: dict[str, list[SampleRange]] = {name: [] for name in NAMES}
+    incarnation = dict.fromkeys(NAMES, 0)
+    for sequence, (what, name, argument, choice) in enumerate(operations, start=1):
+        ledger = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+        who = f"{name}{incarnation[name]}"
+        if what == "lose":
+            ledger.give_back(name, str(incarnation[name]))
+            twin.release(who)
+            incarnation[name] += 1
+            hands[name] = []
+            continue
+        held = hands[name]
+        done = [held.pop()] if choice and held else []
+        if choice == 3:
+            held.clear()  # drops what it had
+        if what == "lie":
+            done = [SampleRange(choice, argument, argument + 3)]
+        number = 0 if what == "lie" else argument
+        request = Request(
+            member_id=name,
+            incarnation=str(incarnation[name]),
+            sequence=sequence,
+            completed=done,
+            held=tuple(held),
+            num_samples=number,
+        )
+        for r in done:
+            twin.complete(who, SampleRange(r.epoch, r.start, min(r.stop, r.start + size)))
+        twin.release(who, {(r.epoch, i) for r in held for i in range(r.start, r.stop)})
+        if len({(e, a) for (e, a) in _starts(twin, who)}) >= MAX_HELD_RANGES and number:
+            return
+        expected = twin.lease(who, number)
+        assert ledger.answer(request).range == expected
+        if expected:
+            held.append(expected)
+        counts = ledger.counts()
+        assert counts.completed == sum(s == DONE for s in twin.state.values())
+        assert counts.in_flight == sum(s not in (FREE, DONE) for s in twin.state.values())
+        assert (counts.returned, counts.ignored) == (twin.returned, twin.ignored)
+        assert ledger.exhausted == (twin.oldest() == epochs)
+
+
+def _starts(twin: Twin, who: str) -> list[tuple[int, int]]:
+    mine = {key for key, holder in twin.state.items() if holder == who}
+    return [(e, i) for e, i in mine if (e, i - 1) not in mine]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(1, 30),
+    epochs=st.integers(1, 3),
+    losses=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 7)), max_size=40),
+)
+def test_whoever_is_lost_every_sample_is_completed_in_the_end(
+    size: int, epochs: int, losses: list[tuple[int, int]]
+) -> None:
+    """None is lost, each is booked once, and training ran at most `repeated_max` samples twice."""
+    ledger = Ledger(dataset_size=size, num_epochs=epochs)
+    trained = 0
+    for i, (victim, num_samples) in enumerate(losses):
+        worker = Worker(ledger, f"w{victim}", str(i))
+        granted = worker.ask(num_samples)
+        trained += granted.stop - granted.start if granted else 0
+        if i % 3 == 0 and granted:
+            worker.ask(0, [granted])
+    for name, incarnation in ledger.holders:
+        ledger.give_back(name, incarnation)
+    last, done = Worker(ledger, "last"), list[SampleRange]()
+    while (granted := last.ask(4, done)) is not None:
+        trained += granted.stop - granted.start
+        done = [granted]
+    counts = ledger.counts()
+    assert ledger.exhausted
+    assert counts.completed == size * epochs
+    assert trained - counts.completed <= counts.repeated_max
+
+
+RANGES = st.tuples(st.booleans(), st.integers(0, 20), st.integers(0, 20))
+
+
+@settings(max_examples=300, deadline=None)
+@given(edits=st.lists(RANGES, max_size=30), probe=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+def test_spans_are_a_set_of_numbers(
+    edits: list[tuple[bool, int, int]], probe: tuple[int, int]
+) -> None:
+    """After any edits the spans hold what a set would, sorted, apart and merged."""
+    spans, numbers = Spans(), set[int]()
+    for adds, start, stop in edits:
+        if adds:
+            spans.add(start, stop)
+            numbers |= set(range(start, stop))
+        else:
+            spans.remove(start, stop)
+            numbers -= set(range(start, stop))
+    assert {i for a, b in spans for i in range(a, b)} == numbers
+    assert spans.size == len(numbers)
+    edges = [edge for span in spans for edge in span]
+    assert edges == sorted(set(edges)), "touching spans are one"
+    found = {i for a, b in spans.within(*probe) for i in range(a, b)}
+    assert found == numbers & set(range(*probe))

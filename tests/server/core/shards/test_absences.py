@@ -1,0 +1,19 @@
+"""How long somebody is gone is counted from when it was first missed."""
+
+from shoal_server.core.shards.absences import Absences
+
+
+def test_an_absence_is_counted_from_its_first_sight() -> None:
+    """It goes on for as long as it is told of."""
+    absences = Absences[str]()
+    assert absences.away_s({"a"}, 10.0) == {"a": 0.0}
+    assert absences.away_s({"a", "b"}, 12.5) == {"a": 2.5, "b": 0.0}
+
+
+def test_who_is_not_named_any_more_is_forgotten() -> None:
+    """A later absence begins anew, and nobody is remembered for ever."""
+    absences = Absences[str]()
+    absences.away_s({"a", "b"}, 10.0)
+    assert absences.away_s({"b"}, 11.0) == {"b": 1.0}
+    assert absences.away_s({"a", "b"}, 12.0) == {"a": 0.0, "b": 2.0}
+    assert absences.away_s((), 13.0) == {}

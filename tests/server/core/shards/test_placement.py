@@ -1,0 +1,178 @@
+"""Cutting and placing: complete, balanced, deterministic, and cheap for tiny models."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from shoal_server.core.shards.placement import (
+    CUT_ELEMENTS,
+    DTYPE_BYTES,
+    MAX_BLOCK_BYTES,
+    MAX_SHARDS,
+    Parameter,
+    SchemaProblem,
+    Shard,
+    check_schema,
+    cut_into_shards,
+    find_differences,
+    place,
+    schema_digest,
+    skew,
+    spread_tables,
+)
+
+MAX_SKEW = 1.05
+
+
+def parameter(name: str, *shape: int, dtype: str = "float32", group: int = 0) -> Parameter:
+    return Parameter(name=name, shape=shape, dtype=dtype, group=group)
+
+
+def tiny() -> list[Parameter]:
+    return [
+        parameter("conv1.weight", 16, 1, 3, 3),
+        parameter("conv1.bias", 16),
+        parameter("conv2.weight", 32, 16, 3, 3),
+        parameter("conv2.bias", 32),
+        parameter("fc1.weight", 64, 512),
+        parameter("fc1.bias", 64),
+        parameter("fc2.weight", 10, 64),
+        parameter("fc2.bias", 10),
+    ]
+
+
+def transformer(layers: int, width: int, vocabulary: int) -> list[Parameter]:
+    """Weights decay (group 0), biases and norms do not (group 1), as is common."""
+    parameters = [parameter("embedding", vocabulary, width)]
+    for i in range(layers):
+        parameters += [
+            parameter(f"{i}.qkv", 3 * width, width),
+            parameter(f"{i}.out", width, width),
+            parameter(f"{i}.up", 4 * width, width),
+            parameter(f"{i}.down", width, 4 * width),
+            *(parameter(f"{i}.norm{n}", width, group=1) for n in range(4)),
+        ]
+    return parameters
+
+
+MODELS = {
+    "tiny": tiny(),
+    "linear": [parameter("weight", 10, 784), parameter("bias", 10)],
+    "gpt2": transformer(12, 768, 50257),
+    "billion": transformer(24, 1792, 50257),
+    "one tensor": [parameter("table", 1_000_003, 25)],
+}
+
+
+def assert_covers(parameters: list[Parameter], shards: tuple[Shard, ...]) -> None:
+    held: dict[str, list[tuple[int, int]]] = {}
+    by_name = {p.name: p for p in parameters}
+    for shard in shards:
+        for block in shard.blocks:
+            p = by_name[block.parameter]
+            assert (p.dtype, p.group) == (shard.dtype, shard.group)
+            assert 0 < block.num_elements * DTYPE_BYTES[p.dtype] <= MAX_BLOCK_BYTES
+            assert block.offset % CUT_ELEMENTS == 0
+            held.setdefault(p.name, []).append((block.offset, block.num_elements))
+    for p in parameters:
+        end = 0
+        for offset, num_elements in sorted(held.get(p.name, [])):
+            assert offset == end
+            end += num_elements
+        assert end == p.num_elements
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("num_servers", [1, 2, 3, 4, 7])
+def test_ordinary_models_lie_evenly(name: str, num_servers: int) -> None:
+    """Every element lies in one shard, and no server holds over 5 % more than the mean."""
+    shards = cut_into_shards(MODELS[name], num_servers)
+    assert_covers(MODELS[name], shards)
+    placed = place(shards, [f"ps-{i}" for i in range(num_servers)])
+    assert [p.shard.shard_id for p in placed] == list(range(len(shards)))
+    assert skew(placed, num_servers) <= MAX_SKEW
+
+
+def test_number_of_shards_follows_the_size() -> None:
+    """A tiny model costs one shard a server; a big one is cut into hundreds, with a bound."""
+    assert len(cut_into_shards(MODELS["tiny"], 2)) == 2
+    assert len(cut_into_shards(MODELS["tiny"], 1)) == 1
+    assert 400 <= len(cut_into_shards(MODELS["gpt2"], 2)) <= MAX_SHARDS + 4
+    assert 400 <= len(cut_into_shards(MODELS["billion"], 4)) <= MAX_SHARDS + 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_schema_is_covered_and_the_same_each_time(seed: int) -> None:
+    """Whatever the shapes, dtypes and groups: complete, and a function of its arguments alone."""
+    rng = random.Random(seed)
+    parameters = [
+        parameter(
+            f"p{i}",
+            *(rng.randrange(0, 300) for _ in range(rng.randrange(0, 4))),
+            dtype=rng.choice(list(DTYPE_BYTES)),
+            group=rng.randrange(3),
+        )
+        for i in range(rng.randrange(1, 30))
+    ]
+    num_servers = rng.randrange(1, 6)
+    shards = cut_into_shards(parameters, num_servers)
+    assert_covers(parameters, shards)
+    assert shards == cut_into_shards(parameters, num_servers)
+    servers = [f"ps-{i}" for i in range(num_servers)]
+    assert place(shards, servers) == place(shards, reversed(servers))
+
+
+def test_differences_are_named() -> None:
+    """A missing, an extra, a reshaped, a recast and a regrouped parameter are each told."""
+    expected = [parameter(n, 4, 3) for n in ("same", "gone", "shape", "dtype", "group")]
+    seen = [
+        expected[0],
+        parameter("extra", 1),
+        replace(expected[2], shape=(3, 4)),
+        replace(expected[3], dtype="float16"),
+        replace(expected[4], group=1),
+    ]
+    told = {d.parameter: (d.seen, d.expected) for d in find_differences(seen, expected)}
+    assert told == {
+        "gone": ("(absent)", "float32 4x3 in group 0"),
+        "extra": ("float32 1 in group 0", "(absent)"),
+        "shape": ("float32 3x4 in group 0", "float32 4x3 in group 0"),
+        "dtype": ("float16 4x3 in group 0", "float32 4x3 in group 0"),
+        "group": ("float32 4x3 in group 1", "float32 4x3 in group 0"),
+    }
+    assert find_differences(expected, expected) == ()
+
+
+def test_digest_tells_schemas_apart_and_ignores_order() -> None:
+    """The digest is the schema's, whatever the order its parameters are listed in."""
+    parameters = tiny()
+    assert schema_digest(parameters) == schema_digest(list(reversed(parameters)))
+    changed = [replace(parameters[0], shape=(1, 16, 3, 3)), *parameters[1:]]
+    assert schema_digest(parameters) != schema_digest(changed)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fragment"),
+    [
+        ([], "no elements"),
+        ([parameter("a", 0)], "no elements"),
+        ([parameter("a", 1), parameter("a", 1)], "each name once"),
+        ([parameter("a", 1, dtype="int64")], "int64"),
+    ],
+)
+def test_bad_schemas_are_refused(parameters: list[Parameter], fragment: str) -> None:
+    """What cannot be placed is refused with what was seen and expected."""
+    with pytest.raises(SchemaProblem, match=fragment):
+        check_schema(parameters)
+
+
+def test_the_shards_of_tables_are_dealt_out_in_turn() -> None:
+    """Each once, whatever the order of the servers; loads differ by one at most."""
+    spread = spread_tables({"users": 5, "items": 3}, ["b", "c", "a"])
+    assert [(table, index) for table, index, _ in spread] == [
+        *(("items", index) for index in range(3)),
+        *(("users", index) for index in range(5)),
+    ]
+    assert [server for _, _, server in spread] == list("abcabcab")
+    assert spread_tables({"users": 5, "items": 3}, ["a", "b", "c"]) == spread

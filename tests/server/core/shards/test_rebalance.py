@@ -1,0 +1,200 @@
+"""Records of who holds what come to rest: enough copies, even loads, nothing on who leaves."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal_server.core.shards.assignments import (
+    Holder,
+    Holding,
+    Holdings,
+    ShardContent,
+    handed_over,
+    in_step,
+    led_from_disk,
+    promoted,
+    without_backup,
+)
+from shoal_server.core.shards.rebalance import MAX_MOVES, Servers, gone_on_without, upkeep
+
+A, B, C = (Holder(name, "one") for name in "abc")
+ROUNDS = 2000
+
+
+def holdings(*shards: Holding, copies: int = 2) -> Holdings:
+    return Holdings(job="job", copies=copies, shards=shards)
+
+
+def carried_out(record: Holdings) -> Holdings:
+    """What servers make of the wishes: the joiners are level, the successors take over."""
+
+    def after(h: Holding) -> Holding:
+        if h.joining is not None:
+            return in_step(h, h.primary, h.joining)
+        return handed_over(h, h.primary) if h.successor is not None else h
+
+    return replace(record, shards=tuple(map(after, record.shards)))
+
+
+def at_rest(record: Holdings, servers: Servers, weights: dict[int, int]) -> Holdings:
+    """The record once nobody wishes for anything else."""
+    for _ in range(ROUNDS):
+        wished = upkeep(record, servers, weights)
+        moving = sum(h.successor is not None for h in wished.shards)
+        if wished == record:
+            return record
+        for before, after in zip(record.shards, wished.shards, strict=True):
+            kept = set(before.backups) | {before.primary}
+            assert kept & {after.primary, *after.backups}, "a last copy was let go"
+        assert moving <= max(MAX_MOVES, len(servers.leaving) * len(record.shards) + MAX_MOVES)
+        record = carried_out(wished)
+    raise AssertionError(f"no rest after {ROUNDS} rounds")
+
+
+def a_record(num_shards: int, primaries: list[Holder], copies: int) -> Holdings:
+    chosen = [primaries[i % len(primaries)] for i in range(num_shards)]
+    return holdings(
+        *(Holding(shard_id=i, epoch=1, primary=p) for i, p in enumerate(chosen)), copies=copies
+    )
+
+
+@given(
+    num_servers=st.integers(1, 6),
+    num_leaving=st.integers(0, 3),
+    num_first=st.integers(1, 6),
+    copies=st.integers(1, 3),
+    weights=st.lists(st.integers(1, 50), min_size=1, max_size=60),
+)
+def test_any_record_comes_to_rest(
+    num_servers: int, num_leaving: int, num_first: int, copies: int, weights: list[int]
+) -> None:
+    """Whoever held the shards at first: in the end each has its copies, on servers that stay, and
+    no server leads more than the mean and one shard."""
+    present = [Holder(f"ps-{i}", "one") for i in range(num_servers)]
+    leaving = frozenset(present[: min(num_leaving, num_servers - 1)])
+    servers = Servers(present=frozenset(present), leaving=leaving)
+    by_shard = dict(enumerate(weights))
+    record = at_rest(a_record(len(weights), present[:num_first], copies), servers, by_shard)
+    staying = servers.staying
+    loads: Counter[Holder] = Counter()
+    for h in record.shards:
+        assert {h.primary, *h.backups} <= staying
+        assert 1 + len(h.backups) == min(copies, len(staying))
+        assert len({h.primary, *h.backups}) == 1 + len(h.backups)
+        loads[h.primary] += by_shard[h.shard_id]
+    mean = sum(loads.values()) / len(staying)
+    assert max(loads.values()) <= 1.05 * mean + max(weights)
+
+
+def test_many_small_shards_lie_evenly() -> None:
+    """One server, then four, then two: loads differ by five per cent at most."""
+    four = [Holder(f"ps-{i}", "one") for i in range(4)]
+    weights = dict.fromkeys(range(200), 7)
+    record = at_rest(a_record(200, four[:1], copies=2), Servers(present=frozenset(four)), weights)
+    loads = Counter(h.primary for h in record.shards)
+    assert max(loads.values()) <= 1.05 * 50
+    leaving = frozenset(four[:2])
+    record = at_rest(record, Servers(present=frozenset(four), leaving=leaving), weights)
+    assert set(Counter(h.primary for h in record.shards)) == set(four[2:])
+
+
+def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
+    """Also where the backup did not do so itself."""
+    record = holdings(Holding(shard_id=0, epoch=3, primary=A, backups=(B,)))
+    (shard,) = upkeep(record, Servers(present=frozenset({B, C})), {}).shards
+    assert (shard.primary, shard.epoch, shard.backups) == (B, 4, ())
+    assert shard.joining == C
+
+
+def test_the_only_copy_is_waited_for() -> None:
+    """A server that is away from etcd may still have what nobody else has."""
+    record = holdings(Holding(shard_id=0, epoch=1, primary=A))
+    (shard,) = upkeep(record, Servers(present=frozenset({B, C})), {}).shards
+    assert (shard.primary, shard.epoch, shard.joining) == (A, 1, B)
+
+
+def test_what_is_lost_for_good_gets_a_new_primary() -> None:
+    """Once no holder can come back, somebody takes the shard, to be restored or made anew."""
+    record = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
+    servers = Servers(present=frozenset({C}), dead=frozenset({A, B}))
+    (shard,) = upkeep(record, servers, {}).shards
+    assert (shard.primary, shard.epoch, shard.backups) == (C, 2, ())
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (ShardContent.NONE, ShardContent.NONE),
+        (ShardContent.LOADING, ShardContent.LOST),
+        (ShardContent.PRESENT, ShardContent.LOST),
+        (ShardContent.LOST, ShardContent.LOST),
+    ],
+)
+def test_what_was_trained_stays_lost_until_it_is_brought_back(
+    before: ShardContent, after: ShardContent
+) -> None:
+    """Only what nobody ever created may be created; a lost shard gets no copies of nothing."""
+    record = holdings(Holding(shard_id=0, epoch=1, primary=A, content=before))
+    servers = Servers(present=frozenset({B, C}), dead=frozenset({A}))
+    tended = upkeep(record, servers, {})
+    assert tended.shards[0].content is after
+    if after is ShardContent.LOST:
+        assert upkeep(tended, servers, {}) == tended
+
+
+def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
+    """That server leads it again, should it come back after all."""
+    trained = Holding(shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT)
+    servers = Servers(present=frozenset({C}), dead=frozenset({A}))
+    (lost,) = upkeep(holdings(trained), servers, {}).shards
+    assert (lost.primary, lost.on_disk) == (C, "a")
+    again = Holder("a", "again")
+    found = led_from_disk(lost, again, present=frozenset({C, again}), dead=frozenset())
+    assert (found.primary, found.epoch, found.content) == (again, 3, ShardContent.PRESENT)
+
+
+def test_a_disk_that_may_come_back_is_waited_for() -> None:
+    """All that held the shard in memory are gone, and one journal has it."""
+    record = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
+    servers = Servers(present=frozenset({C}), dead=frozenset({A, B}), disks=frozenset({"a"}))
+    assert upkeep(record, servers, {}).shards[0].primary == A
+    (shard,) = upkeep(record, replace(servers, disks=frozenset()), {}).shards
+    assert (shard.primary, shard.epoch, shard.on_disk) == (C, 2, "")
+
+
+def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
+    """It may be dead, and not known so yet: somebody else is recruited."""
+    before = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
+    after = holdings(Holding(shard_id=0, epoch=1, primary=A))
+    suspects = gone_on_without(before, after)
+    assert suspects == {B}
+    servers = Servers(present=frozenset({A, B, C}), suspects=suspects)
+    (shard,) = upkeep(after, servers, {}).shards
+    assert shard.joining == C
+
+
+def test_nobody_is_left_to_take_anything() -> None:
+    """All servers leave: nothing is moved about any more."""
+    record = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
+    everybody = frozenset({A, B})
+    assert upkeep(record, Servers(present=everybody, leaving=everybody), {}) == record
+
+
+def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
+    """Each change names what it is based on."""
+    shard = Holding(shard_id=0, epoch=5, primary=A, backups=(B,), joining=C)
+    assert promoted(shard, lost=B, backup=C) == shard
+    assert promoted(shard, lost=A, backup=C) == shard
+    assert in_step(shard, primary=B, joined=C) == shard
+    assert in_step(shard, primary=A, joined=B) == shard
+    assert without_backup(shard, primary=B, lost=C) == shard
+    assert handed_over(shard, primary=A) == shard
+
+
+def test_a_hand_over_leaves_the_old_primary_as_backup() -> None:
+    """It has everything: until the coordinator lets it go it is as good as any."""
+    shard = Holding(shard_id=0, epoch=5, primary=A, backups=(B,), successor=B)
+    assert handed_over(shard, primary=A) == Holding(shard_id=0, epoch=6, primary=B, backups=(A,))

@@ -1,0 +1,132 @@
+"""Loopback unless an operator says otherwise, and what is announced can be connected to."""
+
+import json
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import structlog
+from support.clusters.etcd_fixture import running_etcd
+
+from shoal_client.cli import build_parser
+from shoal_client.local.process import Command, Supervisor
+from shoal_proto.errors import InvalidSpec
+from shoal_server.coordinator.process import CoordinatorConfig
+from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
+from shoal_server.parameters.process import ParameterServerConfig
+from shoal_server.serving.listening import advertised, is_loopback, listening, warn_of_reach
+
+START_S = 60.0
+
+
+@pytest.mark.parametrize(
+    ("listen", "bind", "address"),
+    [
+        ("7700", "127.0.0.1", "127.0.0.1:7700"),
+        ("7700", "0.0.0.0", "0.0.0.0:7700"),
+        ("7700", "::1", "[::1]:7700"),
+        ("7700", "[::]", "[::]:7700"),
+        ("10.0.0.7:1", "127.0.0.1", "10.0.0.7:1"),
+        ("[::1]:0", "0.0.0.0", "[::1]:0"),
+    ],
+)
+def test_a_port_alone_is_served_at_the_bind_address(listen: str, bind: str, address: str) -> None:
+    assert listening(listen, bind) == address
+
+
+@pytest.mark.parametrize("listen", ["", "somewhere", "70000", "host:70000", "-1"])
+def test_what_is_no_port_is_refused(listen: str) -> None:
+    with pytest.raises(InvalidSpec, match="expected host:port, or a port"):
+        listening(listen, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("advertise", "listen", "address"),
+    [
+        ("", "127.0.0.1:0", "127.0.0.1:9"),
+        ("", "10.0.0.7:0", "10.0.0.7:9"),
+        ("", "[::1]:0", "[::1]:9"),
+        ("", "0.0.0.0:0", f"{socket.gethostname()}:9"),
+        ("", "[::]:0", f"{socket.gethostname()}:9"),
+        ("name", "0.0.0.0:0", "name:9"),
+        ("name:8", "127.0.0.1:0", "name:8"),
+        ("fe80::1", "0.0.0.0:0", "[fe80::1]:9"),
+        ("[fe80::1]", "0.0.0.0:0", "[fe80::1]:9"),
+        ("[fe80::1]:8", "0.0.0.0:0", "[fe80::1]:8"),
+    ],
+)
+def test_what_is_announced_can_be_connected_to(advertise: str, listen: str, address: str) -> None:
+    assert advertised(advertise, listen, 9) == address
+
+
+def test_only_this_machine_is_loopback() -> None:
+    assert all(map(is_loopback, ["127.0.0.1", "127.0.0.9", "::1", "[::1]", "localhost"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "::", "10.0.0.1", "vm-0", ""]))
+
+
+def test_the_defaults_are_loopback() -> None:
+    etcd = EtcdConfig(endpoints=parse_endpoints("127.0.0.1:2379"))
+    coordinator = CoordinatorConfig(etcd=etcd)
+    for address in (coordinator.listen, coordinator.http, ParameterServerConfig(etcd=etcd).listen):
+        assert address.startswith("127.0.0.1:")
+    for command, port in (("coordinator", "7700"), ("ps", "7710")):
+        options = build_parser().parse_args([command])
+        assert listening(options.listen, options.bind) == f"127.0.0.1:{port}"
+
+
+def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
+    with structlog.testing.capture_logs() as logs:
+        warn_of_reach({"grpc": "127.0.0.1:1", "http": "[::1]:2"}, ["127.0.0.1:2379"])
+        assert logs == []
+        warn_of_reach({"grpc": "0.0.0.0:1", "http": "127.0.0.1:2"}, ["127.0.0.1:2379"])
+        warn_of_reach({"grpc": "127.0.0.1:1"}, ["127.0.0.1:2379", "etcd-1:2379"])
+    opened, hidden = logs
+    assert opened["event"] == "ports_open_to_others" and opened["log_level"] == "warning"
+    assert opened["grpc"] == "0.0.0.0:1" and "http" not in opened
+    assert "read parameters and end jobs" in opened["reason"]
+    assert hidden["event"] == "reached_from_this_machine_only" and "--bind" in hidden["reason"]
+
+
+@pytest.mark.parametrize("bind", ["", "0.0.0.0"])
+def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: str) -> None:
+    """gRPC, HTTP and bulk, as the kernel has them."""
+    at = ("--bind", bind) if bind else ()
+    with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
+        for program, more in (("coordinator", ("--http", "0")), ("ps", ("--id", "ps-0"))):
+            ready = tmp_path / f"{program}.json"
+            process = supervisor.spawn(
+                Command(
+                    name=program,
+                    arguments=[
+                        *(sys.executable, "-m", "shoal_client", program, "--etcd", etcd),
+                        *("--listen", "0", "--ready-file", str(ready), *at, *more),
+                    ],
+                    log_path=(log := tmp_path / f"{program}.log"),
+                )
+            )
+            while not ready.exists():
+                assert process.wait(0.05) is None, log.read_text()
+            hosts = _listening_hosts(process.pid)
+            assert len(hosts) == 2 and set(hosts) == {bind or "127.0.0.1"}
+            announced = json.loads(ready.read_text())["grpc"].rpartition(":")[0]
+            assert announced == (socket.gethostname() if bind else "127.0.0.1")
+            told = log.read_text().count("ports_open_to_others")
+            assert told == (1 if bind else 0)
+
+
+def _listening_hosts(pid: int) -> list[str]:
+    """IPv4 addresses of the process' listening TCP sockets; IPv6's wildcard counts as IPv4's."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        target = str(descriptor.readlink())
+        if target.startswith("socket:["):
+            inodes.add(target.removeprefix("socket:[").removesuffix("]"))
+    hosts = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and columns[9] in inodes:
+                raw = columns[1].partition(":")[0][-8:]
+                hosts.append(socket.inet_ntoa(bytes.fromhex(raw)[::-1]))
+    return hosts

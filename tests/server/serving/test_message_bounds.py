@@ -1,0 +1,174 @@
+"""Nothing that a client sends may be without bounds: it is refused by the name of the field."""
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import grpc
+import pytest
+from support.clusters.coordinator_world import served
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import clocks_pb2, rendezvous_pb2, samples_pb2, shards_pb2
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
+from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
+from shoal_proto.v1.samples_pb2_grpc import SamplesStub
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.message_bounds import Bounds
+
+LONG = "x" * (2 << 20)
+TOKEN = Token(job="j", member_id="a", incarnation="1")
+
+
+def attend(**info: Any) -> pb.AttendRequest:
+    return pb.AttendRequest(
+        protocol=PROTOCOL_VERSION,
+        token=TOKEN,
+        spec=pb.JobSpec(job="j", min_members=1, max_members=2, desired_members=1),
+        info=pb.MemberInfo(**info),
+    )
+
+
+def propose(fields: Mapping[str, str]) -> pb.ProposeRequest:
+    return pb.ProposeRequest(token=TOKEN, proposal=pb.Proposal(fields=fields))
+
+
+REFUSED: Mapping[str, tuple[object, str]] = {
+    "a host of 2 MB": (attend(host=LONG), "MemberInfo.host"),
+    "a device of 2 MB": (attend(device=LONG), "MemberInfo.device"),
+    "an address of 2 MB": (attend(address=LONG), "MemberInfo.address"),
+    "a member_id": (pb.SettleRequest(token=Token(member_id=LONG)), "Token.member_id"),
+    "an incarnation": (pb.SettleRequest(token=Token(incarnation=LONG)), "Token.incarnation"),
+    "a last call that never ends": (
+        pb.AttendRequest(spec=pb.JobSpec(last_call_s=math.inf)),
+        "JobSpec.last_call_s",
+    ),
+    "many fields": (propose({str(i): "" for i in range(1000)}), "Proposal.fields"),
+    "a long value": (propose({"schema": LONG}), "Proposal.fields.value"),
+    "a long key": (propose({LONG: ""}), "Proposal.fields.key"),
+    "a digest": (pb.AnswerRequest(token=TOKEN, digest=LONG), "AnswerRequest.digest"),
+    "a validator's text": (
+        pb.AnswerRequest(token=TOKEN, rejections=[pb.Rejection(seen=LONG)]),
+        "Rejection.seen",
+    ),
+    "a peer's error": (
+        pb.AnswerRequest(token=TOKEN, unreachable=[pb.Unreachable(error=LONG)]),
+        "Unreachable.error",
+    ),
+    "why it leaves": (pb.LeaveRequest(token=TOKEN, reason=LONG), "LeaveRequest.reason"),
+    "why it broke": (pb.ReportBrokenRequest(error=LONG), "ReportBrokenRequest.error"),
+    "why it is drained": (pb.DrainRequest(job="j", reason=LONG), "DrainRequest.reason"),
+    "a host that exits": (pb.ReportExitRequest(host=LONG), "ReportExitRequest.host"),
+    "beats": (pb.HeartbeatRequest(beats=[pb.Beat()] * 20_000), "HeartbeatRequest.beats"),
+    "a wait for a record": (
+        pb.GetGenerationRequest(job="j", wait_s=math.nan),
+        "GetGenerationRequest.wait_s",
+    ),
+    "a wait without an end": (
+        pb.GetGenerationRequest(job="j", wait_s=math.inf),
+        "GetGenerationRequest.wait_s",
+    ),
+    "a wait in the past": (
+        pb.GetGenerationRequest(job="j", wait_s=-1.0),
+        "GetGenerationRequest.wait_s",
+    ),
+    "a wait of ages": (
+        pb.GetGenerationRequest(job="j", wait_s=1e300),
+        "GetGenerationRequest.wait_s",
+    ),
+    "a wait for a key": (
+        rendezvous_pb2.StoreGetRequest(token=TOKEN, timeout_s=math.nan),
+        "StoreGetRequest.timeout_s",
+    ),
+    "a key": (rendezvous_pb2.StoreAddRequest(token=TOKEN, key=LONG), "StoreAddRequest.key"),
+    "a wait for a clock": (
+        clocks_pb2.AdvanceRequest(token=TOKEN, wait_s=math.nan),
+        "AdvanceRequest.wait_s",
+    ),
+    "a wait for a map": (
+        shards_pb2.GetMapRequest(token=TOKEN, wait_s=math.nan),
+        "GetMapRequest.wait_s",
+    ),
+    "a parameter's name": (
+        shards_pb2.PlaceRequest(token=TOKEN, parameters=[shards_pb2.ParameterSpec(name=LONG)]),
+        "ParameterSpec.name",
+    ),
+    "a lease": (samples_pb2.LeaseRequest(token=Token(job=LONG)), "Token.job"),
+}
+
+Method = Callable[[grpc.Channel], Any]
+METHODS: Mapping[str, Method] = {
+    "AttendRequest": lambda channel: MembershipStub(channel).Attend,
+    "ProposeRequest": lambda channel: MembershipStub(channel).Propose,
+    "AnswerRequest": lambda channel: MembershipStub(channel).Answer,
+    "SettleRequest": lambda channel: MembershipStub(channel).Settle,
+    "LeaveRequest": lambda channel: MembershipStub(channel).Leave,
+    "ReportBrokenRequest": lambda channel: MembershipStub(channel).ReportBroken,
+    "ReportExitRequest": lambda channel: MembershipStub(channel).ReportExit,
+    "DrainRequest": lambda channel: MembershipStub(channel).Drain,
+    "HeartbeatRequest": lambda channel: MembershipStub(channel).Heartbeat,
+    "GetGenerationRequest": lambda channel: MembershipStub(channel).GetGeneration,
+    "StoreGetRequest": lambda channel: RendezvousStub(channel).Get,
+    "StoreAddRequest": lambda channel: RendezvousStub(channel).Add,
+    "AdvanceRequest": lambda channel: ClocksStub(channel).Advance,
+    "GetMapRequest": lambda channel: ShardsStub(channel).GetMap,
+    "PlaceRequest": lambda channel: ShardsStub(channel).Place,
+    "LeaseRequest": lambda channel: SamplesStub(channel).Lease,
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_out_of_bounds_is_named(case: str) -> None:
+    request, field = REFUSED[case]
+    with pytest.raises(InvalidSpec) as raised:
+        Bounds().check(request)
+    assert raised.value.details == {"field": field}
+    assert raised.value.seen
+    assert len(str(raised.value)) < 400, "nor is the refusal without bounds"
+
+
+def test_what_members_send_is_let_through() -> None:
+    info = dict.fromkeys(("host", "address"), "h" * 255)
+    Bounds().check(attend(**info))
+    Bounds().check(propose({"schema": "s" * 4096, "optimizer": ""}))
+    Bounds().check(pb.GetGenerationRequest(job="j", wait_s=3600.0))
+    Bounds().check(rendezvous_pb2.StoreSetRequest(pairs=[{"key": "k", "value": b"x" * (1 << 24)}]))
+
+
+async def test_every_service_refuses_and_the_others_train_on() -> None:
+    """By the usual client, at a coordinator that leads on with its job."""
+    async with served(MemoryStore()) as world:
+        await world.training("a", "b")
+
+        def refusals() -> dict[str, str]:
+            coordinators = Coordinators([world.address])
+            found = {}
+            for case, (request, _) in REFUSED.items():
+                method = METHODS[type(request).__name__]
+                with pytest.raises(InvalidSpec) as raised:
+                    coordinators.call(lambda c, m=method: _once(m(c)), request, timeout_s=5.0)
+                found[case] = raised.value.details["field"]
+            coordinators.close()
+            return found
+
+        assert await asyncio.to_thread(refusals) == {c: field for c, (_, field) in REFUSED.items()}
+        assert not world.coordinator.deposed.is_set()
+        job = world.coordinator.registry.find("j").job
+        assert (job.phase.value, job.last_generation, len(job.members)) == ("running", 1, 2)
+
+
+def _once(method: Any) -> Any:
+    """A stream's first answer, as a unary method gives it."""
+
+    def call(request: Any, timeout: float | None = None) -> Any:
+        answer = method(request, timeout=timeout)
+        return next(answer) if hasattr(answer, "__next__") else answer
+
+    return call
