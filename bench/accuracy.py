@@ -97,7 +97,7 @@ class Cell:
 def workers() -> ProcessPoolExecutor:
     """Processes that train one run after another: starting takes longer than training."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["shoal.session", "sklearn.datasets", "torch.optim"])
+    context.set_forkserver_preload(["shoal.session.session", "sklearn.datasets", "torch.optim"])
     meetings = {number: context.Barrier(number) for number in NUM_WORKERS}
     return ProcessPoolExecutor(
         max(NUM_WORKERS), mp_context=context, initializer=prepare, initargs=(meetings,)

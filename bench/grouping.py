@@ -90,7 +90,9 @@ def run_rank(rank: int, directory: str, num_steps: int) -> None:
 
 def measure(num_steps: int) -> dict[str, dict[str, float]]:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.tensor.debug", "shoal.strategies.fsdp"])
+    context.set_forkserver_preload(
+        ["torch.distributed.tensor.debug", "shoal.strategies.layout.fsdp"]
+    )
     with tempfile.TemporaryDirectory() as directory:
         ranks = [
             context.Process(target=run_rank, args=(rank, directory, num_steps), daemon=True)

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from rows import Row, publish
 
-from shoal.embedding import EmbeddingTable
-from shoal.embedding_exchange import TableExchange
-from shoal.embedding_options import RowNormal, RowSGD
+from shoal.embedding.exchange import TableExchange
+from shoal.embedding.options import RowNormal, RowSGD
+from shoal.embedding.table import EmbeddingTable
 from shoal.strategies.base import Context
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership.member import Member

@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from training.strategy_models import GLOBAL_BATCH, NUM_SAMPLES, new_model, new_optimizer, samples
 
 import shoal
-from shoal.backends.collectives import counts, reset_counts
+from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.data import share
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.backends.base import Seat
-from shoal.backends.gloo import GlooBackend
+from shoal.backends.network.gloo import GlooBackend
+from shoal.backends.process_group.interface import Seat
 from shoal.compression import find_compression
 from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.backends.base import Seat
-from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
-from shoal.joining import JoinConfig
-from shoal.rendezvous import RendezvousStore
+from shoal.backends.network.gloo import GlooBackend, GlooGroup, free_retired
+from shoal.backends.process_group.interface import Seat
+from shoal.membership.join_config import JoinConfig
+from shoal.membership.rendezvous_store import RendezvousStore
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership.member_session import MemberSession
 

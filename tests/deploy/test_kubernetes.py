@@ -17,7 +17,7 @@ from deploy.kustomization import Resource, containers, find, render, workloads
 from deploy.pods import config, expand, variables
 
 from shoal.commands import read_config
-from shoal.run_config import member_ids
+from shoal.launcher.run_config import member_ids
 from shoal_client.cli import build_parser
 from shoal_server.core.limits import Limits
 from shoal_server.status.app import build_app

@@ -9,8 +9,8 @@ from support.clusters.parameter_servers import ParameterServers
 from support.members.async_members import loss_of, new_model, start, train
 from torch import Tensor, nn
 
-from shoal.strategies.async_diloco import AsyncDiLoCo
-from shoal.strategies.outer import OuterStep
+from shoal.strategies.asynchronous.async_diloco import AsyncDiLoCo
+from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
 
 EVERY_STEPS = 3

@@ -10,7 +10,7 @@ from support.clusters.parameter_servers import ParameterServers
 from support.members.async_members import groups, loss_of, new_model, start, train
 from torch import nn
 
-from shoal.strategies.async_sgd import AsyncSGD
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,

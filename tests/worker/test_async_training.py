@@ -12,7 +12,7 @@ from support.members.async_members import start
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from shoal.strategies.async_sgd import AsyncSGD
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 
 BATCH = 96
 NUM_STEPS = 749

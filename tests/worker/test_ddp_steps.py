@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.session import Session
+from shoal.session.session import Session
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 

@@ -11,9 +11,9 @@ from support.members.async_members import new_model, start, train
 from torch import Tensor, nn
 
 from shoal.strategies import find_strategy
-from shoal.strategies.async_sgd import AsyncSGD
-from shoal.strategies.bounded import BSP, SSP
-from shoal.strategies.pace import Pace
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
+from shoal.strategies.asynchronous.bounded_staleness import BSP, SSP
+from shoal.strategies.asynchronous.pace import Pace
 from shoal_proto.errors import InvalidSpec
 
 DEADLINE_S = 60.0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from shoal.backends.in_memory_run import run_in_memory
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.data import share
 from shoal.dropout import draw, key_dropout, samples_along
 from shoal.randomness import at, mix, part, present, sample_generator, seed_torch

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shoal.joining import JoinConfig
-from shoal.rendezvous import RendezvousStore
+from shoal.membership.join_config import JoinConfig
+from shoal.membership.rendezvous_store import RendezvousStore
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded, Fenced, GenerationBroken, RejoinError

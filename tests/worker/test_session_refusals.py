@@ -5,7 +5,7 @@ import torch
 from support.training import rank_bodies
 
 import shoal
-from shoal.joining import read_config
+from shoal.membership.join_config import read_config
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import (
     InvalidSpec,

@@ -11,9 +11,9 @@ from support.processes.ranks import Ranks
 from support.training import rank_bodies
 from torch import nn
 
+from shoal.model.module_proxy import replica_of
+from shoal.state.replicated import ReplicatedState
 from shoal.strategies.base import State
-from shoal.strategies.replica import replica_of
-from shoal.strategies.state import ReplicatedState
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

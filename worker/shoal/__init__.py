@@ -16,17 +16,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.backends.in_memory_run import run_in_memory
-    from shoal.backends.mpi import init_mpi
+    from shoal.backends.in_memory.run import run_in_memory
+    from shoal.backends.mpi.group import init_mpi
     from shoal.checkpoint.background import Checkpoints
     from shoal.compression.half import BF16, FP16
     from shoal.compression.low_rank import PowerSGD
     from shoal.compression.quantised import Int8, OneBit
     from shoal.compression.sparse import TopK
     from shoal.data import Batch
-    from shoal.draining import Drained
-    from shoal.embedding import EmbeddingBagTable, EmbeddingTable
-    from shoal.embedding_options import (
+    from shoal.embedding.options import (
         Admission,
         Eviction,
         RowAdagrad,
@@ -36,20 +34,28 @@ if TYPE_CHECKING:
         RowSGD,
         RowUniform,
     )
-    from shoal.plain import clip_grad_norm, data_share, distribute, forward_backward, state_dict
-    from shoal.planning import plan
-    from shoal.session import Session
-    from shoal.strategies.async_diloco import AsyncDiLoCo
-    from shoal.strategies.async_sgd import AsyncSGD
-    from shoal.strategies.bounded import BSP, SSP
-    from shoal.strategies.ddp import DDP
-    from shoal.strategies.fsdp import FSDP, Zero2, Zero3
-    from shoal.strategies.hybrid import Hybrid
-    from shoal.strategies.local_sgd import DiLoCo, LocalSGD
-    from shoal.strategies.pipeline import Pipeline
-    from shoal.strategies.tensor import TensorParallel
-    from shoal.strategies.zero1 import Zero1
-    from shoal.validators import Reject, Roster, RosterMember, Validator, validator
+    from shoal.embedding.table import EmbeddingBagTable, EmbeddingTable
+    from shoal.membership.draining import Drained
+    from shoal.membership.validators import Reject, Roster, RosterMember, Validator, validator
+    from shoal.session.session import Session
+    from shoal.strategies.asynchronous.async_diloco import AsyncDiLoCo
+    from shoal.strategies.asynchronous.async_sgd import AsyncSGD
+    from shoal.strategies.asynchronous.bounded_staleness import BSP, SSP
+    from shoal.strategies.layout.fsdp import FSDP, Zero2, Zero3
+    from shoal.strategies.layout.hybrid import Hybrid
+    from shoal.strategies.layout.pipeline import Pipeline
+    from shoal.strategies.layout.tensor import TensorParallel
+    from shoal.strategies.layout.zero1 import Zero1
+    from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
+    from shoal.strategies.synchronous.ddp import DDP
+    from shoal.without_session.distribute import (
+        clip_grad_norm,
+        data_share,
+        distribute,
+        forward_backward,
+        state_dict,
+    )
+    from shoal.without_session.plan import plan
 
 __all__ = [
     "BF16",
@@ -102,52 +108,52 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Admission": "shoal.embedding_options",
-    "AsyncDiLoCo": "shoal.strategies.async_diloco",
-    "AsyncSGD": "shoal.strategies.async_sgd",
+    "Admission": "shoal.embedding.options",
+    "AsyncDiLoCo": "shoal.strategies.asynchronous.async_diloco",
+    "AsyncSGD": "shoal.strategies.asynchronous.async_sgd",
     "BF16": "shoal.compression.half",
-    "BSP": "shoal.strategies.bounded",
+    "BSP": "shoal.strategies.asynchronous.bounded_staleness",
     "Batch": "shoal.data",
     "Checkpoints": "shoal.checkpoint.background",
-    "DDP": "shoal.strategies.ddp",
-    "DiLoCo": "shoal.strategies.local_sgd",
-    "Drained": "shoal.draining",
-    "EmbeddingBagTable": "shoal.embedding",
-    "EmbeddingTable": "shoal.embedding",
-    "Eviction": "shoal.embedding_options",
+    "DDP": "shoal.strategies.synchronous.ddp",
+    "DiLoCo": "shoal.strategies.local_sgd.strategy",
+    "Drained": "shoal.membership.draining",
+    "EmbeddingBagTable": "shoal.embedding.table",
+    "EmbeddingTable": "shoal.embedding.table",
+    "Eviction": "shoal.embedding.options",
     "FP16": "shoal.compression.half",
-    "FSDP": "shoal.strategies.fsdp",
-    "Hybrid": "shoal.strategies.hybrid",
+    "FSDP": "shoal.strategies.layout.fsdp",
+    "Hybrid": "shoal.strategies.layout.hybrid",
     "Int8": "shoal.compression.quantised",
-    "LocalSGD": "shoal.strategies.local_sgd",
+    "LocalSGD": "shoal.strategies.local_sgd.strategy",
     "OneBit": "shoal.compression.quantised",
-    "Pipeline": "shoal.strategies.pipeline",
+    "Pipeline": "shoal.strategies.layout.pipeline",
     "PowerSGD": "shoal.compression.low_rank",
-    "Reject": "shoal.validators",
-    "Roster": "shoal.validators",
-    "RosterMember": "shoal.validators",
-    "RowAdagrad": "shoal.embedding_options",
-    "RowAdam": "shoal.embedding_options",
-    "RowConstant": "shoal.embedding_options",
-    "RowNormal": "shoal.embedding_options",
-    "RowSGD": "shoal.embedding_options",
-    "RowUniform": "shoal.embedding_options",
-    "SSP": "shoal.strategies.bounded",
-    "Session": "shoal.session",
-    "TensorParallel": "shoal.strategies.tensor",
+    "Reject": "shoal.membership.validators",
+    "Roster": "shoal.membership.validators",
+    "RosterMember": "shoal.membership.validators",
+    "RowAdagrad": "shoal.embedding.options",
+    "RowAdam": "shoal.embedding.options",
+    "RowConstant": "shoal.embedding.options",
+    "RowNormal": "shoal.embedding.options",
+    "RowSGD": "shoal.embedding.options",
+    "RowUniform": "shoal.embedding.options",
+    "SSP": "shoal.strategies.asynchronous.bounded_staleness",
+    "Session": "shoal.session.session",
+    "TensorParallel": "shoal.strategies.layout.tensor",
     "TopK": "shoal.compression.sparse",
-    "Zero1": "shoal.strategies.zero1",
-    "Zero2": "shoal.strategies.fsdp",
-    "Zero3": "shoal.strategies.fsdp",
-    "clip_grad_norm": "shoal.plain",
-    "data_share": "shoal.plain",
-    "distribute": "shoal.plain",
-    "forward_backward": "shoal.plain",
-    "init_mpi": "shoal.backends.mpi",
-    "plan": "shoal.planning",
-    "run_in_memory": "shoal.backends.in_memory_run",
-    "state_dict": "shoal.plain",
-    "validator": "shoal.validators",
+    "Zero1": "shoal.strategies.layout.zero1",
+    "Zero2": "shoal.strategies.layout.fsdp",
+    "Zero3": "shoal.strategies.layout.fsdp",
+    "clip_grad_norm": "shoal.without_session.distribute",
+    "data_share": "shoal.without_session.distribute",
+    "distribute": "shoal.without_session.distribute",
+    "forward_backward": "shoal.without_session.distribute",
+    "init_mpi": "shoal.backends.mpi.group",
+    "plan": "shoal.without_session.plan",
+    "run_in_memory": "shoal.backends.in_memory.run",
+    "state_dict": "shoal.without_session.distribute",
+    "validator": "shoal.membership.validators",
 }
 
 
@@ -177,8 +183,8 @@ def join(
     Raises InvalidSpec at once for what is missing or contradictory; entering raises Unavailable if
     no coordinator answers, JobFinished, or what else the coordinator refuses with.
     """
-    from shoal.joining import read_config  # noqa: PLC0415 - see __getattr__
-    from shoal.session import Session  # noqa: PLC0415
+    from shoal.membership.join_config import read_config  # noqa: PLC0415 - see __getattr__
+    from shoal.session.session import Session  # noqa: PLC0415
 
     given = {
         "job": job,

@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from shoal.launcher import Launcher
-from shoal.run_config import RunConfig, threads_per_worker
+from shoal.launcher.launcher import Launcher
+from shoal.launcher.run_config import RunConfig, threads_per_worker
 from shoal_client.commands.jobs import check_not_finished, reset_job
 from shoal_client.host.reports import check_reachable, parse_coordinators
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig

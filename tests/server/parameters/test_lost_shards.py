@@ -11,8 +11,8 @@ from support.clusters.parameter_servers import ParameterServers
 from support.clusters.snapshot_cluster import SCHEMA as SNAPSHOT_SCHEMA
 from support.clusters.snapshot_cluster import Pusher, Snapshots, buffers, elements
 
-from shoal.strategies.async_start import first_values
-from shoal.strategies.async_values import SharedValues
+from shoal.strategies.asynchronous.first_values import first_values
+from shoal.strategies.asynchronous.shared_values import SharedValues
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ShardNotReady, StateLost
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

@@ -12,7 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.uneven import all_gather_uneven, all_to_all_uneven, reduce_scatter_uneven
+from shoal.backends.process_group.uneven import (
+    all_gather_uneven,
+    all_to_all_uneven,
+    reduce_scatter_uneven,
+)
 
 CHECKS: dict[str, Callable[[torch.device], None]] = {}
 ReduceOp = dist.ReduceOp

@@ -11,12 +11,12 @@ from support.collectives.state_bodies import SHAPES, difference, holding_of, nee
 from support.processes.ranks import Report
 from support.training.rank_bodies import AbortableFileStore
 
-from shoal.backends.base import Seat
-from shoal.backends.gloo import GlooBackend, GlooGroup
-from shoal.state import copies as copying
-from shoal.state.copies import PeerCopies
-from shoal.state.exchange import reshard
-from shoal.state.pieces import Holding
+from shoal.backends.network.gloo import GlooBackend, GlooGroup
+from shoal.backends.process_group.interface import Seat
+from shoal.state import peer_copies as copying
+from shoal.state.peer_copies import PeerCopies
+from shoal.state.resharding import reshard
+from shoal.state.shards import Holding
 from shoal_proto.errors import GenerationBroken
 
 EVERYWHERE = "model.deep"

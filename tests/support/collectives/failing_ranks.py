@@ -9,8 +9,8 @@ import torch.distributed as dist
 from support.processes.ranks import Report
 from support.training.rank_bodies import AbortableFileStore
 
-from shoal.backends.base import Seat
-from shoal.backends.nccl import NcclBackend
+from shoal.backends.network.nccl import NcclBackend
+from shoal.backends.process_group.interface import Seat
 
 FAILING = 1
 MAX_ROUNDS = 10_000

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.layouts.scattering import reduce_scatter, sends_each_part_once
+from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 
 
 def sums_and_means() -> dict[str, Any]:

@@ -12,12 +12,12 @@ from support.processes.ranks import Report
 from support.processes.worlds import train_rank
 from torch import Tensor
 
-from shoal.backends.shared.memory import SharedMemory
-from shoal.backends.shared.opening import share_memory
-from shoal.layouts.gathering import Gathering
-from shoal.layouts.scattering import reduce_scatter
-from shoal.layouts.shared_slots import NUM_GATHERED, SharedSlots
-from shoal.state.pieces import Holding
+from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.opening import share_memory
+from shoal.layouts.sharded.all_gather import Gathering
+from shoal.layouts.sharded.reduce_scatter import reduce_scatter
+from shoal.layouts.sharded.shared_slots import NUM_GATHERED, SharedSlots
+from shoal.state.shards import Holding
 from shoal_proto.errors import GenerationBroken
 
 LONG_S = 3600.0

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.state import exchange
-from shoal.state.exchange import Needs
-from shoal.state.pieces import Box, Holding, Piece
+from shoal.state import resharding as exchange
+from shoal.state.resharding import Needs
+from shoal.state.shards import Box, Holding, Piece
 from shoal_proto.errors import MalformedMessage, ShoalError
 
 SHAPES: dict[str, tuple[int, ...]] = {

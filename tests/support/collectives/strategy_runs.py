@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.base import Group
+from shoal.backends.process_group.interface import Group
 from shoal.data import Batch, Loader, share
 from shoal.strategies.base import Generation, LossFunction, Strategy
-from shoal.strategies.grouped import GroupedStrategy
+from shoal.strategies.synchronous.strategy import GroupedStrategy
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 

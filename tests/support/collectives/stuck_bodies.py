@@ -11,15 +11,15 @@ from support.processes.ranks import Report
 from support.processes.worlds import LaidOutTraining
 from support.training.rank_bodies import freed, lone_group
 
-from shoal.backends.gloo import GlooBackend
+from shoal.backends.network.gloo import GlooBackend
 from shoal.layouts.base import LayOut, World
 from shoal.layouts.replicated import Zero1
-from shoal.layouts.tensor import TensorLayout
-from shoal.layouts.tensor_derive import derive
-from shoal.state.exchange import reshard
+from shoal.layouts.tensor.derivation import derive
+from shoal.layouts.tensor.layout import TensorLayout
+from shoal.state.resharding import reshard
+from shoal.state.transfer import receive, send
 from shoal.strategies.base import State
-from shoal.strategies.grouped import check_same_step
-from shoal.strategies.transfer import receive, send
+from shoal.strategies.synchronous.strategy import check_same_step
 
 
 def _steps(way: LayOut) -> Callable[[dist.ProcessGroup], Callable[[], object]]:

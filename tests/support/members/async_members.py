@@ -4,7 +4,7 @@ import torch
 from support.clusters.parameter_servers import ParameterServers
 from torch import nn
 
-from shoal.strategies.async_sgd import AsyncSGD
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal.strategies.base import Context, Generation
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, Roster, RosterEntry
 

@@ -21,9 +21,9 @@ from shoal.checkpoint.peers import GroupPeers
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
 from shoal.layouts.base import Layout
-from shoal.layouts.binding import Blueprint, Bound
-from shoal.state.pieces import MODEL, Box, Holding, Piece
-from shoal.state.ties import tied
+from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.model.tied_tensors import tied
+from shoal.state.shards import MODEL, Box, Holding, Piece
 from shoal_proto.errors import CheckpointFailed
 
 

@@ -10,7 +10,7 @@ from support.processes.worlds import Training
 from torch import Tensor, nn
 
 from shoal.layouts.base import LayOut
-from shoal.layouts.sharded import Sharded, ShardedOptions
+from shoal.layouts.sharded.layout import Sharded, ShardedOptions
 
 
 def deep() -> nn.Module:

@@ -10,7 +10,7 @@ from support.collectives.strategy_runs import PLAIN, Manner, take_step_alone
 from torch import Tensor, nn
 
 from shoal.data import Loader, Order
-from shoal.strategies.local_sgd import DiLoCo, LocalSGD
+from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
 
 NUM_SAMPLES = 47
 EPOCHS = 10_000

@@ -10,14 +10,14 @@ import multiprocessing
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(
     [
-        "shoal.session",
-        "shoal.strategies.async_diloco",
-        "shoal.strategies.async_sgd",
-        "shoal.strategies.ddp",
-        "shoal.strategies.fsdp",
-        "shoal.strategies.hybrid",
-        "shoal.strategies.local_sgd",
-        "shoal.strategies.zero1",
+        "shoal.session.session",
+        "shoal.strategies.asynchronous.async_diloco",
+        "shoal.strategies.asynchronous.async_sgd",
+        "shoal.strategies.synchronous.ddp",
+        "shoal.strategies.layout.fsdp",
+        "shoal.strategies.layout.hybrid",
+        "shoal.strategies.local_sgd.strategy",
+        "shoal.strategies.layout.zero1",
         "shoal_server.parameters.process",
         # What torch imports only when a first optimizer is made.
         "torch._dynamo",

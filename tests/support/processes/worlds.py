@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shoal.data import share
 from shoal.layouts.base import LayOut, Layout, World
-from shoal.layouts.binding import Blueprint, Bound
-from shoal.state.pieces import MODEL, Holding, Piece
+from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.state.shards import MODEL, Holding, Piece
 
 Losses = Callable[[Any, Any], Tensor]
 _seeded = threading.Lock()

@@ -1,4 +1,4 @@
-"""One worker process, as shoal_client.membership and worker/shoal/crew.py have it.
+"""One worker process, as shoal_client.membership and `shoal.session.elastic_controller` have it.
 
 Method for method: a thread there is a generator here, a wait on the condition a `yield`.
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 from support.processes.ranks import Report
 from support.training.rank_bodies import Run, data, loss_of, model_and_optimizer, session_of
 
-from shoal.strategies.async_sgd import AsyncSGD
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 
 
 def train_fresh_only(report: Report, run: Run) -> None:

@@ -14,7 +14,7 @@ from support.training.rank_bodies import Run, session_of
 from torch import nn
 
 from shoal.strategies.base import Generation
-from shoal.strategies.local_sgd import LocalSGD
+from shoal.strategies.local_sgd.strategy import LocalSGD
 
 
 @dataclass(frozen=True, kw_only=True)

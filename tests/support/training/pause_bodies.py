@@ -9,8 +9,8 @@ from support.processes.ranks import Report
 from support.training.rank_bodies import Run, data, loss_of, model_and_optimizer, session_of
 
 import shoal
-from shoal.backends.courier import Awaited, Courier
-from shoal.strategies import transfer
+from shoal.backends.abortable.p2p import Awaited, Courier
+from shoal.state import transfer
 from shoal_proto.errors import DeadlineExceeded
 
 LIMITS = {"--heartbeat-s": 1.0, "--collective-s": 5.0, "--join-s": 36.0}

@@ -17,16 +17,16 @@ from support.processes.ranks import Report
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.backends.base import Seat
-from shoal.backends.gates import gates_in
-from shoal.backends.gloo import GlooBackend, GlooGroup, free_retired
-from shoal.joining import JoinConfig
-from shoal.layouts.relay import Neighbours
-from shoal.session import Session
+from shoal.backends.abortable.waiter import gates_in
+from shoal.backends.network.gloo import GlooBackend, GlooGroup, free_retired
+from shoal.backends.process_group.interface import Seat
+from shoal.layouts.pipeline.relay import Neighbours
+from shoal.membership.join_config import JoinConfig
+from shoal.session.session import Session
+from shoal.state.transfer import receive, send
 from shoal.strategies.base import Generation, State, Strategy
-from shoal.strategies.ddp import DDP
 from shoal.strategies.gradients import GradientExchange
-from shoal.strategies.transfer import receive, send
+from shoal.strategies.synchronous.ddp import DDP
 from shoal_client.membership.member import Member
 from shoal_proto.errors import GenerationBroken
 

@@ -9,8 +9,8 @@ from support.processes.ranks import Report
 from support.training.rank_bodies import data, loss_of, model_and_optimizer
 
 import shoal
-from shoal.joining import JoinConfig
-from shoal.session import Session
+from shoal.membership.join_config import JoinConfig
+from shoal.session.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)

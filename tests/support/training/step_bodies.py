@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler
 
 from shoal.data import Batch, Loader, Order
-from shoal.session import Session
+from shoal.session.session import Session
 
 EPOCHS = elastic_bodies.EPOCHS
 

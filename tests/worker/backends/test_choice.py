@@ -9,8 +9,8 @@ from support.processes.ranks import Ranks, Report
 
 import shoal
 from shoal.backends.choice import backend_for, init_static_world, static_world
-from shoal.backends.gloo import GlooBackend
-from shoal.backends.in_memory_seat import InMemoryBackend
+from shoal.backends.in_memory.seat import InMemoryBackend
+from shoal.backends.network.gloo import GlooBackend
 from shoal_proto.errors import InvalidSpec
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}

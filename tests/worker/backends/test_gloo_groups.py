@@ -10,7 +10,7 @@ from support.collectives import stuck_bodies
 from support.processes.ranks import Ranks
 from support.training import rank_bodies
 
-from shoal.backends.gloo import GlooBackend
+from shoal.backends.network.gloo import GlooBackend
 
 
 @pytest.mark.parametrize("how", ["stop", "kill"])

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import shoal
-from shoal.backends.base import Group, Seat
-from shoal.backends.in_memory_seat import InMemoryBackend
+from shoal.backends.in_memory.seat import InMemoryBackend
+from shoal.backends.process_group.interface import Group, Seat
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import GenerationBroken
 

@@ -13,8 +13,8 @@ from support.collectives import shared_memory_bodies
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
-from shoal.backends.shared import opening
-from shoal.backends.shared.semaphores import SEMAPHORE_BYTES, Semaphore
+from shoal.backends.shared_memory import opening
+from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])

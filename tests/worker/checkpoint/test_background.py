@@ -19,7 +19,7 @@ from support.oracles.plain_torch import train
 import shoal
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.reading import everything, read
-from shoal.state.pieces import Holding
+from shoal.state.shards import Holding
 from shoal_proto.errors import CheckpointFailed, InvalidSpec
 
 

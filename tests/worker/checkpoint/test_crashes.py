@@ -15,7 +15,7 @@ from support.models.checkpoint_world import (
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
-from shoal.backends.in_memory_run import run_in_memory
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.directory import newest
 from shoal.checkpoint.reading import everything, read

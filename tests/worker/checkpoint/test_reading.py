@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from shoal.checkpoint import names
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
-from shoal.state.pieces import Box
+from shoal.state.shards import Box
 from shoal_proto.errors import (
     ChecksumMismatch,
     DtypeMismatch,

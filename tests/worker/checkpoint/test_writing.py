@@ -14,10 +14,10 @@ from support.models.checkpoint_world import (
     write_on_all,
 )
 
-from shoal.checkpoint import shares
+from shoal.checkpoint import write_plan as shares
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
-from shoal.state.pieces import Box, Holding, Piece
+from shoal.state.shards import Box, Holding, Piece
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
 # DCP says so of every single process.

@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 WORKER = f"""
 import ctypes, os, signal, sys, time
-from shoal.joining import read_config
+from shoal.membership.join_config import read_config
 from shoal_client.membership.member_session import MemberSession
 
 member = read_config({{}}, os.environ).member()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.run_config import KEPT_MEMORY, RunConfig, worker_environment
+from shoal.launcher.run_config import KEPT_MEMORY, RunConfig, worker_environment
 
 
 def environment(**given: str) -> dict[str, str]:

@@ -3,8 +3,8 @@
 import pytest
 from support.models import tensor_models as models
 
-from shoal.layouts.mesh import Fixed, ModelFacts, mesh_for
-from shoal.strategies.hybrid import Hybrid
+from shoal.layouts.hybrid.mesh import Fixed, ModelFacts, mesh_for
+from shoal.strategies.layout.hybrid import Hybrid
 from shoal_proto.errors import InvalidSpec
 
 GIB = 1 << 30

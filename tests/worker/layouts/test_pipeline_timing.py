@@ -10,9 +10,9 @@ from torch import nn
 
 import shoal
 from shoal.layouts.base import World
-from shoal.layouts.cutting import Cutter
-from shoal.layouts.timing import Clockwork, measured
-from shoal.strategies.pipeline import Pipeline
+from shoal.layouts.pipeline.layer_profiler import Clockwork, measured
+from shoal.layouts.pipeline.stage_splitter import Cutter
+from shoal.strategies.layout.pipeline import Pipeline
 from shoal_proto.errors import InvalidSpec
 
 

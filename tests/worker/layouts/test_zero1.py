@@ -17,11 +17,11 @@ from support.processes.worlds import (
 )
 from torch import Tensor, nn
 
-from shoal.backends.in_memory_run import run_in_memory
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.base import World
 from shoal.layouts.gradients import clip
 from shoal.layouts.replicated import Replicated, Zero1, lay_in_one_piece, partition
-from shoal.state.pieces import MODEL, OPTIM, Holding
+from shoal.state.shards import MODEL, OPTIM, Holding
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 
 TOLERANCE = 1e-5

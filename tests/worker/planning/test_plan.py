@@ -25,17 +25,17 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shoal
-from shoal.backends.collectives import Count, counts, reset_counts
-from shoal.backends.in_memory_run import run_in_memory
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.layouts.base import World
 from shoal.layouts.replicated import Replicated
-from shoal.layouts.sharded import Sharded
+from shoal.layouts.sharded.layout import Sharded
 from shoal.planning.figures import GroupFigures, Plan
 from shoal.planning.table import fold
 from shoal.strategies.base import Strategy
-from shoal.strategies.ddp import DDP
-from shoal.strategies.fsdp import FSDP, Zero2, Zero3
-from shoal.strategies.zero1 import Zero1
+from shoal.strategies.layout.fsdp import FSDP, Zero2, Zero3
+from shoal.strategies.layout.zero1 import Zero1
+from shoal.strategies.synchronous.ddp import DDP
 from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
 
 SMALL_BUCKETS_MB = 0.0003

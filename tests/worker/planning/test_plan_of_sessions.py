@@ -8,9 +8,9 @@ from support.models import tensor_models as models
 from torch import nn
 
 import shoal
-from shoal.backends.collectives import Count, counts, reset_counts
-from shoal.strategies.accord import NUM_WORDS
+from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.strategies.base import Strategy
+from shoal.strategies.synchronous.step_agreement import NUM_WORDS
 from shoal_client.local.cluster import LocalCluster
 
 NUM_MEMBERS, BATCH, COUNTED_STEP = 2, 6, 2

@@ -10,8 +10,8 @@ from support.processes.worlds import Training
 from torch import Tensor
 
 import shoal
-from shoal.backends.collectives import Count, counts, reset_counts
-from shoal.strategies.local_sgd import DiLoCo, LocalSGD
+from shoal.backends.process_group.collectives import Count, counts, reset_counts
+from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
 
 EVERY_STEPS = 3
 

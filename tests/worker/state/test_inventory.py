@@ -22,7 +22,7 @@ from shoal.state.inventory import (
     to_json,
     unpack,
 )
-from shoal.state.pieces import Box, Holding, Piece
+from shoal.state.shards import Box, Holding, Piece
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 W = "model.w"

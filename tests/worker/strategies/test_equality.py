@@ -14,7 +14,7 @@ from support.collectives.strategy_runs import Manner, Run, by_a_rank, by_one_pro
 from torch import Tensor, nn
 
 import shoal
-from shoal.backends.in_memory_run import run_in_memory
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.data import Loader, Order
 from shoal.strategies.base import Strategy
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.model.elementwise_optimizers import ELEMENTWISE
 from shoal.strategies import find_strategy
-from shoal.strategies.elementwise import ELEMENTWISE
-from shoal.strategies.fsdp import FSDP
+from shoal.strategies.layout.fsdp import FSDP
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
 

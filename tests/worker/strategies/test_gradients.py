@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.strategies.buffers import BufferMemory
+from shoal.strategies.synchronous.buffer_snapshot import BufferMemory
 from shoal_proto.errors import NonFiniteGradient
 
 

@@ -10,10 +10,10 @@ from support.collectives.strategy_runs import Run, generation_of, over_the_run, 
 from torch import Tensor, nn
 
 import shoal
-from shoal.backends.in_memory_run import run_in_memory
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.data import Loader, Order
 from shoal.strategies.base import Strategy
-from shoal.strategies.grouped import GroupedStrategy
+from shoal.strategies.synchronous.strategy import GroupedStrategy
 
 MADE: Mapping[str, Callable[[], Strategy]] = {
     "ddp": shoal.DDP,

@@ -32,12 +32,12 @@ from support.training.elastic_bodies import Elastic, one_process, order
 from torch import Tensor, nn
 
 import shoal
-from shoal.backends.in_memory_run import run_in_memory
+from shoal.backends.in_memory.run import run_in_memory
 from shoal.checkpoint.directory import complete
-from shoal.state.ties import tied
+from shoal.model.tied_tensors import tied
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
-from shoal.strategies.grouped import GroupedStrategy
+from shoal.strategies.synchronous.strategy import GroupedStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb

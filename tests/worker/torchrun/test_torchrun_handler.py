@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from shoal.draining import Drained
+from shoal.membership.draining import Drained
 from shoal.torchrun import create_handler
 from shoal_client.local.cluster import LocalCluster
 from shoal_client.local.process import Command, Supervisor

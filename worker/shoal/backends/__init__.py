@@ -1,1 +1,1 @@
-"""What carries collectives between members: one module a transport, behind one small interface."""
+"""Process groups that carry collectives between members: a room for each transport."""

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from shoal.backends.base import Backend
+from shoal.backends.process_group.interface import Backend
 from shoal_proto.errors import InvalidSpec
 
 ELASTIC = ("gloo", "nccl", "in-memory")
@@ -41,14 +41,14 @@ def backend_for(device_type: str, name: str | None = None) -> Backend:
 def _make(name: str) -> Backend:
     # Imported when chosen: each registers itself with torch, or needs what is not everywhere.
     if name == "nccl":
-        from shoal.backends.nccl import NcclBackend  # noqa: PLC0415
+        from shoal.backends.network.nccl import NcclBackend  # noqa: PLC0415
 
         return NcclBackend()
     if name == "in-memory":
-        from shoal.backends.in_memory_seat import InMemoryBackend  # noqa: PLC0415
+        from shoal.backends.in_memory.seat import InMemoryBackend  # noqa: PLC0415
 
         return InMemoryBackend()
-    from shoal.backends.gloo import GlooBackend  # noqa: PLC0415
+    from shoal.backends.network.gloo import GlooBackend  # noqa: PLC0415
 
     return GlooBackend()
 
@@ -136,7 +136,7 @@ def init_static_world(backend: str | None = None) -> None:
     cuda, mpi4py = torch.cuda.is_available(), find_spec("mpi4py") is not None
     world = static_world(os.environ, backend, cuda=cuda, mpi4py=mpi4py)
     if world.backend == "mpi":
-        from shoal.backends.mpi import init_mpi  # noqa: PLC0415 - mpi4py is not everywhere
+        from shoal.backends.mpi.group import init_mpi  # noqa: PLC0415 - mpi4py is not everywhere
 
         init_mpi()
         return

@@ -12,7 +12,7 @@ import structlog
 
 from shoal.checkpoint import directory, writing
 from shoal.checkpoint.peers import ALONE, Peers
-from shoal.state.pieces import Holding
+from shoal.state.shards import Holding
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)

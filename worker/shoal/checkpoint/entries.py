@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shoal.checkpoint import names
-from shoal.checkpoint.shares import Outline
-from shoal.state.pieces import Box
+from shoal.checkpoint.write_plan import Outline
+from shoal.state.shards import Box
 
 Place = tuple[str, int, int]
 """Name of the file in the checkpoint, offset and length in bytes."""

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from shoal.checkpoint import names
 from shoal.checkpoint.directory import METADATA
 from shoal.checkpoint.entries import Place
-from shoal.state.pieces import Box
+from shoal.state.shards import Box
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 _MODULES: Mapping[str, frozenset[str]] = {

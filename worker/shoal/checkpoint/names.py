@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.state.pieces import MODEL, OPTIM
+from shoal.state.shards import MODEL, OPTIM
 from shoal.strategies.base import Json
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.checkpoint import names
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
-from shoal.state.pieces import Box, Holding, Piece
+from shoal.state.shards import Box, Holding, Piece
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Box | None]

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from shoal.state.pieces import Holding
+from shoal.state.shards import Holding
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)

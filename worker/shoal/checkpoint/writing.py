@@ -18,8 +18,8 @@ from typing import Any
 from shoal.checkpoint import directory, names
 from shoal.checkpoint.entries import Entry, Place, write_files, write_index
 from shoal.checkpoint.peers import ALONE, Peers
-from shoal.checkpoint.shares import Outline, from_json, outlines_of, shares, to_json
-from shoal.state.pieces import Holding
+from shoal.checkpoint.write_plan import Outline, from_json, outlines_of, shares, to_json
+from shoal.state.shards import Holding
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
 
 FIRST = 0

@@ -24,7 +24,7 @@ from shoal.backends.choice import init_static_world
 from shoal.data import share
 from shoal.integrations.keras_sharded import shard_optimizer
 from shoal.integrations.keras_tensor import LayerSplits, split_layers, track_values, whole_value
-from shoal.layouts.tensor_parts import local
+from shoal.layouts.tensor.parts import local
 from shoal_proto.errors import InvalidSpec, UnknownStrategy
 
 
@@ -79,7 +79,7 @@ class KerasModule(nn.Module):
         return self.get_submodule(".".join(path)), name
 
     def split_over(self, mesh: DeviceMesh) -> None:
-        """See `shoal.layouts.tensor.SplitsItself`."""
+        """See `shoal.layouts.tensor.layout.SplitsItself`."""
         for variable, dim in _splits_of(self.keras_model).over(mesh.get_group()):
             owner, name = self._place(variable)
             whole = owner._parameters[name]

@@ -28,7 +28,7 @@ from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec
 
 if TYPE_CHECKING:
-    from shoal.session import Session
+    from shoal.session.session import Session
 
 IN_PLACE = frozenset({"ddp", "local-sgd", "diloco"})
 """Strategies that train the weights which the Keras model itself shows."""

@@ -32,7 +32,7 @@ class KerasSteps(Optimizer):
     """
 
     elementwise = True
-    """See `shoal.strategies.elementwise`."""
+    """See `shoal.model.elementwise_optimizers`."""
 
     def __init__(self, optimizer: Any, parameters: Sequence[tuple[Any, nn.Parameter]]) -> None:
         """`parameters`: each behind the model's variable that it stands for."""

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.integrations.keras_sharded import check_elementwise
-from shoal.layouts.tensor_parts import Cut, enter, gathered, summed
+from shoal.layouts.tensor.parts import Cut, enter, gathered, summed
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
 _ELEMENTWISE = frozenset(

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shoal.data import Collate, Dataset, Order, dataset_size
-from shoal.session import Session
+from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec
 
 FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.layouts.verdict import Verdict
-from shoal.state.pieces import Box, Piece
-from shoal.state.ties import persistent_buffers
+from shoal.layouts.non_finite_check import Verdict
+from shoal.model.tied_tensors import persistent_buffers
+from shoal.state.shards import Box, Piece
 from shoal.strategies.base import LossFunction
 from shoal.strategies.gradients import watch_parameters
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.gates import finish
+from shoal.backends.abortable.waiter import finish
 
 
 class RunningBuffers:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.gates import finish
+from shoal.backends.abortable.waiter import finish
 from shoal_proto.errors import NonFiniteGradient
 
 if TYPE_CHECKING:

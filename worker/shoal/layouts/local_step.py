@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal.strategies.elementwise import ELEMENTWISE
+from shoal.model.elementwise_optimizers import ELEMENTWISE
 
 
 def step(optimizer: Optimizer) -> None:

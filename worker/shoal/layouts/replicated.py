@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.backends.gates import finish
+from shoal.backends.abortable.waiter import finish
 from shoal.compression.base import Compressor
 from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World, materialise
 from shoal.layouts.buffers import RunningBuffers
-from shoal.state.pieces import OPTIM
-from shoal.state.ties import persistent_buffers
+from shoal.model.tied_tensors import persistent_buffers
+from shoal.state.shards import OPTIM
 from shoal_proto.errors import InvalidSpec
 
 # Parameters of any dtype may stand at a multiple of this in the memory of their owner.

@@ -23,7 +23,7 @@ class Collective:
     """Operations of one kind in one part of a step, as one rank counts them."""
 
     kind: str
-    """As `shoal.backends.collectives` counts: "all_gather", "reduce_scatter", "all_reduce", ..."""
+    """As `process_group.collectives` counts: "all_gather", "reduce_scatter", "all_reduce", ..."""
     when: str
     """"forward", "backward" or "update" (from the last gradient to the end of the step)."""
     calls: int

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.collectives import CollectiveGroup, Count
-from shoal.backends.pending import Done
+from shoal.backends.process_group.collectives import CollectiveGroup, Count
+from shoal.backends.process_group.pending import Done
 from shoal.planning.figures import BACKWARD, FORWARD, Collective
 from shoal_proto.errors import InvalidSpec
 

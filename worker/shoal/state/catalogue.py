@@ -5,7 +5,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.state.exchange import gather
 from shoal.state.inventory import (
     Inventory,
     Meta,
@@ -16,7 +15,8 @@ from shoal.state.inventory import (
     to_json,
     unpack,
 )
-from shoal.state.pieces import Box, Holding
+from shoal.state.resharding import gather
+from shoal.state.shards import Box, Holding
 from shoal_proto.errors import InternalError
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
-from shoal.state.pieces import Box
+from shoal.state.shards import Box
 
 
 class Grid:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shoal.state.dtypes import DTYPES
-from shoal.state.pieces import Box, Holding
+from shoal.state.shards import Box, Holding
 from shoal.strategies.base import Json
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 

@@ -8,20 +8,20 @@ from shoal_proto.errors import UnknownStrategy
 
 # Module and class. Each is imported when it is asked for: a script pays for what it uses.
 STRATEGIES: Mapping[str, tuple[str, str]] = {
-    "async-diloco": ("shoal.strategies.async_diloco", "AsyncDiLoCo"),
-    "async-sgd": ("shoal.strategies.async_sgd", "AsyncSGD"),
-    "bsp": ("shoal.strategies.bounded", "BSP"),
-    "ddp": ("shoal.strategies.ddp", "DDP"),
-    "diloco": ("shoal.strategies.local_sgd", "DiLoCo"),
-    "fsdp": ("shoal.strategies.fsdp", "FSDP"),
-    "hybrid": ("shoal.strategies.hybrid", "Hybrid"),
-    "local-sgd": ("shoal.strategies.local_sgd", "LocalSGD"),
-    "pipeline": ("shoal.strategies.pipeline", "Pipeline"),
-    "ssp": ("shoal.strategies.bounded", "SSP"),
-    "tensor": ("shoal.strategies.tensor", "TensorParallel"),
-    "zero1": ("shoal.strategies.zero1", "Zero1"),
-    "zero2": ("shoal.strategies.fsdp", "Zero2"),
-    "zero3": ("shoal.strategies.fsdp", "Zero3"),
+    "async-diloco": ("shoal.strategies.asynchronous.async_diloco", "AsyncDiLoCo"),
+    "async-sgd": ("shoal.strategies.asynchronous.async_sgd", "AsyncSGD"),
+    "bsp": ("shoal.strategies.asynchronous.bounded_staleness", "BSP"),
+    "ddp": ("shoal.strategies.synchronous.ddp", "DDP"),
+    "diloco": ("shoal.strategies.local_sgd.strategy", "DiLoCo"),
+    "fsdp": ("shoal.strategies.layout.fsdp", "FSDP"),
+    "hybrid": ("shoal.strategies.layout.hybrid", "Hybrid"),
+    "local-sgd": ("shoal.strategies.local_sgd.strategy", "LocalSGD"),
+    "pipeline": ("shoal.strategies.layout.pipeline", "Pipeline"),
+    "ssp": ("shoal.strategies.asynchronous.bounded_staleness", "SSP"),
+    "tensor": ("shoal.strategies.layout.tensor", "TensorParallel"),
+    "zero1": ("shoal.strategies.layout.zero1", "Zero1"),
+    "zero2": ("shoal.strategies.layout.fsdp", "Zero2"),
+    "zero3": ("shoal.strategies.layout.fsdp", "Zero3"),
 }
 
 

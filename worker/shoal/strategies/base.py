@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.strategies.digests import optimizer_digest, schema_digest
-from shoal.strategies.terms import Context, Generation, Json, State
+from shoal.membership.generation import Context, Generation, Json, State
+from shoal.model.digests import optimizer_digest, schema_digest
 from shoal_proto.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from shoal.checkpoint.background import Checkpoints
     from shoal.layouts.base import Layout, World
-    from shoal.layouts.binding import Blueprint
+    from shoal.layouts.optimizer_binding import Blueprint
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> the mean loss over the samples."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.utils.hooks import RemovableHandle
 
-from shoal.backends.gates import Gate, Gates
+from shoal.backends.abortable.waiter import Gate, Gates
 from shoal.compression.wire import Traffic
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import structlog
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from shoal.joining import JoinConfig
+from shoal.membership.join_config import JoinConfig
 from shoal_client.membership.member_session import ATTEND_TIMEOUT_S
 from shoal_proto.errors import InvalidSpec
 

@@ -16,7 +16,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from shoal.draining import drained
+from shoal.membership.draining import drained
 from shoal.torchrun.config import BACKEND, NodeConfig
 from shoal.torchrun.node import Node
 from shoal_proto.errors import (

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from shoal.rendezvous import RendezvousStore, Value
+from shoal.membership.rendezvous_store import RendezvousStore, Value
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import RejoinError
 from shoal_proto.v1.identity_pb2 import Token

@@ -1,0 +1,77 @@
+"""Every element of a state is written by exactly one rank."""
+
+import pytest
+import torch
+
+from shoal.checkpoint import write_plan as module
+from shoal.checkpoint.write_plan import Outline, from_json, shares, to_json
+from shoal.state.shards import Box
+from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
+
+
+def outline(offsets, sizes, shape=(4, 6), name="model.w", dtype=torch.float32):
+    return Outline(name=name, shape=shape, dtype=dtype, box=Box(offsets=offsets, sizes=sizes))
+
+
+WHOLE = outline((0, 0), (4, 6))
+TOP, BOTTOM = outline((0, 0), (2, 6)), outline((2, 0), (2, 6))
+LEFT, RIGHT = outline((0, 0), (4, 3)), outline((0, 3), (4, 3))
+SCALAR = outline((), (), shape=(), name="optim.w/step")
+NOTHING = outline((4, 0), (0, 6))
+
+
+@pytest.mark.parametrize(
+    ("held", "written"),
+    [
+        ([[WHOLE]], [[WHOLE]]),
+        ([[WHOLE], [WHOLE], [WHOLE]], [[WHOLE], [], []]),
+        ([[TOP], [BOTTOM]], [[TOP], [BOTTOM]]),
+        ([[RIGHT], [LEFT], [RIGHT], [LEFT]], [[RIGHT], [LEFT], [], []]),
+        ([[TOP, SCALAR], [BOTTOM, SCALAR]], [[TOP, SCALAR], [BOTTOM]]),
+        ([[], [WHOLE]], [[], [WHOLE]]),
+        ([[WHOLE], [NOTHING]], [[WHOLE], []]),
+        (
+            [[outline((0, 0), (0, 6), shape=(0, 6))]] * 2,
+            [[outline((0, 0), (0, 6), shape=(0, 6))], []],
+        ),
+    ],
+)
+def test_each_element_is_written_once_by_the_lowest_rank_that_holds_it(held, written):
+    assert shares(held) == written
+
+
+@pytest.mark.parametrize(
+    ("held", "error", "reason"),
+    [
+        ([[TOP], []], InvalidSpec, "no rank holds all of model.w"),
+        ([[TOP], [LEFT]], InvalidSpec, "cross each other"),
+        # As many elements as the whole has, but some twice and some not at all.
+        ([[TOP], [outline((1, 0), (2, 6))]], InvalidSpec, "cross each other"),
+        ([[TOP], [outline((0, 0), (4, 6), shape=(4, 7))]], ShapeMismatch, "rank 1"),
+        ([[TOP], [outline((2, 0), (2, 6), dtype=torch.float64)]], DtypeMismatch, "rank 1"),
+    ],
+)
+def test_ranks_that_do_not_hold_one_whole_state_are_refused(held, error, reason):
+    with pytest.raises(error, match=reason):
+        shares(held)
+
+
+def test_a_tensor_that_somebody_knows_of_and_nobody_holds_is_missed():
+    with pytest.raises(InvalidSpec, match=r"no rank holds any of model\.lost"):
+        shares([[TOP], [BOTTOM]], known={"model.w", "model.lost"})
+
+
+def test_long_boxes_are_cut_by_rows_and_stay_whole(monkeypatch):
+    monkeypatch.setattr(module, "CHUNK_BYTES", 100)
+    lower = outline((3, 0), (7, 6), shape=(10, 6))
+    [first, second] = shares([[outline((0, 0), (3, 6), shape=(10, 6))], [lower]])
+    assert [chunk.box.sizes for chunk in first] == [(3, 6)]
+    assert [(chunk.box.offsets, chunk.box.sizes) for chunk in second] == [
+        ((3, 0), (4, 6)),
+        ((7, 0), (3, 6)),
+    ]
+
+
+def test_outlines_survive_the_way_to_other_ranks():
+    outlines = [WHOLE, SCALAR, outline((2, 0), (2, 6), dtype=torch.bfloat16)]
+    assert from_json(to_json(outlines)) == outlines

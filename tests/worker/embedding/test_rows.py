@@ -1,0 +1,150 @@
+"""What a worker does with rows by itself: sort ids, keep rows, add gradients up."""
+
+from array import array
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.embedding.cache import Held, HotRows
+from shoal.embedding.routing import route
+from shoal.embedding.rows import TableRows
+from shoal_client.parameters.tables import Gradients, Rows, TablePushResult, Where
+from shoal_client.parameters.tables import route as route_one_by_one
+from shoal_proto.errors import NonFiniteGradient
+from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
+
+IDS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
+CPU = torch.device("cpu")
+
+
+@settings(deadline=None)
+@given(IDS, st.integers(1, 100))
+def test_arrays_are_routed_as_single_ids(ids: list[int], num_shards: int) -> None:
+    """Each id once, to the shard where a client without arrays looks for it."""
+    routed, places = route(np.array(ids, np.int64), num_shards)
+    assert routed.ids[places].tolist() == ids
+    by_shard = {s: routed.ids[start:stop].tolist() for s, start, stop in routed.spans()}
+    assert by_shard == {s: i.tolist() for s, i in route_one_by_one(ids, num_shards).items()}
+
+
+def held(ids: list[int], version: int) -> Held:
+    """Rows whose values tell of which id and version they are."""
+    count = len(ids)
+    return Held(
+        values=torch.tensor([[float(i), float(version)] for i in ids]).view(-1, 2),
+        births=np.full(count, version),
+        versions=np.full(count, version),
+        epochs=np.ones(count, np.int64),
+    )
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.sets(st.integers(0, 60), min_size=1, max_size=30), min_size=1, max_size=8))
+def test_what_is_kept_is_the_row_that_was_put_last(puts: list[set[int]]) -> None:
+    """However many ids share the few places: never another row, never an older one."""
+    cache = HotRows(16, 2, torch.float32)
+    newest: dict[int, int] = {}
+    for version, ids in enumerate(puts, 1):
+        cache.put(np.array(sorted(ids)), held(sorted(ids), version), step=version)
+        newest |= dict.fromkeys(ids, version)
+        asked = np.arange(61)
+        places = cache.find(asked, 0, np.zeros(61, np.int64))
+        found = np.flatnonzero(places >= 0)
+        assert 0 < len(found) <= 16
+        rows = cache.take(places[found])
+        for row_id, value, birth in zip(found, rows.values.tolist(), rows.births, strict=True):
+            assert value == [row_id, newest[row_id]]
+            assert birth == newest[row_id]
+
+
+def test_what_is_too_old_is_not_found() -> None:
+    """By the step at which it was looked up, or by its shard's version then."""
+    cache = HotRows(16, 2, torch.float32)
+    ids = np.array([3])
+    cache.put(ids, held([3], 7), step=5)
+    assert cache.find(ids, 5, np.array([7]))[0] >= 0
+    assert cache.find(ids, 6, np.array([7]))[0] == -1
+    assert cache.find(ids, 5, np.array([8]))[0] == -1
+
+
+def new_rows(bound: int = 0) -> TableRows:
+    spec = TableSpec(name="t", dim=1, dtype="float32", num_shards=1)
+    return TableRows(spec, cache_rows=64, staleness_bound=bound)
+
+
+def use(rows: TableRows, births: dict[int, int], version: int) -> torch.Tensor:
+    """A forward pass over these ids; where they are looked up, with these births and version."""
+    routed, _ = route(np.array(sorted(births), np.int64), 1)
+    lookup = rows.begin(routed)
+    found: dict[Where, Rows] = {}
+    if lookup.asked():
+        missing = lookup.missing.ids.tolist()
+        found["t", 0] = Rows(
+            version=version,
+            epoch=1,
+            births=array("Q", [births[i] for i in missing]).tobytes(),
+            values=array("f", [0.0] * len(missing)).tobytes(),
+            step=version,
+        )
+    return rows.use(routed, rows.finish(lookup, found), CPU)
+
+
+def by_id(part: Gradients) -> dict[int, tuple[int, float]]:
+    """Birth and gradient."""
+    columns = (array("q", part.ids), array("Q", part.births), array("f", part.gradients))
+    return {i: (b, g) for i, b, g in zip(*columns, strict=True)}
+
+
+def test_gradients_of_several_passes_are_added_up() -> None:
+    """Each row once, on the oldest version of them all; a pass without a backward adds nothing."""
+    rows = new_rows()
+    rows.begin_step()
+    first = use(rows, {1: 0, 2: 4}, version=5)
+    second = use(rows, {2: 4, 3: 5}, version=6)
+    use(rows, {9: 0}, version=6)
+    (first.sum() + 10 * second.sum()).backward()
+    part = rows.gradients(0.5)["t", 0]
+    assert by_id(part) == {1: (0, 1.0), 2: (4, 11.0), 3: (5, 10.0)}
+    assert (part.base_version, part.base_epoch, part.step, part.lr) == (5, 1, 7, 0.5)
+    rows.begin_step()
+    assert rows.gradients(0.5) == {}
+
+
+def test_a_gradient_on_an_earlier_life_of_a_row_is_left_out() -> None:
+    """The row was taken out and made again between two passes of one step; one that was made
+    between them had its first values before, which are its own."""
+    rows = new_rows()
+    rows.begin_step()
+    first = use(rows, {1: 3, 2: 0}, version=5)
+    other = use(rows, {7: 0}, version=9)
+    second = use(rows, {1: 8, 2: 9}, version=9)
+    (first.sum() + other.sum() + 10 * second.sum()).backward()
+    assert by_id(rows.gradients(1.0)["t", 0]) == {1: (8, 10.0), 2: (9, 11.0), 7: (0, 1.0)}
+
+
+def test_what_became_of_rows_is_counted() -> None:
+    """By fate; nothing told of them: all were applied."""
+    rows = new_rows()
+    for fates in (b"", bytes([RowFate.ROW_FATE_MADE, RowFate.ROW_FATE_EVICTED])):
+        rows.begin_step()
+        use(rows, {1: 0, 2: 0}, version=1).sum().backward()  # type: ignore[no-untyped-call]
+        parts = rows.gradients(1.0)
+        result = TablePushResult(
+            sequence=1, versions={("t", 0): 2}, fates={("t", 0): fates}, steps={("t", 0): 1}
+        )
+        rows.pushed(parts, result)
+    assert rows.fates == {"applied": 2, "made": 1, "not_admitted": 0, "evicted": 1, "full": 0}
+
+
+def test_a_gradient_that_is_not_finite_is_refused() -> None:
+    """With the table's name and the row's id."""
+    rows = new_rows()
+    rows.begin_step()
+    value = use(rows, {4: 0, 6: 0}, version=1)
+    (value * torch.tensor([[1.0], [float("nan")]])).sum().backward()  # type: ignore[no-untyped-call]
+    with pytest.raises(NonFiniteGradient) as refused:
+        rows.gradients(1.0)
+    assert refused.value.details == {"parameter": "t", "row": "6"}

@@ -1,0 +1,211 @@
+"""A model is cut alike by everybody, evenly, and its stages in a row compute what it computes."""
+
+import copy
+import itertools
+import random
+
+import pytest
+import torch
+from support.models import pipeline_models as models
+from torch import nn
+
+from shoal.layouts.pipeline.stage_splitter import Cutter, balanced
+from shoal.layouts.pipeline.stages import Stage
+from shoal_proto.errors import InvalidSpec
+
+
+def best_by_trying_all(costs: list[int], num_stages: int) -> int:
+    cuts = itertools.combinations(range(1, len(costs)), num_stages - 1)
+    return min(
+        max(sum(costs[a:b]) for a, b in itertools.pairwise((0, *cut, len(costs)))) for cut in cuts
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_cut_has_a_cheaper_costliest_stage(seed):
+    drawn = random.Random(seed)
+    costs = [drawn.choice((0, 1, 5, drawn.randrange(1000))) for _ in range(drawn.randint(1, 9))]
+    for num_stages in range(1, len(costs) + 1):
+        stage_of = balanced(costs, num_stages)
+        assert stage_of == sorted(stage_of), (seed, "stages are runs")
+        assert set(stage_of) == set(range(num_stages)), (seed, "no stage is empty")
+        totals = [
+            sum(cost for cost, stage in zip(costs, stage_of, strict=True) if stage == number)
+            for number in range(num_stages)
+        ]
+        assert max(totals) == best_by_trying_all(costs, num_stages), (seed, costs, num_stages)
+
+
+@pytest.mark.parametrize(
+    ("costs", "num_stages", "expected"),
+    [
+        ([1, 1, 1, 1], 2, [0, 0, 1, 1]),
+        ([1, 1, 1, 1, 1], 3, [0, 0, 1, 1, 2]),
+        ([9, 1, 1, 1], 2, [0, 1, 1, 1]),
+        ([1, 1, 1, 9], 2, [0, 0, 0, 1]),
+        ([0, 0, 0], 3, [0, 1, 2]),
+        ([5], 1, [0]),
+    ],
+)
+def test_the_cut_of_known_costs(costs, num_stages, expected):
+    assert balanced(costs, num_stages) == expected
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    return copy.deepcopy(model).to("meta")
+
+
+def stages_of(model: nn.Module, num_stages: int, cutter: Cutter | None = None) -> list[Stage]:
+    cutter = cutter or Cutter()
+    outline = cutter.outline(on_meta(model), num_stages)
+    stage_of = cutter.stage_of(outline, num_stages)
+    return [Stage(copy.deepcopy(model), outline, stage_of, index) for index in range(num_stages)]
+
+
+def run_in_a_row(stages: list[Stage], *inputs: torch.Tensor) -> object:
+    passed: object = ()
+    for stage in stages:
+        passed = stage.run(stage.bind(inputs, {}), passed)  # type: ignore[arg-type]
+    return passed
+
+
+ROWS = [
+    (models.perceptron, models.numbers, (1, 2, 3, 4)),
+    (models.Counted, models.numbers, (1, 3)),
+    (models.Noisy, models.numbers, (2,)),
+    (models.transformer, models.tokens, (2, 6, 8)),
+    (models.tied_transformer, models.tokens, (1, 2, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("make", "data", "counts"), ROWS)
+def test_stages_in_a_row_compute_what_the_model_computes(make, data, counts, training):
+    inputs, _ = data()
+    model = make().train(training)
+    for num_stages in counts:
+        stages = stages_of(model, num_stages)
+        torch.manual_seed(7)
+        expected = copy.deepcopy(model)(inputs)
+        torch.manual_seed(7)
+        assert torch.equal(run_in_a_row(stages, inputs), expected), num_stages
+
+
+@pytest.mark.parametrize("make", [models.perceptron, models.Counted, models.tied_transformer])
+def test_stages_hold_the_whole_model_under_its_own_names_and_nothing_twice(make):
+    model = make()
+    stages = stages_of(model, 3)
+    whole = dict(model.named_parameters())
+    held = [name for stage in stages for name in stage.parameters]
+    assert set(held) == set(whole)
+    tied = {name for name in held if held.count(name) > 1}
+    assert tied == ({"wte.weight"} if make is models.tied_transformer else set())
+    for stage in stages:
+        bytes_held = sum(p.nbytes for p in stage.model.parameters())
+        assert bytes_held == sum(whole[name].nbytes for name in stage.parameters)
+        assert all(stage.index in stage.holders[name] for name in stage.parameters)
+    buffers = [name for stage in stages for name, _ in stage.model.named_buffers()]
+    assert set(buffers) == {name for name, _ in model.named_buffers()}
+
+
+def test_what_nothing_uses_stays_with_the_first_stage():
+    first, second = stages_of(models.Counted(), 2)
+    assert "idle" in first.parameters
+    assert "idle" not in second.parameters
+    assert first.holders["idle"] == (0,)
+
+
+def test_layers_in_nested_containers_are_cut_apart():
+    outline = Cutter().outline(on_meta(models.perceptron()), 1)
+    assert [segment.name for segment in outline.segments] == ["0.0", "0.2.0", "1", "3"]
+    assert [segment.num_bytes for segment in outline.segments] == [168, 288, 240, 56]
+
+
+def test_a_block_is_opened_only_if_there_are_more_stages_than_blocks():
+    model = on_meta(models.transformer())
+    cutter = Cutter()
+    blocks = [segment.name for segment in cutter.outline(model, 7).segments]
+    assert blocks == ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
+    finer = [segment.name for segment in cutter.outline(model, 8).segments]
+    assert finer[2:5] == ["blocks.0.norm", "blocks.0.mix", "blocks.0.mlp"]
+    again = [segment.name for segment in cutter.outline(model, 7).segments]
+    assert again == blocks, "what one generation needed does not change the next one's cut"
+
+
+def test_the_model_is_cut_only_where_the_user_says():
+    cutter = Cutter(split_at=["blocks.1", "norm"])
+    outline = cutter.outline(on_meta(models.transformer()), 3)
+    assert cutter.stage_of(outline, 3) == [0, 0, 0, 1, 1, 2, 2]
+    assert cutter.stage_of(outline, 2) == [0, 0, 0, 1, 1, 1, 1]
+    inner = Cutter(split_at=["blocks.1.mlp"])
+    outline = inner.outline(on_meta(models.transformer()), 2)
+    second = inner.stage_of(outline, 2).index(1)
+    assert outline.segments[second].name == "blocks.1.mlp.0"
+
+
+def test_too_few_layers_say_how_many_there_are():
+    with pytest.raises(InvalidSpec, match=r"5 stages; saw 4 layers .*0\.0, 0\.2\.0, 1, 3"):
+        Cutter().outline(on_meta(models.perceptron()), 5)
+    with pytest.raises(InvalidSpec, match="3 stages; saw 2 parts by split_at"):
+        Cutter(split_at=["1"]).outline(on_meta(models.perceptron()), 3)
+
+
+def test_an_unknown_place_to_split_at_is_named_beside_the_known_ones():
+    with pytest.raises(
+        InvalidSpec, match=r"before 'layers\.9'.*expected names among 0\.0, 0\.2\.0"
+    ):
+        Cutter(split_at=["layers.9"]).outline(on_meta(models.perceptron()), 2)
+
+
+def test_a_forward_pass_that_depends_on_values_is_refused_with_a_way_out():
+    with pytest.raises(InvalidSpec, match=r"Dependent cannot be cut.*nn\.Sequential"):
+        Cutter().outline(on_meta(models.Dependent()), 2)
+
+
+def test_inputs_with_a_default_are_fixed_to_it():
+    (stage,) = stages_of(models.transformer(), 1)
+    ids, _ = models.tokens()
+    assert list(stage.bind((ids,), {"scores": None})) == ["ids"]
+    with pytest.raises(InvalidSpec, match="laid out for scores=None"):
+        stage.bind((ids,), {"scores": torch.ones(1)})
+
+
+class CalledTwice(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.between = layer, nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(self.between(self.layer(x)))
+        return out
+
+
+def test_a_layer_that_two_stages_call_is_shared_unless_it_keeps_statistics():
+    model = CalledTwice(nn.Linear(5, 5))
+    stages = stages_of(model, 3)
+    assert stages[0].holders["layer.weight"] == (0, 2)
+    inputs, _ = models.numbers()
+    assert torch.equal(run_in_a_row(stages, inputs), model(inputs))
+    with pytest.raises(InvalidSpec, match=r"layer is called by more than one stage.*running_mean"):
+        stages_of(CalledTwice(nn.BatchNorm1d(5)), 3)
+    inner = CalledTwice(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5)))
+    with pytest.raises(InvalidSpec, match=r"layer\.1 is called by more than one stage"):
+        stages_of(inner, 3)
+
+
+def test_a_buffer_of_two_layers_is_kept_once_by_one_stage_and_refused_over_two():
+    norms = [nn.BatchNorm1d(5), nn.BatchNorm1d(5)]
+    norms[1].running_mean = norms[0].running_mean
+    model = nn.Sequential(nn.Linear(5, 5), *norms, nn.Linear(5, 50))
+    first, second = stages_of(model, 2)
+    assert [set(stage.buffers) for stage in (first, second)] == [
+        {f"1.{name}" for name, _ in norms[0].named_buffers()}
+        | {"2.running_var", "2.num_batches_tracked"},
+        set(),
+    ]
+    with pytest.raises(InvalidSpec, match=r"1\.running_mean and 2\.running_mean are one buffer"):
+        stages_of(model, 4)
+    # A constant, by what its registration says.
+    for norm in norms:
+        norm._non_persistent_buffers_set.add("running_mean")
+    assert len(stages_of(model, 4)) == 4

@@ -1,0 +1,116 @@
+"""A gradient that is not finite on one rank is seen by all that it is reduced with."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.processes.worlds import LaidOutTraining, Training
+from support.training.elastic_bodies import Explodes
+from torch import Tensor, nn
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.layouts.base import World
+from shoal.layouts.sharded.layout import Sharded, ShardedOptions
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import spread
+from shoal_proto.errors import GenerationBroken, NonFiniteGradient
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_that_is_not_finite_makes_all_nan(value: float, dtype: torch.dtype) -> None:
+    gradients = torch.ones(7, dtype=dtype)
+    gradients[3] = value
+    assert spread(gradients)
+    assert bool(gradients.isnan().all())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_is_not_waited_for(dtype: torch.dtype) -> None:
+    """So nobody is told at once whose gradient it was."""
+    gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
+    before = gradients.clone()
+    assert not spread(gradients)
+    assert torch.equal(gradients, before)
+    gradients[3] = torch.inf
+    assert not spread(gradients)
+    assert bool(gradients.isnan().all())
+
+
+def test_finite_numbers_whose_sum_is_not_are_left_alone() -> None:
+    gradients = torch.full((3,), torch.finfo(torch.float32).max)
+    before = gradients.clone()
+    assert not spread(gradients)
+    assert torch.equal(gradients, before)
+
+
+class Scaled(nn.Module):
+    """The scale has a gradient of 3 elements, so that the last of four ranks holds none of it."""
+
+    def __init__(self, faulty: int) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 8)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.faulty = faulty
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        function: Any = Explodes
+        exploding = function.apply(self.scale) if dist.get_rank() == self.faulty else self.scale
+        outputs: Tensor = self.layer(inputs)[:, :3] * exploding
+        return outputs
+
+
+def after_backward(faulty: int) -> Sharded:
+    """The layout of this rank, which has computed the gradients of step 4."""
+    group = dist.group.WORLD
+    assert group is not None
+    training = Training(
+        model=partial(Scaled, faulty),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=lambda: (torch.ones(12, 5), torch.zeros(12, 3)),
+        loss=lambda outputs, targets: (outputs - targets).sum(),
+    )
+    world = World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=torch.device("cpu"),
+        group=group,
+    )
+    options = ShardedOptions(min_group_bytes=1)
+    layout = LaidOutTraining(training, lambda m, w: Sharded(m, w, options), world).layout
+    assert isinstance(layout, Sharded)
+    layout.step = 4
+    inputs, targets = training.batch(0)
+    layout.begin()
+    layout.backward(training.loss(layout.module(inputs), targets), 1.0)
+    return layout
+
+
+def told(layout: Sharded) -> str:
+    try:
+        layout.check()
+    except (NonFiniteGradient, GenerationBroken) as error:
+        assert "at step 4" in str(error)
+        return type(error).__name__
+    return "nothing"
+
+
+def test_all_ranks_are_told_also_those_that_hold_nothing_of_it() -> None:
+    """Regression: a rank whose rows were sound trained on, and waited for the others."""
+    names = run_in_memory(lambda: told(after_backward(faulty=1)), 4)
+    assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 2]
+
+
+def test_a_sum_that_overflows_is_told_where_it_is_without_a_word_to_others() -> None:
+    """They would not be there to hear it."""
+
+    def body() -> str:
+        layout = after_backward(faulty=-1)
+        gradient: Any = layout.parameters["layer.weight"].grad
+        if layout.world.rank == 0:
+            gradient.to_local()[0, 0] = torch.inf
+        return told(layout)
+
+    assert run_in_memory(body, 2) == ["NonFiniteGradient", "nothing"]

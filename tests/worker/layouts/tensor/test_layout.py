@@ -1,0 +1,244 @@
+"""A model that is split over ranks trains to the weights that one process trains it to."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import tensor_models as models
+from support.processes.worlds import (
+    LaidOutTraining,
+    Training,
+    assemble,
+    largest_difference,
+    one_process,
+    run_on_gloo,
+    train_rank,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import shoal
+from shoal import randomness
+from shoal.dropout import key_dropout
+from shoal.layouts.base import Layout, World
+from shoal.layouts.tensor.derivation import derive
+from shoal.layouts.tensor.layout import TensorLayout, parallelise
+from shoal.layouts.tensor.plan import TensorPlan
+from shoal.state.shards import Holding
+
+# Sums over ranks are taken in another order than by one kernel: single roundings of fp32.
+TOLERANCE = 1e-5
+DATA = {
+    models.mlp: (models.numbers, models.squared),
+    models.uneven_mlp: (models.numbers, models.squared),
+    models.encoder_layer: (models.sequences, models.squared),
+    models.decoder: (models.sequences, models.squared),
+    models.dropping_encoder: (models.sequences, models.squared),
+    models.gpt: (models.tokens, models.next_token),
+    models.tied_gpt: (models.tokens, models.next_token),
+}
+
+
+def training(model, optimizer, **options) -> Training:
+    data, loss = DATA[model]
+    return Training(model=model, optimizer=optimizer, data=data, loss=loss, num_steps=4, **options)
+
+
+def split(model: nn.Module, world: World) -> Layout:
+    return TensorLayout(model, world, derive(model, world.world_size, min_split_bytes=0))
+
+
+def split_otherwise(model: nn.Module, world: World) -> Layout:
+    chosen = {"0": "row", "3": "column", "5": "row"}
+    return TensorLayout(model, world, derive(model, world.world_size, chosen))
+
+
+def check_equal(done: Training, holdings: list[Holding]) -> None:
+    ours, theirs = assemble(holdings), one_process(done)
+    # One name of what is tied is enough; state_dict has both.
+    theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
+    assert set(ours) == {name for name, _ in done.build()[0].named_parameters()}
+    assert largest_difference(ours, theirs) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer"), [(2, models.adamw), (3, models.momentum), (4, models.adamw)]
+)
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.mlp,
+        models.uneven_mlp,
+        models.encoder_layer,
+        models.decoder,
+        models.gpt,
+        models.tied_gpt,
+    ],
+)
+def test_equals_one_process(model, world_size, optimizer):
+    """For 50 steps see `test_equality` of the strategies."""
+    done = training(model, optimizer)
+    check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_gradients_add_up_over_backward_passes(world_size):
+    done = training(models.gpt, models.momentum, accumulate=3)
+    check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_the_user_wants_otherwise_is_as_right(world_size):
+    done = training(models.mlp, models.adamw)
+    check_equal(done, shoal.run_in_memory(train_rank, world_size, done, split_otherwise))
+
+
+def test_equals_one_process_over_gloo():
+    done = training(models.tied_gpt, models.adamw)
+    check_equal(done, run_on_gloo(2, train_rank, done, split))
+
+
+def test_dropout_draws_the_masks_of_one_process():
+    done = training(models.dropping_encoder, models.momentum)
+    check_equal(done, run_on_gloo(2, train_rank, done, split))
+
+
+def held_bytes(done: Training) -> tuple[int, int, TensorPlan]:
+    """What this rank holds, what of it it answers for, and the plan."""
+    layout = LaidOutTraining(done, split, this_world()).layout
+    assert isinstance(layout, TensorLayout)
+    sizes = {n: layout.piece(n, p).tensor.nbytes for n, p in layout.parameters.items()}
+    counted = sum(size for name, size in sizes.items() if layout.counts(name))
+    return sum(sizes.values()), counted, layout.plan
+
+
+def this_world() -> World:
+    group = dist.group.WORLD
+    assert group is not None
+    return World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=torch.device("cpu"),
+        group=group,
+    )
+
+
+@pytest.mark.parametrize("model", DATA)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_hold_the_bytes_that_the_plan_says(model, world_size):
+    done = training(model, models.adamw)
+    whole = sum(parameter.nbytes for parameter in model().parameters())
+    found = shoal.run_in_memory(held_bytes, world_size, done)
+    for rank, (held, _, plan) in enumerate(found):
+        assert held == plan.bytes_per_rank[rank] < whole
+        assert f"of {whole} bytes" in str(plan)
+    assert sum(counted for _, counted, _ in found) == whole, "one rank answers for each byte"
+
+
+def attend(whole: nn.MultiheadAttention, options: dict[str, Any]) -> None:
+    """Compare the outputs, weights and input gradients of split attention with those of whole."""
+    parts = copy.deepcopy(whole)
+    mesh = DeviceMesh.from_group(this_world().group, "cpu")
+    parallelise(parts, mesh, derive(parts, mesh.size(), min_split_bytes=0))
+    query, key, value = options.pop("inputs")
+    for shown in (True, False):
+        results = []
+        for module in (whole, parts):
+            given = query.clone().requires_grad_()
+            same = key is query
+            out, weights = module(
+                given,
+                given if same else key,
+                given if same else value,
+                need_weights=shown,
+                **options,
+            )
+            (gradient,) = torch.autograd.grad(out.square().sum(), given)
+            results.append((out, gradient, weights if shown else out))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("case", ["self", "cross", "masked", "mask of each head", "no batch"])
+def test_attention_answers_as_a_whole_one(case, batch_first):
+    torch.manual_seed(0)
+    whole = nn.MultiheadAttention(12, 4, batch_first=batch_first)
+    first, source = torch.randn(3, 5, 12), torch.randn(3, 6, 12)
+    options: dict[str, Any] = {"inputs": (first, first, first)}
+    num_samples, num_positions = (3, 5) if batch_first else (5, 3)
+    if case == "cross":
+        source = source if batch_first else torch.randn(6, 5, 12)
+        options = {"inputs": (first, source, source.clone()), "average_attn_weights": False}
+    elif case == "masked":
+        options["attn_mask"] = torch.ones(num_positions, num_positions, dtype=torch.bool).triu(1)
+        options["is_causal"] = True
+        padding = torch.zeros(num_samples, num_positions, dtype=torch.bool)
+        padding[0, -1] = True
+        options["key_padding_mask"] = padding
+    elif case == "mask of each head":
+        options["attn_mask"] = torch.randn(4 * num_samples, num_positions, num_positions)
+    elif case == "no batch":
+        options["inputs"] = (first[0], first[0], first[0])
+    shoal.run_in_memory(lambda: attend(whole, dict(options)), 2)
+
+
+def evaluate(whole: nn.Module, inputs: Tensor, padding: Tensor) -> Tensor:
+    parts = copy.deepcopy(whole).eval()
+    mesh = DeviceMesh.from_group(this_world().group, "cpu")
+    parallelise(parts, mesh, derive(parts, mesh.size(), min_split_bytes=0))
+    with torch.no_grad():
+        out: Tensor = parts(inputs, src_key_padding_mask=padding)
+        return out
+
+
+def test_evaluation_goes_past_kernels_that_need_whole_weights():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(12, 4, dim_feedforward=16, batch_first=True)
+    whole = nn.TransformerEncoder(layer, 2).eval()
+    inputs = torch.randn(3, 5, 12)
+    padding = torch.zeros(3, 5, dtype=torch.bool)
+    padding[1, 3:] = True
+    expected = whole(inputs, src_key_padding_mask=padding)
+    for given in shoal.run_in_memory(evaluate, 2, whole, inputs, padding):
+        torch.testing.assert_close(given[~padding], expected[~padding])
+
+
+def answer(whole: nn.Module, inputs: Tensor) -> Tensor:
+    parts = copy.deepcopy(whole)
+    mesh = DeviceMesh.from_group(this_world().group, "cpu")
+    plan = derive(parts, mesh.size(), min_split_bytes=0)
+    parallelise(parts, mesh, plan)
+    assert plan.entry("1").style == "mask"
+    with randomness.at(seed=1, step=2, first=0, count=len(inputs)):
+        out: Tensor = parts(inputs).detach()
+        return out
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dropout_that_is_keyed_stays_so_within_a_pair(world_size):
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(4, 10), nn.Dropout(0.5), nn.Linear(10, 3), nn.Dropout(0.5))
+    assert key_dropout(whole) == 2
+    inputs = torch.randn(6, 4)
+    with randomness.at(seed=1, step=2, first=0, count=6):
+        expected = whole(inputs).detach()
+    for given in shoal.run_in_memory(answer, world_size, whole, inputs):
+        torch.testing.assert_close(given, expected)
+
+
+def travelling(done: Training) -> set[str]:
+    layout = LaidOutTraining(done, split, this_world()).layout
+    names = [f"model.{name}" for name in layout.held]
+    names += [f"optim.{name}/exp_avg" for name in layout.parameters]
+    return {name for name in names if layout.travels(name)}
+
+
+def test_only_what_is_split_is_lost_with_a_rank():
+    done = training(models.encoder_layer, models.adamw)
+    cut = {"linear1.weight", "linear1.bias", "linear2.weight", "self_attn.in_proj_weight"}
+    cut |= {"self_attn.in_proj_bias", "self_attn.out_proj.weight"}
+    for found in shoal.run_in_memory(travelling, 2, done):
+        assert found == {f"model.{n}" for n in cut} | {f"optim.{n}/exp_avg" for n in cut}

@@ -1,0 +1,272 @@
+"""The plan splits what can be split without changing the result, and says why of the rest."""
+
+import pytest
+import torch
+from support.models import tensor_models as models
+from torch import Tensor, nn
+
+from shoal.layouts.tensor.derivation import derive
+from shoal.layouts.tensor.plan import part_sizes
+from shoal.strategies.layout.tensor import TensorParallel
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
+
+
+def styles(model: nn.Module, degree: int = 2, **overrides: str) -> dict[str, str]:
+    plan = derive(model, degree, overrides, min_split_bytes=0)
+    return {
+        entry.module: entry.style + (" paired" if entry.paired else "") for entry in plan.entries
+    }
+
+
+class Leaking(nn.Module):
+    """What is between the two linear modules also goes elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x).relu()
+        return self.fc2(hidden) + hidden.mean()
+
+
+class Normed(Leaking):
+    """Between them is work over the whole width."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.softmax(self.fc1(x), -1))
+
+
+class Branching(Leaking):
+    """In training something else is between them than in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc1(x)
+        return self.fc2(hidden.relu() if self.training else hidden.softmax(-1))
+
+
+class Optional(Leaking):
+    """An argument that need not be given changes what is between them."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        hidden = self.fc1(x).relu()
+        return self.fc2(hidden if bias is None else hidden + bias)
+
+
+class Unreadable(Leaking):
+    """What it does depends on the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x)) if x.sum() > 0 else x
+
+
+class Repeated(Leaking):
+    """One dropout, within the pair and behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.fc2(self.drop(self.fc1(x))))
+
+
+class Listed(nn.Module):
+    """Pairs in lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = nn.ModuleList(nn.Linear(4, 8) for _ in range(2))
+        self.downs = nn.ModuleList(nn.Linear(8, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return x
+
+
+def test_linear_modules_with_elementwise_work_between_them_are_pairs():
+    assert styles(models.mlp()) == {
+        "0": "column paired",
+        "2": "mask",
+        "3": "row paired",
+        "5": "column",
+    }
+    assert styles(models.Gated(4, 8)) == {
+        "gate_proj": "column paired",
+        "up_proj": "column paired",
+        "down_proj": "row paired",
+    }
+    assert styles(Listed()) == {
+        "ups.0": "column paired",
+        "ups.1": "column paired",
+        "downs.0": "row paired",
+        "downs.1": "row paired",
+    }
+
+
+@pytest.mark.parametrize("module", [Leaking, Normed, Branching, Optional, Unreadable, Repeated])
+def test_what_is_no_pair_for_certain_is_gathered(module):
+    found = styles(module())
+    assert {found["fc1"], found["fc2"]} == {"column"}
+
+
+def test_looking_at_a_model_does_not_change_it():
+    class Counting(Leaking):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.seen: object = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen = x
+            return self.fc2(self.fc1(x))
+
+    model = Counting()
+    assert styles(model)["fc1"] == "column paired"
+    assert model.seen is None and model.calls == 0 and model.training
+    assert model(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_attention_is_split_where_its_heads_divide():
+    assert styles(models.encoder_layer(), 2) == {
+        "self_attn": "heads",
+        "linear1": "column paired",
+        "dropout": "mask",
+        "linear2": "row paired",
+        "norm1": "whole",
+        "norm2": "whole",
+    }
+    plan = derive(models.encoder_layer(), 3, min_split_bytes=0)
+    assert plan.entry("self_attn").style == "whole"
+    assert plan.entry("self_attn").why == "4 heads do not divide by 3"
+
+
+def test_tied_weights_are_cut_in_one_way_or_not_at_all():
+    plan = derive(models.tied_gpt(), 2, min_split_bytes=0)
+    assert (plan.entry("wte").style, plan.entry("lm_head").style) == ("vocab", "column")
+    assert not plan.entry("lm_head").parts, "its bytes are counted once"
+    odd = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    odd[1].bias = odd[0].bias
+    assert styles(odd) == {"0": "whole", "1": "whole"}
+    with pytest.raises(InvalidSpec, match=r"tied.*'row'"):
+        styles(models.tied_gpt(), lm_head="row")
+    assert styles(models.tied_gpt(), lm_head="whole")["wte"] == "whole"
+
+
+class Pair(nn.Module):
+    """A pair with a dropout between, which a sequence around it may use too."""
+
+    def __init__(self, dropout: nn.Module) -> None:
+        super().__init__()
+        self.fc1, self.drop, self.fc2 = nn.Linear(8, 16), dropout, nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.fc2(self.drop(torch.relu(self.fc1(x))))
+        return out
+
+
+def test_modules_that_are_bound_together_by_several_ties_are_cut_alike():
+    """What is cut in one place and whole in another would be two parameters."""
+    chain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)), nn.LayerNorm(8))
+    chain[1].weight, chain[2].bias = chain[0].weight, chain[1].bias
+    assert styles(chain) == dict.fromkeys("012", "column") | {"3": "whole"}
+    chain[3].bias = chain[2].bias
+    assert set(styles(chain).values()) == {"whole"}
+    # Only with its bias is the output as large as what is worth a cut.
+    unlike = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 64))
+    unlike[1].weight = unlike[0].weight
+    plan = derive(unlike, 2, min_split_bytes=4 * 64 * 9)
+    assert {entry.style for entry in plan.entries} == {"vocab", "column"}
+    attention = nn.ModuleList([nn.MultiheadAttention(8, 2), nn.Linear(8, 8)])
+    attention[1].weight = attention[0].out_proj.weight
+    assert styles(attention) == {"0": "whole", "0.out_proj": "whole", "1": "whole"}
+
+
+def test_a_module_with_two_names_is_in_no_pair():
+    """Its other place may lie outside of the pair, where values are whole."""
+    pair = Pair(nn.Dropout(0.1))
+    pair.same = pair.fc2
+    assert "paired" not in " ".join(styles(pair).values())
+    shared = nn.Dropout(0.1)
+    around = nn.Sequential(shared, Pair(shared), nn.Sequential(Pair(nn.Dropout(0.1))))
+    found = styles(around)
+    assert (found["1.fc1"], found["2.0.fc1"]) == ("column", "column paired")
+
+
+def test_what_is_small_or_watched_stays_whole():
+    watched = nn.Linear(8, 8)
+    watched.register_forward_hook(lambda *_: None)
+    assert styles(watched) == {"": "whole"}
+    assert styles(nn.Embedding(8, 4, max_norm=1.0)) == {"": "whole"}
+    assert styles(nn.Linear(8, 1)) == {"": "whole"}
+    assert not derive(models.mlp(), 2).splits, "all of it is less than the least"
+    assert "nothing is split" in str(derive(models.mlp(), 2))
+
+
+def test_the_plan_is_a_table():
+    plan = derive(nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 2)), 3, min_split_bytes=0)
+    head, titles, column, row = str(plan).splitlines()
+    assert head == (
+        "tensor parallel over 3 ranks: of 260 bytes of parameters the ranks hold 116 116 44"
+    )
+    assert titles.split() == [
+        "module",
+        "style",
+        *["shape", "per", "rank", "bytes", "per", "rank", "why"],
+    ]
+    assert column.split(maxsplit=8) == [
+        *("0", "column", "3x6", "3x6", "1x6", "84", "84", "28"),
+        "its outputs go on to 2",
+    ]
+    assert row.split(maxsplit=8) == [
+        *("2", "row", "2x3", "2x3", "2x1", "32", "32", "16"),
+        "takes the parts of 0",
+    ]
+    assert plan.bytes_per_rank == (116, 116, 44)
+
+
+def test_the_user_may_want_otherwise():
+    assert styles(models.mlp(), **{"3": "whole"}) == {"0": "column", "3": "whole", "5": "column"}
+    assert styles(models.gpt(), wpe="column", **{"blocks.*": "whole"})["wpe"] == "column"
+    found = styles(models.gpt(), **{"blocks.0": "whole", "blocks.0.mlp.up_proj": "column"})
+    assert found["blocks.0.mlp.up_proj"] == "column"
+    assert found["blocks.0.mlp.down_proj"] == found["blocks.0.attn.q_proj"] == "whole"
+    assert found["blocks.1.mlp.down_proj"] == "row paired"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "degree", "says"),
+    [
+        ({"blocks.7.*": "whole"}, 2, r"a module that the model does not have; saw 'blocks\.7"),
+        ({"wte": "row"}, 2, r"'wte', a Embedding; saw 'row'; expected 'vocab' or 'column'"),
+        ({"ln_f": "column"}, 2, r"'ln_f', a LayerNorm; saw 'column'; expected 'whole'"),
+        ({"lm_head": "diagonal"}, 2, r"saw 'diagonal'; expected 'column' or 'row' or 'whole'"),
+        ({"wpe": "vocab"}, 6, r"'wpe' cannot be split over 6 ranks; saw 5 is fewer than 6 ranks"),
+        ({}, 0, r"saw degree 0"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused(chosen, degree, says):
+    with pytest.raises(InvalidSpec, match=says):
+        derive(models.gpt(), degree, chosen)
+
+
+def test_the_strategy_refuses_what_it_cannot_run():
+    model = models.mlp()
+    with pytest.raises(InvalidSpec, match="does not have"):
+        TensorParallel({"nowhere": "row"}).check(model, models.momentum(model.parameters()))
+    with pytest.raises(UnsupportedOptimizer, match="foreach=True"):
+        TensorParallel().check(model, torch.optim.SGD(model.parameters(), 0.1, foreach=True))
+    with pytest.raises(UnsupportedOptimizer, match="elementwise_optimizer=True"):
+        TensorParallel().check(model, torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(InvalidSpec, match="min_split_bytes"):
+        TensorParallel(min_split_bytes=-1)
+    assert TensorParallel({"0": "row"}).options() != TensorParallel().options()
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+def test_parts_are_those_of_torch(size, degree):
+    chunks = [len(chunk) for chunk in torch.arange(size).chunk(degree)]
+    assert part_sizes(size, degree) == tuple(chunks + [0] * (degree - len(chunks)))

@@ -1,0 +1,146 @@
+"""A gradient that is not finite on one rank of a mesh stops all of them in the same step."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import tensor_models as models
+from support.processes.worlds import LaidOutTraining, Training
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import shoal
+from shoal.backends.process_group.collectives import counts, reset_counts
+from shoal.layouts.base import Layout, World
+from shoal.layouts.gradients import clip
+from shoal.strategies.layout.hybrid import Hybrid
+from shoal.strategies.layout.pipeline import Pipeline
+from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.tensor import TensorParallel
+from shoal_proto.errors import GenerationBroken, NonFiniteGradient
+
+STEP = 4
+ARRANGEMENTS: dict[str, tuple[int, LaidOut]] = {
+    "tensor": (2, TensorParallel(min_split_bytes=0)),
+    "pipeline": (3, Pipeline(microbatches=2)),
+    "stages and copies": (4, Hybrid(pipeline=2, data=2, tensor=1, microbatches=2)),
+    "stages and splits": (4, Hybrid(pipeline=2, tensor=2, min_split_bytes=0, microbatches=2)),
+    "copies and splits": (4, Hybrid(pipeline=1, data=2, tensor=2, min_split_bytes=0)),
+}
+
+
+def after_backward(strategy: LaidOut, model: Any = models.gpt) -> Layout:
+    """The layout of this rank, which has its own gradients of a step."""
+    group = dist.group.WORLD
+    assert group is not None
+    world = World(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        device=torch.device("cpu"),
+        group=group,
+    )
+    training = Training(
+        model=model, optimizer=models.momentum, data=models.tokens, loss=models.next_token
+    )
+    layout = LaidOutTraining(training, strategy.lay_out, world).layout
+    layout.step = STEP
+    layout.begin()
+    layout.forward_backward(*training.batch(0), training.loss, 1.0)
+    return layout
+
+
+def gradients(layout: Layout) -> dict[str, Tensor]:
+    """This rank's parts."""
+    found: dict[str, Any] = {name: p.grad for name, p in layout.parameters.items()}
+    return {
+        name: grad.to_local() if isinstance(grad, DTensor) else grad
+        for name, grad in found.items()
+        if grad is not None
+    }
+
+
+def told(layout: Layout) -> str:
+    """What the check raises."""
+    try:
+        layout.check()
+    except (NonFiniteGradient, GenerationBroken) as error:
+        assert f"at step {STEP}" in str(error)
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def one_fault(strategy: LaidOut, faulty: int, *, clips: bool) -> str:
+    """Rank `faulty` has an infinity in the last of its gradients."""
+    layout = after_backward(strategy)
+    if dist.get_rank() == faulty:
+        list(gradients(layout).values())[-1].view(-1)[0] = torch.inf
+    layout.reduce()
+    if clips:
+        clip(layout, 1.0)
+    return told(layout)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_a_fault_of_any_rank_is_told_to_all(name: str, clips: bool) -> None:
+    """Regression: whoever did not see it took the step."""
+    world_size, strategy = ARRANGEMENTS[name]
+    for faulty in (0, world_size - 1):
+        heard = shoal.run_in_memory(
+            functools.partial(one_fault, strategy, faulty, clips=clips), world_size
+        )
+        for rank, each in enumerate(heard):
+            expected = "NonFiniteGradient" if rank == faulty else "GenerationBroken"
+            assert each.startswith(expected), (faulty, heard)
+        others = [each for rank, each in enumerate(heard) if rank != faulty]
+        assert all(f"rank {faulty} is not finite" in each for each in others)
+
+
+def messages(strategy: LaidOut, *, clips: bool) -> tuple[str, int]:
+    layout = after_backward(strategy)
+    layout.reduce()
+    reset_counts()
+    if clips:
+        clip(layout, 1.0)
+    heard = told(layout)
+    return heard, sum(count.calls for count in counts().values())
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_all_ranks_are_asked_by_one_message_also_where_gradients_are_clipped(
+    name: str, clips: bool
+) -> None:
+    world_size, strategy = ARRANGEMENTS[name]
+    body = functools.partial(messages, strategy, clips=clips)
+    assert shoal.run_in_memory(body, world_size) == [("", 1)] * world_size
+
+
+def too_large_together(strategy: LaidOut, shared: str) -> str:
+    """Two ranks have finite gradients whose sum is not."""
+    layout = after_backward(strategy, models.tied_gpt)
+    if shared in layout.parameters:
+        gradients(layout)[shared].fill_(torch.finfo(torch.float32).max)
+    layout.reduce()
+    return told(layout)
+
+
+def test_a_sum_that_overflows_in_two_stages_is_told_to_the_one_between() -> None:
+    """The first and the last of them use one parameter."""
+    holder = shoal.run_in_memory(
+        lambda: list(after_backward(Pipeline(microbatches=2), models.tied_gpt).parameters), 3
+    )
+    (shared,) = set(holder[0]) & set(holder[2])
+    assert shared not in holder[1]
+    body = functools.partial(too_large_together, Pipeline(microbatches=2), shared)
+    for each in shoal.run_in_memory(body, 3):
+        assert each.startswith("NonFiniteGradient: the sum of all members' gradients")
+
+
+def test_a_lone_rank_is_told_which_parameter() -> None:
+    (heard,) = shoal.run_in_memory(
+        functools.partial(one_fault, TensorParallel(min_split_bytes=0), 0, clips=False), 1
+    )
+    assert heard.startswith("NonFiniteGradient: the gradient of ")

@@ -1,0 +1,196 @@
+"""The background reporter against a real status endpoint, and against none."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import structlog
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal.membership.health import HealthReporter
+from shoal_server.status.app import build_app
+from shoal_server.status.board import StatusBoard
+from shoal_server.status.serve import StatusServer
+from shoal_server.status.views import HealthView
+
+INCARNATION = "incarnation-of-w1"
+LONG_S = 3600.0
+
+
+class Board(StatusBoard):
+    """A board that a test's thread can wait on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[HealthView] = []
+        self.changed = threading.Condition()
+
+    def report(self, job: str, member_id: str, health: HealthView) -> None:
+        with self.changed:
+            self.reports.append(health)
+            self.changed.notify_all()
+
+    def wait_for(self, num_reports: int) -> list[HealthView]:
+        with self.changed:
+            assert self.changed.wait_for(lambda: len(self.reports) >= num_reports, 10)
+            return list(self.reports)
+
+
+@contextmanager
+def endpoint(board: Board, port: int = 0) -> Iterator[StatusServer]:
+    """The status endpoint of a coordinator, on an event loop of its own thread."""
+    world = World(board=board)
+    world.put(status_world.job())
+    started, stop = threading.Event(), asyncio.Event()
+    found: list[StatusServer] = []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with StatusServer(build_app(world, board), "127.0.0.1", port) as server:
+            found.append(server)
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    try:
+        assert started.wait(10)
+        yield found[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def reporter(
+    url: str, interval_s: float = LONG_S, incarnation: str = INCARNATION
+) -> HealthReporter:
+    return HealthReporter(url, "digits", "w1", incarnation, interval_s)
+
+
+@pytest.fixture
+def board() -> Board:
+    return Board()
+
+
+def test_the_first_update_is_reported_at_once(board: Board) -> None:
+    """A page shows a member as soon as it has something to say; numbers of numpy are taken too."""
+    with endpoint(board) as server, reporter(server.url) as health:
+        health.update(step=int(np.int64(3)), loss=np.float32(0.5), device="cpu")  # type: ignore[arg-type]
+        (report,) = board.wait_for(1)
+    assert (report.step, report.loss, report.device) == (3, 0.5, "cpu")
+    assert health.num_sent == 1
+
+
+def test_the_newest_wins_and_the_last_is_sent_on_close(board: Board) -> None:
+    """Of many updates within an interval one report is made, with what each field said last."""
+    with endpoint(board) as server:
+        with reporter(server.url) as health:
+            health.update(step=0, samples_per_s=10.0)
+            board.wait_for(1)
+            for step in range(1, 1001):
+                health.update(step=step, loss=1.0 / step)
+        reports = board.wait_for(2)
+    assert [report.step for report in reports] == [0, 1000]
+    assert reports[1].samples_per_s == 10.0, "what was not said again stays"
+
+
+def test_reports_go_on_at_the_interval(board: Board) -> None:
+    """Later updates are sent without a close."""
+    with endpoint(board) as server, reporter(server.url, 0.05) as health:
+        for step in range(3):
+            health.update(step=step)
+            board.wait_for(step + 1)
+
+
+@pytest.mark.parametrize(("loss", "shown"), [(float("nan"), "nan"), (float("-inf"), "-inf")])
+def test_a_diverged_loss_gets_through(board: Board, loss: float, shown: str) -> None:
+    """JSON has no NaN, but it is what people look for."""
+    with endpoint(board) as server, reporter(server.url) as health:
+        health.update(step=1, loss=loss)
+        (report,) = board.wait_for(1)
+    assert str(report.loss) == shown
+
+
+def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
+    """With a peer that accepts and never answers, updates stay instant and close is bounded."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        health = reporter(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.01)
+        health.update(step=0)
+        connection, _ = silent.accept()
+        started_s = time.monotonic()
+        for step in range(1000):
+            health.update(step=step)
+        updated_s = time.monotonic()
+        health.close(timeout_s=0.2)
+        closed_s = time.monotonic()
+        connection.close()
+    assert updated_s - started_s < 1.0
+    assert closed_s - updated_s < 1.0
+
+
+def test_an_outage_is_counted_and_told_once(board: Board) -> None:
+    """Many failures make one line in the log, recovery another, and reports go on by themselves."""
+    with endpoint(board) as server:
+        port, url = server.port, server.url
+    with structlog.testing.capture_logs() as lines, reporter(url, 0.01) as health:
+        deadline_s = time.monotonic() + 10
+        step = 0
+        while health.num_failed < 3:
+            assert time.monotonic() < deadline_s
+            step += 1
+            health.update(step=step)
+        with endpoint(board, port):
+            while not board.reports:
+                assert time.monotonic() < deadline_s
+                step += 1
+                health.update(step=step)
+            health.close()
+    events = [line["event"] for line in lines if str(line["event"]).startswith("health_")]
+    assert events == ["health_report_failed", "health_reports_resumed"]
+
+
+def test_a_refusal_is_counted_and_told_in_the_servers_words(board: Board) -> None:
+    """A replaced process learns it from the log and is not disturbed otherwise."""
+    with (
+        structlog.testing.capture_logs() as lines,
+        endpoint(board) as server,
+        reporter(server.url, incarnation="old") as health,
+    ):
+        health.update(step=1)
+        health.close()
+    assert (health.num_sent, health.num_failed) == (0, 1)
+    assert any("another process by now" in str(line.get("reason")) for line in lines)
+
+
+def test_names_are_quoted_and_an_empty_url_waits(board: Board) -> None:
+    """Odd names reach their own path, not another member's; without a URL nothing is sent."""
+    url = ""
+    with endpoint(board) as server:
+        with HealthReporter(lambda: url, "digits", "../w1?", INCARNATION, 0.01) as health:
+            health.update(step=1)
+        assert (health.num_sent, health.num_failed) == (0, 0)
+        url = server.url
+        with HealthReporter(lambda: url, "digits", "../w1?", INCARNATION, 0.01) as health:
+            health.update(step=1)
+        assert health.num_failed == 1
+    assert board.reports == []
+
+
+def test_no_thread_is_left_behind() -> None:
+    """Close ends the thread, also when nothing was ever reported."""
+    before = threading.active_count()
+    reporter("http://127.0.0.1:1").close()
+    assert threading.active_count() == before
+
+
+def test_an_interval_of_nothing_is_refused() -> None:
+    """The message names the value."""
+    with pytest.raises(ValueError, match="interval_s is 0"):
+        reporter("http://127.0.0.1:1", 0)

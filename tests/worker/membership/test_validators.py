@@ -1,0 +1,170 @@
+"""Validators of a script's own: their verdict is everybody's, in bounded time."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from support.processes.ranks import Ranks
+from support.training import rank_bodies
+from support.training.rank_bodies import Run
+
+import shoal
+from shoal.membership import validators
+from shoal.membership.validators import Judges, validators_of
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec, ProposalConflict
+from shoal_proto.v1 import membership_pb2 as pb
+
+LIMIT_S = 30.0
+ROSTER = pb.Roster(
+    generation=3,
+    step=7,
+    planned=True,
+    synchronous=True,
+    fields={"strategy": "ddp"},
+    entries=[
+        pb.RosterEntry(member_id="b", rank=1, host="h2", state=pb.STATE_ACTION_RECEIVE),
+        pb.RosterEntry(
+            member_id="a", rank=0, host="h1", address="10.0.0.1", state=pb.STATE_ACTION_KEEP
+        ),
+    ],
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_registered() -> Iterator[None]:
+    before = dict(validators._registered)
+    yield
+    validators._registered.clear()
+    validators._registered.update(before)
+
+
+def accepts(roster: shoal.Roster) -> None:
+    return None
+
+
+def judge(function: validators.Validator, limit_s: float = LIMIT_S) -> list[pb.Rejection]:
+    return Judges({"mine": function}, "a").judge(ROSTER, limit_s)
+
+
+def test_a_validator_sees_the_roster_and_what_it_rejects_is_told_under_its_name() -> None:
+    """Members by rank, this member's own place, and what all agree in."""
+    seen: list[shoal.Roster] = []
+
+    def rejects(roster: shoal.Roster) -> shoal.Reject:
+        seen.append(roster)
+        return shoal.Reject(seen="1 GB", expected="10 GB", fix="Clear /scratch.")
+
+    answer = pb.Rejection(field="mine", seen="1 GB", expected="10 GB (Clear /scratch.)")
+    assert judge(rejects) == [answer]
+    (roster,) = seen
+    assert (roster.generation, roster.step, roster.planned) == (3, 7, True)
+    assert (roster.world_size, roster.rank, roster.own.member_id) == (2, 0, "a")
+    assert [m.member_id for m in roster.members] == ["a", "b"]
+    assert [(m.host, m.address, m.state) for m in roster.members] == [
+        ("h1", "10.0.0.1", "keep"),
+        ("h2", "", "receive"),
+    ]
+    assert roster.fields["strategy"] == "ddp"
+    with pytest.raises(TypeError):
+        roster.fields["strategy"] = "other"  # type: ignore[index]
+    assert judge(accepts) == []
+
+
+def test_a_validator_that_raises_or_returns_something_else_rejects() -> None:
+    """With what it was, so that its author finds it; the end of the process is none of its."""
+
+    def raises(roster: shoal.Roster) -> None:
+        raise KeyError("scratch")
+
+    def exits(roster: shoal.Roster) -> None:
+        raise SystemExit(3)
+
+    assert judge(raises)[0].seen == "KeyError: 'scratch'"
+    assert judge(exits)[0].seen == "SystemExit: 3"
+    assert "returned False" in judge(lambda roster: False)[0].seen  # type: ignore[arg-type,return-value]
+
+
+def test_a_validator_that_does_not_end_rejects_in_time_and_is_asked_no_more() -> None:
+    """The others' verdicts count; no thread is left behind for each roster."""
+    end, asked = threading.Event(), []
+
+    def hangs(roster: shoal.Roster) -> None:
+        asked.append(roster)
+        end.wait(60)
+
+    def rejects(roster: shoal.Roster) -> shoal.Reject:
+        return shoal.Reject(seen="bad")
+
+    judges = Judges({"b-hangs": hangs, "a-rejects": rejects}, "a")
+    answers = {r.field: r.seen for r in judges.judge(ROSTER, 1.0)}
+    assert answers["b-hangs"] == "no verdict after 1 s"
+    assert answers["a-rejects"] == "bad"
+    (again,) = judges.judge(ROSTER, LIMIT_S)
+    assert (again.field, again.seen) == ("b-hangs", "still at work on generation 3")
+    assert len(asked) == 1
+    end.set()
+
+
+def test_a_name_is_one_validators() -> None:
+    """Another function under it is refused, the same one is not; a session's own come on top."""
+    shoal.validator("scratch")(accepts)
+    assert shoal.validator("scratch")(accepts) is accepts
+    with pytest.raises(InvalidSpec, match=r"two validators have the name 'scratch'.*accepts"):
+        shoal.validator("scratch")(judge)  # type: ignore[type-var]
+    with pytest.raises(InvalidSpec, match="'a,b'"):
+        shoal.validator("a,b")
+
+    def own(roster: shoal.Roster) -> None:
+        return None
+
+    def scratch(roster: shoal.Roster) -> None:
+        return None
+
+    assert validators_of([own, accepts]) == {"scratch": accepts, "own": own}
+    with pytest.raises(InvalidSpec, match="'scratch'"):
+        validators_of([scratch])
+    with pytest.raises(InvalidSpec, match="no name"):
+        validators_of([lambda roster: None])
+
+
+def test_what_one_member_rejects_all_are_refused_with(cluster: LocalCluster) -> None:
+    """Nobody starts; the same error names the validator, the member and what it saw."""
+    with Ranks() as ranks:
+        crew = [
+            ranks.start(
+                rank_bodies.train_validated,
+                Run(
+                    coordinator=cluster.coordinator,
+                    job="validators",
+                    member_id=name,
+                    desired_members=2,
+                    fault="rejects" if name == "b" else "",
+                ),
+            )
+            for name in "ab"
+        ]
+        for rank in crew:
+            raised = rank.expect("raised")
+            assert raised["error"] == "ProposalConflict"
+            assert "scratch: '1 GB' in b but '10 GB' in roster" in raised["text"]
+            assert "tried" not in rank.kinds()
+
+
+def test_a_newcomer_without_the_jobs_validators_is_refused(cluster: LocalCluster) -> None:
+    """Its acceptance would say less than that of the others; they train on."""
+    model, optimizer = rank_bodies.model_and_optimizer()
+    own = shoal.join("own-validators", coordinator=cluster.coordinator, validators=[accepts])
+    with own as session:
+        replica, optimizer = session.distribute(model, optimizer)
+        batches = session.batches(rank_bodies.data(), global_batch_size=20)
+        batch = next(batches)
+        with (
+            pytest.raises(ProposalConflict, match=r"validators: '.absent.' in .* but 'accepts'"),
+            shoal.join("own-validators", coordinator=cluster.coordinator) as stranger,
+        ):
+            stranger.distribute(*rank_bodies.model_and_optimizer())
+            next(stranger.batches(rank_bodies.data(), global_batch_size=20))
+        with session.step() as step:
+            session.backward(rank_bodies.loss_of(replica(batch.inputs), batch.targets))
+        assert step.committed

@@ -1,0 +1,190 @@
+"""What a script does by itself in a step of a session: refused by name where it would train
+something else, and left alone where it does not."""
+
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.training.elastic_bodies import build
+from support.training.elastic_bodies import numbers as data
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import shoal
+from shoal.session.session import Session
+from shoal_client.local.cluster import LocalCluster
+from shoal_proto.errors import InvalidSpec
+
+TOGETHER = ("ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid", "local-sgd", "diloco")
+APART = ("async-sgd", "bsp", "async-diloco")
+Body = Callable[[Session, Any, torch.optim.Optimizer, shoal.Batch], None]
+"""(session, model, optimizer, batch): what the script does with one batch."""
+
+
+def run(cluster: LocalCluster, strategy: str, body: Body, num_steps: int = 3) -> dict[str, Tensor]:
+    """A lone member's steps; its model afterwards."""
+    model, optimizer = build("sgd", "layers")
+    job = f"guard-{secrets.token_hex(4)}"
+    with shoal.join(job, coordinator=cluster.coordinator) as session:
+        model, optimizer = session.distribute(model, optimizer, strategy=strategy)
+        for batch in session.batches(data(), global_batch_size=24):
+            body(session, model, optimizer, batch)
+            if batch.step == num_steps - 1:
+                break
+        return dict(session.state_dict())
+
+
+def loss_of(session: Session, model: Any, batch: shoal.Batch) -> Tensor:
+    return cross_entropy(model(batch.inputs), batch.targets)
+
+
+@pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
+@pytest.mark.parametrize("place", ["in the step", "behind the step"])
+def test_a_script_that_steps_the_optimizer_is_told_who_does(
+    cluster: LocalCluster, strategy: str, place: str
+) -> None:
+    """Else each gradient is applied twice."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.forward_backward(batch, cross_entropy)
+            if place == "in the step":
+                optimizer.step()
+        optimizer.step()
+
+    with pytest.raises(InvalidSpec, match=r"optimizer\.step\(\).*session\.step\(\)"):
+        run(cluster, strategy, body)
+
+
+def test_the_optimizer_is_the_scripts_own_behind_the_session(cluster: LocalCluster) -> None:
+    """And so it is where the session ended with an error."""
+    kept = []
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        kept.append(optimizer)
+        with session.step():
+            session.backward(loss_of(session, model, batch))
+
+    run(cluster, "ddp", body)
+    kept[0].step()
+
+
+@pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
+def test_a_scaled_loss_is_refused(cluster: LocalCluster, strategy: str) -> None:
+    """Nobody would unscale its gradients. Also of what else was made of it since."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def loss_function(outputs: Any, targets: Any) -> Tensor:
+        return scaler.scale(cross_entropy(outputs, targets)) / 4 + 1
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.forward_backward(batch, loss_function)
+
+    with pytest.raises(InvalidSpec, match=r"GradScaler.*session\.backward\(loss\)"):
+        run(cluster, strategy, body)
+
+
+def test_a_scaler_that_steps_the_optimizer_is_refused(cluster: LocalCluster) -> None:
+    """Whether it scales or is switched off."""
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(scaler.scale(loss_of(session, model, batch)))
+            scaler.step(optimizer)
+
+    with pytest.raises(InvalidSpec, match=r"GradScaler\.step"):
+        run(cluster, "ddp", body)
+
+
+def test_a_subclass_that_scales_by_itself_is_refused_too(cluster: LocalCluster) -> None:
+    """As that of torch.distributed.fsdp does."""
+
+    class Own(torch.amp.GradScaler):
+        def scale(self, outputs: Any) -> Any:
+            return outputs * 3.0
+
+    scaler = Own("cpu")
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            session.backward(scaler.scale(loss_of(session, model, batch)))
+
+    with pytest.raises(InvalidSpec, match="GradScaler"):
+        run(cluster, "ddp", body)
+
+
+@pytest.mark.parametrize("strategy", [*TOGETHER, *APART])
+def test_what_trains_what_the_script_says_is_left_alone(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """A loss times two; a scaler that is switched off, or another model's; a sum of losses of two
+    forward passes; gradients asked for by autograd.grad; hooks; clipping; forward passes without
+    gradients in a step and between steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    other = nn.Linear(20, 1)
+    of_other = torch.optim.SGD(other.parameters(), lr=0.1)
+    seen = []
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step() as step:
+            inputs = batch.inputs.clone().requires_grad_()
+            outputs = model(inputs)
+            outputs.register_hook(seen.append)
+            loss = cross_entropy(outputs, batch.targets)
+            if strategy in ("ddp", "local-sgd"):  # what shards its model has it in backward once
+                assert torch.autograd.grad(loss, inputs, retain_graph=True)[0].any()
+            again = cross_entropy(model(batch.inputs), batch.targets)
+            off = torch.amp.GradScaler("cpu", enabled=False)
+            session.backward(off.scale(loss * 2 + again * 0.5))
+            scaler.scale(other(batch.inputs).mean()).backward()
+            scaler.step(of_other)
+            scaler.update()
+            session.clip_grad_norm(1.0)
+            with torch.no_grad():
+                model(batch.inputs)
+        assert step.committed
+        with torch.no_grad():
+            model(batch.inputs)
+
+    assert run(cluster, strategy, body)
+    assert len(seen) >= 3
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid"])
+@pytest.mark.parametrize("order", ["before", "behind"])
+def test_a_backward_pass_beside_the_sessions_is_refused(
+    cluster: LocalCluster, strategy: str, order: str
+) -> None:
+    """It leaves out by how much this member's share of the batch counts."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            first, second = (loss_of(session, model, batch) for _ in range(2))
+            if order == "before":
+                first.backward()
+            session.backward(second)
+            if order == "behind":
+                first.backward()
+
+    with pytest.raises(InvalidSpec, match=r"loss\.backward\(\).*session\.backward\(loss\)"):
+        run(cluster, strategy, body)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_second_backward_pass_that_ddp_would_not_reduce_is_refused(
+    cluster: LocalCluster, strategy: str
+) -> None:
+    """DDP reduces once behind each forward pass; the rest would be this member's alone."""
+
+    def body(session: Session, model: Any, optimizer: Any, batch: shoal.Batch) -> None:
+        with session.step():
+            first, second = (loss_of(session, model, batch) for _ in range(2))
+            session.backward(first)
+            session.backward(second)
+
+    with pytest.raises(InvalidSpec, match="second backward pass"):
+        run(cluster, strategy, body)

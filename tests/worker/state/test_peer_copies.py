@@ -1,0 +1,123 @@
+"""Copies in host memory: what peers keep, and what is left of it when a rank is lost."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from support.collectives import copies_bodies
+from support.processes.ranks import Ranks
+from support.processes.worlds import run_on_gloo
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.state.peer_copies import PeerCopies
+from shoal_proto.errors import InvalidSpec
+
+
+@pytest.mark.parametrize("num_copies", [1, 2])
+def test_each_keeps_the_last_two_steps_of_itself_and_of_those_before(num_copies: int) -> None:
+    """Bit for bit, though training goes on at once; in the same memory again and again; what is
+    on every rank anyway stays at home; and each knows the names of what only others hold."""
+    for seen in run_on_gloo(3, copies_bodies.offer_steps, num_copies):
+        assert seen["wrong"] == []
+        assert seen["memory is used again"]
+        assert len(set(seen["bytes"])) == 1
+        # Each piece begins at a multiple of 64 bytes: 6 tensors, 1 or 2 peers, 2 steps.
+        assert 0 <= seen["bytes"][0] - seen["held"] < 64 * 6 * (1 + num_copies) * 2
+        assert seen["due"] == [0, 2, 4, 6]
+
+
+def test_copies_are_kept_over_ranks_that_are_threads_too() -> None:
+    """The group of a notebook."""
+    for seen in run_in_memory(copies_bodies.offer_steps, 3, 2):
+        assert seen["wrong"] == []
+
+
+def test_a_generations_copies_remain_until_the_next_has_a_complete_one() -> None:
+    """Also over one that has made none; a rank that is alone needs none."""
+    for seen in run_on_gloo(2, copies_bodies.over_generations):
+        assert seen == {
+            "before its first copy": [4, 5],
+            "after one without any": [4, 5],
+            "after its first copy": [6],
+            "alone": [6],
+            "due alone": False,
+            "alone and going on": [],
+            "offered after its end": "GenerationBroken",
+        }
+
+
+def test_what_may_be_complete_everywhere_outlives_generations_that_end_at_once() -> None:
+    """Nobody knows what others have let go of for it; and no more is kept than can be needed."""
+    for seen in run_on_gloo(2, copies_bodies.interrupted_generations):
+        assert seen == [[3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [3, 5, 6, 7]]
+
+
+def test_ranks_that_copy_different_steps_are_told() -> None:
+    """Copies of different steps are worth nothing together."""
+    first, second = run_on_gloo(2, copies_bodies.different_steps)
+    assert first.startswith("InternalError")
+    assert "step 6 on rank 1" in first
+    assert "step 5 on rank 0" in second
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_rank_lost_in_the_midst_of_a_copy_leaves_the_step_before(
+    tmp_path: Path, stops: bool
+) -> None:
+    """Half a copy never shows; the survivors hold a whole step and go on from it, as two."""
+    gates = [gate(tmp_path / f"gate{rank}") for rank in range(3)]
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [
+            ranks.start(copies_bodies.lose_a_rank, path, rank, gates[rank], stops)
+            for rank in range(3)
+        ]
+        crew[1].expect("failing")
+        for rank in (0, 2):
+            Path(gates[rank]).write_bytes(b"")
+        for rank in (0, 2):
+            assert crew[rank].expect("failed") == {"recognised": True}
+            seen = crew[rank].expect("recovered")
+            assert (seen["wrong"], seen["halves"]) == ("", 0)
+        # Only rank 2 was to have the copy of rank 1.
+        assert seen["copies_of_4"] == 0
+
+
+def test_giving_copies_up_waits_for_no_peer(tmp_path: Path) -> None:
+    """Not for one that has stopped; who waits for a copy is freed, and the thread ends when the
+    group is cut."""
+    opened = gate(tmp_path / "gate")
+    with Ranks() as ranks:
+        path = str(tmp_path / "store")
+        crew = [
+            ranks.start(copies_bodies.close_beside_a_stopped_peer, path, rank, opened)
+            for rank in range(2)
+        ]
+        crew[1].expect("failing")
+        Path(opened).write_bytes(b"")
+        assert "given up" in crew[0].expect("freed")["reason"]
+        assert crew[0].expect("closed") == {"steps": [3]}
+        assert crew[0].expect("thread") == {"alive": False}
+
+
+def gate(path: Path) -> str:
+    """A named pipe: who reads it waits until the test has opened it too."""
+    os.mkfifo(path)
+    return str(path)
+
+
+def test_settings_out_of_range_are_refused() -> None:
+    """Before anything is started."""
+    assert run_in_memory(refusals, 1) == [["copies=-1 every_steps=1", "copies=1 every_steps=0"]]
+
+
+def refusals() -> list[str]:
+    group = dist.group.WORLD
+    assert group is not None
+    seen = []
+    for copies, every_steps in ((-1, 1), (1, 0)):
+        with pytest.raises(InvalidSpec) as refusal:
+            PeerCopies(group, copies=copies, every_steps=every_steps)
+        seen.append(refusal.value.seen)
+    return seen

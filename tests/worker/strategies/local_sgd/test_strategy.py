@@ -1,0 +1,398 @@
+"""Local SGD and DiLoCo: the same as replicas that one process steps one after the other."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.collectives.strategy_runs import PLAIN, Manner, generation_of, over_the_run, take_step
+from support.oracles.local_sgd_twin import Twin, build, loader, strategy_of
+from torch import Tensor, nn
+
+from shoal.backends.in_memory.run import run_in_memory
+from shoal.checkpoint.background import Checkpoints
+from shoal.strategies import find_strategy
+from shoal.strategies.base import Generation
+from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
+from shoal_proto.v1 import membership_pb2 as pb
+
+TOLERANCE = 1e-5
+"""fp32; only the order of additions differs."""
+
+
+@dataclass
+class Member:
+    """One member over all its generations."""
+
+    name: str
+    strategy: LocalSGD
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    acknowledged: list[int] = field(default_factory=list)
+
+    def train(
+        self, generation: Generation, stop: int, batch_size: int = 10, manner: Manner = PLAIN
+    ) -> None:
+        """Enter the generation and train up to step `stop`."""
+        strategy, batches = self.strategy, loader(batch_size)
+        strategy.enter(generation)
+        while strategy.step < stop:
+            step = strategy.step
+            batch = batches.synchronous(step, generation.rank, generation.world_size)
+            acknowledged = partial(self.acknowledged.append, step)
+            take_step(strategy, batch, nn.functional.cross_entropy, manner, acknowledged)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
+
+
+def member_of(name: str, strategy: str, optimizer: str, every_steps: int, **options: Any) -> Member:
+    """One whose group is that of the run it is in; it starts from weights of its own."""
+    made = strategy_of(strategy, every_steps, **options)
+    over_the_run(made)
+    model, own = build(optimizer, seed=ord(name))
+    made.distribute(model, own)
+    return Member(name, made, model, own)
+
+
+def among(members: Sequence[Member], me: Member, number: int, keeping: str = "") -> Generation:
+    """The generation of these members as one of them sees it; those of `keeping` have state."""
+    states = dict.fromkeys(keeping, pb.STATE_ACTION_KEEP)
+    return generation_of([member.name for member in members], me.name, number, states)
+
+
+def together(members: Sequence[Member], stop: int, ending: str = "finish", **options: Any) -> None:
+    """One generation of these members, by rank, up to step `stop`; then "finish", "hand over" or
+    "break"."""
+    number = options.pop("number", 1)
+    keeping = options.pop("keeping", "")
+
+    def body() -> None:
+        me = members[dist.get_rank()]
+        me.train(among(members, me, number, keeping), stop, **options)
+        if ending == "finish":
+            me.strategy.finish()
+        elif ending == "hand over":
+            me.strategy.hand_over()
+        me.strategy.abandon()
+
+    run_in_memory(body, len(members))
+
+
+def check(members: Sequence[Member], twin: Twin) -> None:
+    expected = twin.weights()
+    for member in members:
+        for name, tensor in member.weights().items():
+            # Infinities are equal, and far from everything else.
+            assert torch.allclose(tensor, expected[name], rtol=0, atol=TOLERANCE), name
+
+
+def members_of(names: str, *arguments: Any, **options: Any) -> list[Member]:
+    return [member_of(name, *arguments, **options) for name in names]
+
+
+def twin_of(names: str, strategy: str, optimizer: str, **options: Any) -> Twin:
+    """All start as the first one did."""
+    twin = Twin(strategy, optimizer, seed=ord(names[0]), **options)
+    for name in names:
+        twin.joins(name)
+    return twin
+
+
+MANNERS = {
+    "clipped": Manner(passes=(1, 1, 1, 1, 2), max_norm=0.1),
+    "bf16": Manner(autocast=torch.bfloat16),
+}
+CASES = [
+    *(("ab", "sgd", "clipped"), ("abc", "sgd", "clipped"), ("abcd", "sgd", "clipped")),
+    *(("ab", "adamw", "clipped"), ("abc", "adamw", "clipped"), ("abcd", "adamw", "clipped")),
+    *(("ab", "sgd", "bf16"), ("abc", "adamw", "bf16"), ("abcd", "sgd", "bf16")),
+]
+
+
+@pytest.mark.parametrize(("names", "optimizer", "how"), CASES)
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_equal_to_replicas_in_one_process(
+    strategy: str, names: str, optimizer: str, how: str
+) -> None:
+    """50 steps in rounds of seven: the last has one. Shares are uneven, one layer gets no gradient.
+
+    Each replica clips, accumulates and rounds by itself, so that bf16 needs no other tolerance.
+    """
+    manner = MANNERS[how]
+    members = members_of(names, strategy, optimizer, 7)
+    together(members, 50, manner=manner)
+    twin = twin_of(names, strategy, optimizer, manner=manner)
+    for start in range(0, 50, 7):
+        twin.train(names, start, min(start + 7, 50))
+    check(members, twin)
+    assert all(member.acknowledged == list(range(50)) for member in members)
+
+
+def test_a_step_a_round_with_plain_sgd_is_data_parallel() -> None:
+    """The mean of what one step makes of equal parameters is that step with the mean gradient."""
+    members = members_of("abc", "local-sgd", "sgd", 1)
+    for member in members:
+        member.optimizer.param_groups[0]["momentum"] = 0.0
+    together(members, 12)
+    model, _ = build("sgd", seed=ord("a"))
+    plain = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(12):
+        batch = loader().synchronous(step, 0, 1)
+        plain.zero_grad()
+        nn.functional.cross_entropy(model(batch.inputs), batch.targets).backward()
+        plain.step()
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(members[1].model.get_parameter(name), parameter, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_members_without_a_sample_stay_where_they_are(strategy: str) -> None:
+    """Batches of two for three: they count for nothing, and their momentum does not move."""
+    members = members_of("abc", strategy, "sgd", 4)
+    together(members, 10, batch_size=2)
+    twin = twin_of("abc", strategy, "sgd", batch_size=2)
+    for start, stop in ((0, 4), (4, 8), (8, 10)):
+        twin.train("abc", start, stop)
+    check(members, twin)
+    assert not members[2].optimizer.state
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_broken_round_is_trained_again_from_where_all_were(strategy: str) -> None:
+    """The survivors' optimizers, velocity and running statistics included; nothing counts twice."""
+    members = members_of("abc", strategy, "adamw", 5)
+    together(members, 13, "break")
+    assert [member.strategy.step for member in members] == [10] * 3
+    assert members[0].acknowledged == list(range(10))
+    together(members[1:], 20, number=2, keeping="bc")
+    twin = twin_of("abc", strategy, "adamw")
+    for start in (0, 5):
+        twin.train("abc", start, start + 5)
+    for start in (10, 15):
+        twin.train("bc", start, start + 5)
+    check(members[1:], twin)
+    assert members[1].acknowledged == list(range(20))
+
+
+def test_a_step_that_fails_halfway_leaves_no_trace() -> None:
+    """Though the round has just begun."""
+    members = members_of("a", "local-sgd", "sgd", 5)
+    together(members, 5)
+    before = members[0].weights()
+
+    def body() -> None:
+        me = members[0]
+        me.strategy.enter(among(members, me, 2, keeping="a"))
+        me.strategy.begin_step()
+        batch = loader().synchronous(5, 0, 1)
+        me.strategy.backward(me.model(batch.inputs).sum(), batch.weight)
+        me.optimizer.step()
+        me.strategy.abandon()
+
+    run_in_memory(body, 1)
+    assert members[0].strategy.step == 5
+    for name, tensor in members[0].weights().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_planned_change_ends_the_round_early_and_loses_no_step(strategy: str) -> None:
+    """One leaves, another comes, who has the optimizer's state of the first from there on."""
+    members = members_of("abcd", strategy, "adamw", 5)
+    together(members[:3], 13, "hand over")
+    assert [member.strategy.step for member in members[:3]] == [13] * 3
+    together([members[0], members[1], members[3]], 21, number=2, keeping="ab")
+    twin = twin_of("abc", strategy, "adamw")
+    for start, stop in ((0, 5), (5, 10), (10, 13)):
+        twin.train("abc", start, stop)
+    twin.joins("d", "a")
+    for start, stop in ((13, 15), (15, 20), (20, 21)):
+        twin.train("abd", start, stop)
+    check([members[0], members[1], members[3]], twin)
+    assert members[0].acknowledged == list(range(21))
+
+
+def test_who_missed_the_last_meeting_gets_its_outcome() -> None:
+    """Two had gone on when the third failed; the agreement holds that all have the state."""
+    members = members_of("abc", "diloco", "sgd", 5)
+    together(members, 5)
+    together(members[1:], 10, number=2, keeping="bc")
+    together(members, 15, number=3, keeping="abc")
+    twin = twin_of("abc", "diloco", "sgd")
+    twin.train("abc", 0, 5)
+    twin.train("bc", 5, 10)
+    twin.joins("a", "b")
+    twin.train("abc", 10, 15)
+    check(members, twin)
+
+
+def test_the_state_that_is_shown_is_that_of_the_last_meeting() -> None:
+    """In the middle of a round the replicas differ."""
+    members = members_of("ab", "local-sgd", "sgd", 4)
+    shown: dict[str, list[Mapping[str, Tensor]]] = {"a": [], "b": []}
+
+    def body() -> None:
+        me = members[dist.get_rank()]
+        me.train(among(members, me, 1), 6)
+        shown[me.name] = [me.strategy.state_dict(), me.weights()]
+
+    run_in_memory(body, 2)
+    twin = twin_of("ab", "local-sgd", "sgd")
+    twin.train("ab", 0, 4)
+    for name, tensor in twin.weights().items():
+        for state, _ in shown.values():
+            assert torch.allclose(state[name], tensor, rtol=0, atol=TOLERANCE), name
+    assert not torch.equal(shown["a"][1]["first.weight"], shown["b"][1]["first.weight"])
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_job_goes_on_from_a_checkpoint(strategy: str, tmp_path: Path) -> None:
+    """Written where a round ends, which it does for that; each resumes with the state of the
+    first's optimizer, and the velocity."""
+    members = members_of("abc", strategy, "adamw", 4)
+    for member in members:
+        member.strategy.keep_checkpoints(Checkpoints(tmp_path, every_steps=6))
+    together(members, 14)
+    resumed = members_of("ab", strategy, "adamw", 4)
+    for member in resumed:
+        member.strategy.keep_checkpoints(Checkpoints(tmp_path, every_steps=100))
+    together(resumed, 20)
+    twin = twin_of("abc", strategy, "adamw")
+    for start, stop in ((0, 4), (4, 6), (6, 8), (8, 12)):
+        twin.train("abc", start, stop)
+    twin.joins("b", "a")
+    for start, stop in ((12, 16), (16, 20)):
+        twin.train("ab", start, stop)
+    check(resumed, twin)
+    assert resumed[0].acknowledged == list(range(12, 20))
+
+
+def test_compressed_rounds_send_less_and_agree() -> None:
+    """fp16 halves the bytes; what members have stays the same on all of them."""
+    members = members_of("ab", "diloco", "sgd", 5, compression="fp16")
+    together(members, 20)
+    twin = twin_of("ab", "diloco", "sgd")
+    for start in range(0, 20, 5):
+        twin.train("ab", start, start + 5)
+    for name, tensor in members[0].weights().items():
+        assert torch.equal(tensor, members[1].model.state_dict()[name]), name
+        # A rounding of fp16 in each of four rounds.
+        assert torch.allclose(tensor, twin.weights()[name], rtol=0, atol=5e-3), name
+    assert members[0].strategy.metrics()["compression_ratio"] > 1.5
+
+
+def test_who_has_a_gradient_that_is_not_a_number_is_told() -> None:
+    """Before its optimizer takes it."""
+    (member,) = members_of("a", "local-sgd", "sgd", 5)
+
+    def body() -> None:
+        strategy = member.strategy
+        strategy.enter(among([member], member, 1))
+        strategy.begin_step()
+        strategy.backward(member.model(torch.ones(2, 6)).sum() * float("nan"), 1.0)
+        strategy.end_step(lambda: None)
+
+    with pytest.raises(NonFiniteGradient, match=r"second\.weight|first\.weight"):
+        run_in_memory(body, 1)
+
+
+def test_a_loss_that_the_strategy_never_saw_is_told() -> None:
+    """A plain loss.backward() does not say what share of the batch it was."""
+    (member,) = members_of("a", "local-sgd", "sgd", 5)
+
+    def body() -> None:
+        member.strategy.enter(among([member], member, 1))
+        member.strategy.begin_step()
+        member.model(torch.ones(2, 6)).sum().backward()
+        member.strategy.end_step(lambda: None)
+
+    with pytest.raises(InvalidSpec, match=r"session\.backward"):
+        run_in_memory(body, 1)
+
+
+def test_half_precision_parameters_are_averaged_in_single() -> None:
+    """Members of bf16 models end with the same bits."""
+    members = members_of("abc", "diloco", "sgd", 3)
+    for member in members:
+        member.model.to(torch.bfloat16)
+    outcomes: list[Tensor] = []
+
+    def body() -> None:
+        me = members[dist.get_rank()]
+        strategy = me.strategy
+        strategy.enter(among(members, me, 1))
+        for _ in range(3):
+            strategy.begin_step()
+            inputs = torch.full((2, 6), float(dist.get_rank()), dtype=torch.bfloat16)
+            strategy.backward(me.model(inputs).float().pow(2).sum(), 1.0)
+            strategy.end_step(lambda: None)
+        outcomes.append(me.weights()["first.weight"])
+
+    run_in_memory(body, 3)
+    assert outcomes[0].dtype == torch.bfloat16
+    assert all(torch.equal(outcome, outcomes[0]) for outcome in outcomes)
+
+
+def test_options_are_part_of_what_members_agree_on() -> None:
+    """Rounds of different lengths would never meet."""
+    fields = [
+        member_of("a", name, "sgd", steps).strategy.fields()["rounds"]
+        for name, steps in (("local-sgd", 5), ("local-sgd", 6), ("diloco", 5))
+    ]
+    assert len(set(fields)) == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (LocalSGD, {"every_steps": 0}),
+        (DiLoCo, {"outer_lr": 0.0}),
+        (DiLoCo, {"outer_momentum": 1.0}),
+        (DiLoCo, {"outer_momentum": 0.0}),
+        (LocalSGD, {"compression": "zip"}),
+    ],
+)
+def test_options_out_of_range_are_refused(kind: type[LocalSGD], options: dict[str, Any]) -> None:
+    """At once."""
+    with pytest.raises(InvalidSpec):
+        kind(**options)
+
+
+def test_models_and_optimizers_that_cannot_be_trained_are_refused() -> None:
+    """LBFGS calls the loss as often as it likes."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(UnsupportedOptimizer, match="LBFGS"):
+        LocalSGD().distribute(model, torch.optim.LBFGS(model.parameters()))
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    with pytest.raises(InvalidSpec, match="nothing to train"):
+        DiLoCo().distribute(frozen, torch.optim.SGD(frozen.parameters()))
+
+
+def test_strategies_are_found_by_name() -> None:
+    """With options of their own."""
+    assert type(find_strategy("local-sgd")) is LocalSGD
+    assert type(find_strategy("diloco")) is DiLoCo
+
+
+def test_the_outer_step_is_that_of_torch() -> None:
+    """For a mean change c the gradient is -c."""
+    for nesterov in (False, True):
+        outer = OuterStep(lr=0.3, momentum=0.8, nesterov=nesterov)
+        own = torch.zeros(3, dtype=torch.float64)
+        theirs = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        reference = torch.optim.SGD([theirs], lr=0.3, momentum=0.8, nesterov=nesterov)
+        velocity: Tensor | None = None
+        for step in range(5):
+            mean = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) * (step + 1)
+            change, velocity = outer.change(mean, velocity)
+            own += change
+            theirs.grad = -mean
+            reference.step()
+        assert torch.allclose(own, theirs)

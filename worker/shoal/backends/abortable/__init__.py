@@ -1,0 +1,1 @@
+"""Waits for peers that another thread can end."""

@@ -1,0 +1,120 @@
+"""Sends and receives that a cut frees the trainer from, also where Gloo does not end them.
+
+A message that is written to a connection which was just reset is never told of as failed (seen:
+`SendWork.wait` until the group's limit, once in a hundred cuts), and such a message has no future
+whose end could be listened for. So another thread waits in the trainer's place.
+"""
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.abortable.waiter import Gates
+
+
+class Awaited(Protocol):
+    """A message under way."""
+
+    def wait(self) -> Any: ...
+
+
+class Courier(Gates):
+    """The messages of one rank in one group. One thread at a time waits for them.
+
+    It may stand for the group where torch's pipelining sends and receives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self.group = group
+        # On a GPU a wait is an order on the stream of the thread that waits, and ends at once.
+        self._takes_turns = device.type == "cpu"
+        self._orders: _Orders = queue.SimpleQueue()
+        self._has_thread = False
+        # Whoever forgets to close it leaves no thread behind.
+        weakref.finalize(self, self._orders.put, None)
+
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Awaited:
+        """Begin to send the tensor, the only one of the list, to that rank of the group."""
+        return self._sent(self.group.send(tensors, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Awaited:
+        """Begin to receive the tensor, the only one of the list, from that rank of the group."""
+        return self._sent(self.group.recv(tensors, source, tag))
+
+    def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = ()) -> None:
+        """Send and receive all of these, each with the rank it goes to or comes from.
+
+        Raises RuntimeError if one failed, also because of a cut.
+        """
+        under_way = [self.send([_real(tensor)], to) for tensor, to in sends]
+        under_way += [self.recv([_real(tensor)], source) for tensor, source in receives]
+        for message in under_way:
+            message.wait()
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Overwrite the tensor with that of the group's rank `source`."""
+        self.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+
+    def close(self) -> None:
+        """No message will be waited for any more. Quick, may be called twice."""
+        if self._has_thread:
+            self._orders.put(None)
+            self._has_thread = False
+
+    def _sent(self, work: dist.Work) -> Awaited:
+        return _Message(work, self._await) if self._takes_turns else work
+
+    def _await(self, work: dist.Work) -> None:
+        if not self._has_thread:
+            self._has_thread = True
+            arguments = (self._orders,)
+            threading.Thread(
+                target=_stand_in, args=arguments, name="shoal-courier", daemon=True
+            ).start()
+        gate = self._new_gate()
+        self._orders.put((work, partial(self._open, gate)))
+        reason = gate.wait()
+        self._forget()
+        if reason:
+            raise RuntimeError(reason)
+
+
+def _stand_in(orders: "_Orders") -> None:
+    """Wait for one message after the other. Keeps nothing: it would keep the group."""
+    while (order := orders.get()) is not None:
+        work, end = order
+        try:
+            work.wait()
+            reason = ""
+        except RuntimeError as error:
+            reason = str(error) or "a message failed without a reason"
+        end(reason)
+        del order, work, end
+
+
+_Orders = queue.SimpleQueue[tuple[dist.Work, Callable[[str], None]] | None]
+Receives = Sequence[tuple[Tensor, int]]
+
+
+class _Message:
+    def __init__(self, work: dist.Work, wait: Callable[[dist.Work], None]) -> None:
+        self._work, self._await = work, wait
+
+    def wait(self) -> None:
+        self._await(self._work)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """The same memory in numbers that every backend knows."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+__all__ = ["Awaited", "Courier"]

@@ -1,0 +1,1 @@
+"""Ranks that are threads of one process."""

@@ -1,0 +1,110 @@
+"""Run a function on ranks that are threads of this process."""
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from shoal.backends.in_memory.group import open_world
+from shoal.backends.in_memory.meeting import Hub, named
+from shoal.backends.in_memory.worlds import unbind
+from shoal_proto.errors import DeadlineExceeded, InvalidSpec
+
+MAX_RANKS = 256
+T = TypeVar("T")
+
+
+def run_in_memory(
+    body: Callable[..., T], world_size: int, *arguments: Any, timeout_s: float = 60.0
+) -> list[T]:
+    """What `body(*arguments)` returns on each rank, by rank; the ranks are threads.
+
+    In each of them torch.distributed is initialised with a world of its own: `dist.get_rank()`,
+    collectives, `new_group`, `init_device_mesh`, DDP, `fully_shard`, DTensor and pipelining work.
+    Several runs at once, also one within another, share nothing. `timeout_s` limits each wait for
+    another rank.
+
+    A rank that raises ends the waits of all others at once; its error, the first one, is raised
+    here with a note that names the rank. DeadlineExceeded if a rank then does not end within
+    `timeout_s`, because it waits for something else than a rank.
+
+    What torch keeps once for a process the ranks share: its random generator above all. A model
+    that has to be the same on all ranks is made before, and copied by each of them.
+    """
+    if not 1 <= world_size <= MAX_RANKS:
+        raise InvalidSpec(
+            "world_size is out of range", seen=f"{world_size}", expected=f"1 to {MAX_RANKS}"
+        )
+    if not timeout_s > 0:
+        raise InvalidSpec("timeout_s is out of range", seen=f"{timeout_s}", expected="above 0")
+    return _Run(body, world_size, arguments, timeout_s).results()
+
+
+class _Run:
+    def __init__(
+        self,
+        body: Callable[..., Any],
+        world_size: int,
+        arguments: tuple[Any, ...],
+        timeout_s: float,
+    ) -> None:
+        self._body, self._arguments, self._timeout_s = body, arguments, timeout_s
+        self._hub = Hub(world_size, timeout_s)
+        self._results: list[Any] = [None] * world_size
+        self._errors: list[tuple[int, BaseException]] = []
+        self._threads = [
+            threading.Thread(target=self._rank, args=(rank,), name=f"rank-{rank}", daemon=True)
+            for rank in range(world_size)
+        ]
+
+    def results(self) -> list[Any]:
+        try:
+            for thread in self._threads:
+                thread.start()
+            self._await_end()
+        except BaseException as error:  # an interrupt, say, must not leave ranks behind
+            self._hub.fail(f"the run was ended by {type(error).__name__}")
+            raise
+        if self._errors:
+            rank, first = self._errors[0]
+            first.add_note(f"raised on rank {rank} of {len(self._threads)}")
+            raise first
+        return self._results
+
+    def _await_end(self) -> None:
+        """Return when all ranks have ended; a failure gives them limited time to do so."""
+        hub = self._hub
+        with hub.changed:
+            hub.changed.wait_for(lambda: hub.failure or self._num_running() == 0)
+            if not hub.changed.wait_for(lambda: self._num_running() == 0, self._timeout_s):
+                running = [r for r in range(hub.world_size) if r not in hub.ended]
+                raise DeadlineExceeded(
+                    f"{named(running)} did not end within {self._timeout_s:g} s of a failure",
+                    seen=hub.failure,
+                    fix="It waits for something else than another rank.",
+                ) from (self._errors[0][1] if self._errors else None)
+        for thread in self._threads:
+            thread.join()
+
+    def _num_running(self) -> int:
+        return self._hub.world_size - len(self._hub.ended)
+
+    def _rank(self, rank: int) -> None:
+        try:
+            open_world(self._hub, rank)
+            try:
+                # On a GPU, backward would else run hooks on threads that belong to no rank.
+                with torch.autograd.set_multithreading_enabled(False):
+                    self._results[rank] = self._body(*self._arguments)
+            finally:
+                unbind()
+        except BaseException as error:  # noqa: BLE001 - raised by `results`
+            with self._hub.changed:
+                self._errors.append((rank, error))
+                self._hub.fail(f"rank {rank} raised {type(error).__name__}: {error}")
+        finally:
+            self._hub.end(rank)
+
+
+__all__ = ["run_in_memory"]

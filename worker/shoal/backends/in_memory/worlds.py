@@ -1,0 +1,156 @@
+"""What torch.distributed knows of the world, for each thread its own.
+
+torch keeps its groups in registries of the process: a table in Python and one in C++. While some
+thread is a rank of an in-memory job, the first is a proxy that shows each such thread its own
+table and every other thread torch's; the second is switched to a table per thread, a mode that
+torch has. And what DTensor keeps for a mesh must not pass from one rank to another, so that meshes
+are told apart by their world. All is put back when the last such thread is done.
+"""
+
+import contextlib
+import itertools
+import sys
+import threading
+from collections import ChainMap
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+from shoal.backends.in_memory.meeting import Hub
+from shoal_proto.errors import InvalidSpec
+
+
+class RankWorld:
+    """torch's tables as one rank sees them. The fields are those of torch's own."""
+
+    pg_config_info = c10d._World.pg_config_info
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.number = next(_numbers)
+        """No other world of the process ever has it."""
+        self.default_pg: dist.ProcessGroup | None = None
+        self.group_count = 0
+        self.pg_map: dict[Any, Any] = {}
+        self.pg_names: dict[Any, Any] = {}
+        self.pg_group_ranks: dict[Any, Any] = {}
+        self.pg_backend_config: dict[Any, Any] = {}
+        self.tags_to_pg: dict[Any, Any] = {}
+        self.pg_to_tag: dict[Any, Any] = {}
+        self.pg_coalesce_state: dict[Any, Any] = {}
+        self.comms: list[Any] = []
+
+
+class _Own(threading.local):
+    world: RankWorld | None = None
+
+
+class _WorldOfThread:
+    """Stands in for torch's table.
+
+    A thread that is no rank sees torch's own, and what is known of any rank's group: so one that a
+    rank started (to write a checkpoint, say) can use the groups it was given.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if _own.world is None and name in _BY_GROUP:
+            return ChainMap(getattr(_torchs, name), *[getattr(each, name) for each in list(_bound)])
+        return getattr(_own.world or _torchs, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_own.world or _torchs, name, value)
+
+
+class _MeshWorld:
+    """Stands in for the mark by which torch tells equal meshes of its own test threads apart."""
+
+    def __get__(self, mesh: Any, owner: type) -> Any:
+        return self if mesh is None else mesh.__dict__["_thread_id"]
+
+    def __set__(self, mesh: Any, mark: int | None) -> None:
+        mesh.__dict__["_thread_id"] = _own.world.number if _own.world is not None else mark
+
+
+_numbers = itertools.count(1)
+_own = _Own()
+_torchs: Any = c10d._world
+_native: Any = _distributed_c10d
+_mesh_class: Any = DeviceMesh
+_propagator: Any = ShardingPropagator
+_lock = threading.Lock()
+_bound: list[RankWorld] = []
+_BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
+
+
+def own_world() -> RankWorld | None:
+    """The world that this thread is bound to."""
+    return _own.world
+
+
+def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
+    """Make this thread a rank of the world; `initialise` makes torch's default group."""
+    if dist.is_initialized():
+        raise InvalidSpec(
+            "torch.distributed has a default process group already",
+            seen="a group that was not made here",
+            expected="none in this thread",
+            fix="Run ranks in threads of their own.",
+        )
+    with _lock:
+        if not _bound:
+            _install()
+        _bound.append(world)
+        _own.world = world
+        # torch wraps the hook of the process once more at each call, and never takes one off.
+        hook = sys.excepthook
+        try:
+            initialise()
+        except BaseException:
+            _release()
+            raise
+        finally:
+            sys.excepthook = hook
+
+
+def unbind() -> None:
+    """Destroy the groups of this thread's world and leave it. Does nothing if there is none."""
+    if _own.world is None:
+        return
+    try:
+        if dist.is_initialized():  # else the rank's own code has destroyed it
+            dist.destroy_process_group()
+    finally:
+        with _lock:
+            _release()
+
+
+def _release() -> None:
+    assert _own.world is not None, "only a bound thread is released"
+    _bound.remove(_own.world)
+    _own.world = None
+    if not _bound:
+        _uninstall()
+
+
+def _install() -> None:
+    c10d._world = _WorldOfThread()  # type: ignore[assignment]
+    _native._set_thread_isolation_mode(True)
+    _mesh_class._thread_id = _MeshWorld()
+    # Shapes are worked out in a mode of torch that two threads must not enter at once.
+    _propagator._fake_mode_lock = threading.Lock()
+
+
+def _uninstall() -> None:
+    c10d._world = _torchs
+    _native._set_thread_isolation_mode(False)
+    del _mesh_class._thread_id
+    _propagator._fake_mode_lock = contextlib.nullcontext()
+
+
+__all__ = ["RankWorld", "bind", "own_world", "unbind"]

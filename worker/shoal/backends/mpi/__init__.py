@@ -1,0 +1,1 @@
+"""Ranks that mpiexec started, over mpi4py."""

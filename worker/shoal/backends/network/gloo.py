@@ -1,0 +1,224 @@
+"""Gloo groups that can be cut: collectives on CPU that a lost peer cannot hold up.
+
+Gloo has no way to abort. A peer that dies is seen by its neighbours only, one that stops by nobody
+before the timeout, and a group whose operation hangs cannot be destroyed. So the group's own
+connections are shut down under it; what waits then raises within milliseconds, and the failure of
+each member runs on through the ring. While the group still connects there may be nothing to shut
+down: a member that waits for a peer's call is then called by itself and hung up on.
+"""
+
+import ctypes
+import socket
+import struct
+import sys
+import threading
+import time
+from collections import deque
+from datetime import timedelta
+from typing import Any
+
+import structlog
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroupGloo, Store
+
+from shoal.backends.network.sockets import listening, shut_connections
+from shoal.backends.network.stores import AddressStore, AnnouncingStore
+from shoal.backends.process_group.collectives import CollectiveGroup
+from shoal.backends.process_group.interface import Seat, refuse_default_group
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+PLUGIN = "shoal_gloo"
+MAX_RETIRED = 64
+"""More old groups than this are freed in any case, oldest first."""
+RETIRED_S = 1.0
+"""An old group's threads are idle by then, so that freeing it waits for nothing."""
+# Gloo's errors have no class of their own. Most begin with the place in its source.
+_FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether torch's Gloo carries the group, under whichever name."""
+    # One in Python is not always known to torch.
+    return not isinstance(group, CollectiveGroup) and dist.get_backend(group) in ("gloo", PLUGIN)
+
+
+def can_be_cut(group: dist.ProcessGroup) -> bool:
+    """Whether it is one of a generation of a session, on Gloo."""
+    return not isinstance(group, CollectiveGroup) and dist.get_backend(group) == PLUGIN
+
+
+class GlooBackend:
+    """See the module."""
+
+    name = "gloo"
+    is_watched = True
+
+    def group(self, seat: Seat, store: Store) -> "GlooGroup":
+        return GlooGroup(seat, store)
+
+    def tidy(self) -> None:
+        free_retired(time.monotonic(), at_most=1)
+
+    def is_failure(self, error: BaseException) -> bool:
+        if isinstance(error, dist.DistError):
+            return True
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and any(mark in text for mark in _FAILURE_MARKS)
+
+
+class GlooGroup:
+    """See `shoal.backends.process_group.interface.Group`."""
+
+    def __init__(self, seat: Seat, store: Store) -> None:
+        self._seat = seat
+        self._store = AnnouncingStore(store)
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._connecting = False
+        self._groups: list[Any] = []
+        self._is_default = False
+
+    def open(self) -> dist.ProcessGroup:
+        refuse_default_group()
+        with self._lock:
+            self._raise_if_cut()
+            self._connecting = True
+        seat = self._seat
+        try:
+            gloo = self._connect(seat.rank, seat.world_size, self._store)
+            # torch wraps the hook once more at each call, and never takes one off.
+            hook = sys.excepthook
+            dist.init_process_group(
+                backend=PLUGIN,
+                store=self._store,
+                rank=seat.rank,
+                world_size=seat.world_size,
+                timeout=timedelta(seconds=seat.collective_s),
+                pg_options=_Ready(self, gloo),
+            )
+            sys.excepthook = hook
+            self._is_default = True
+        finally:
+            with self._lock:
+                self._connecting = False
+        self._raise_if_cut()
+        default = dist.group.WORLD
+        assert default is not None
+        self._groups.append(default)
+        return default
+
+    def cut(self, reason: str) -> None:
+        started_s = time.perf_counter()
+        with self._lock:
+            first = not self._reason
+            self._reason = self._reason or reason or "the group was cut"
+            connecting = self._connecting
+        self._store.abort(self._reason)
+        if connecting:
+            self._hang_up_on_itself()
+        connections = shut_connections(self._store.announced)
+        if first:
+            log.info(
+                "group_cut",
+                generation=self._seat.generation,
+                connections=connections,
+                seconds=round(time.perf_counter() - started_s, 4),
+                reason=self._reason,
+            )
+
+    def retire(self) -> None:
+        # Reached while torch still holds the group: DDP's reducer must never be the last to do so,
+        # it would wait for Gloo's threads with the interpreter locked.
+        groups, self._groups = self._groups, []
+        if self._is_default:
+            self._is_default = False
+            dist.destroy_process_group()
+        if groups:
+            _retired.append((time.monotonic(), groups))
+        while len(_retired) > MAX_RETIRED:
+            _retired.popleft()
+
+    def keep_for_ever(self) -> None:
+        # Freeing it would join the thread that is stuck, with the interpreter locked. So it is
+        # never freed; one group for an accident that is rare.
+        for group in self._groups:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+    def _connect(self, rank: int, world_size: int, store: Store) -> Any:
+        seat = self._seat
+        make: Any = ProcessGroupGloo
+        options = make._Options()
+        options._devices = [make.create_device(hostname=seat.address)]
+        # Sends and receives keep to this one for good, so it cannot be that of connecting.
+        options._timeout = timedelta(seconds=seat.collective_s)
+        late = f"its members were not connected within {seat.bring_up_s:g} s"
+        timer = threading.Timer(seat.bring_up_s, self.cut, (late,))
+        timer.daemon = True
+        timer.start()
+        was_connecting, self._connecting = self._connecting, True
+        try:
+            gloo = make(AddressStore(store, rank, world_size), rank, world_size, options)
+        except RuntimeError:
+            self._raise_if_cut()
+            raise
+        finally:
+            timer.cancel()
+            self._connecting = was_connecting
+        self._groups.append(gloo)
+        return gloo
+
+    def _raise_if_cut(self) -> None:
+        if self._reason:
+            raise GenerationBroken(
+                f"generation {self._seat.generation} ended while it was brought up",
+                seen=self._reason,
+            )
+
+    def _hang_up_on_itself(self) -> None:
+        """Connect to this member's own listener in the name of each peer, and close.
+
+        A connection opens with the number of the pair it is for; Gloo numbers them by rank.
+        """
+        for address in listening(self._store.announced):
+            for rank in range(self._seat.world_size):
+                try:
+                    with socket.create_connection(address, timeout=0.2) as call:
+                        call.sendall(struct.pack("=q", rank))
+                except OSError as error:
+                    log.info("listener_gone", address=address, reason=str(error))
+                    break
+
+
+class _Ready:
+    """Hands the connected group to `init_process_group`, which would else make one itself."""
+
+    def __init__(self, owner: GlooGroup, gloo: Any) -> None:
+        self.owner, self.gloo = owner, gloo
+
+
+_retired: deque[tuple[float, list[Any]]] = deque()
+_current: list[GlooGroup] = []
+
+
+def free_retired(now_s: float, *, at_most: int = MAX_RETIRED) -> None:
+    """Free old groups in which nothing runs any more. Each takes Gloo's thread 10 ms to end."""
+    while at_most and _retired and now_s - _retired[0][0] > RETIRED_S:
+        _retired.popleft()
+        at_most -= 1
+
+
+def _create(options: Any, ready: Any) -> Any:
+    """For torch: the default group, or one more that the user's own `new_group` asked for."""
+    if isinstance(ready, _Ready):
+        _current[:] = [ready.owner]
+        return ready.gloo
+    if not _current:
+        raise InvalidSpec(f"the backend {PLUGIN} serves generations of a Shoal session only")
+    return _current[0]._connect(options.group_rank, options.group_size, options.store)
+
+
+dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])
+
+__all__ = ["GlooBackend", "GlooGroup", "can_be_cut", "free_retired", "is_gloo"]

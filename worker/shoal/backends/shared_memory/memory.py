@@ -1,0 +1,117 @@
+"""One piece of memory for all ranks of a group, all on one machine, and their meetings.
+
+What a rank wrote before a meeting, all of them can read behind it. A meeting is a dissemination
+barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the one 2^r further and waits
+for the one 2^r before, so that n ranks need log2(n) rounds.
+"""
+
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+
+from shoal.backends.shared_memory.links import Links
+from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
+from shoal_proto.errors import GenerationBroken
+
+_WORD_BYTES = 8
+
+
+def head_bytes(world_size: int) -> int:
+    """How much of the memory the meetings take, up to a whole page."""
+    semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
+    return whole_pages(semaphores + 2 * world_size * _WORD_BYTES)
+
+
+def whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def initialise(mapped: mmap.mmap, world_size: int) -> None:
+    """Once, by one rank, before any other has the memory."""
+    for semaphore in _semaphores(mapped, _num_rounds(world_size) * world_size):
+        semaphore.initialise()
+
+
+class SharedMemory:
+    """For one thread at a time, but for `cut`."""
+
+    def __init__(self, mapped: mmap.mmap, rank: int, world_size: int, limit_s: float) -> None:
+        """`mapped` is initialised. A rank waits for the others at most `limit_s`."""
+        self.rank, self.world_size = rank, world_size
+        rounds, head = _num_rounds(world_size), head_bytes(world_size)
+        memory = memoryview(mapped)
+        self.room = memory[head:]
+        """What lies in it is the caller's own affair."""
+        words = memory[rounds * world_size * SEMAPHORE_BYTES : head].cast("Q")
+        # Two sets: a rank may be at the next meeting already while another reads of this one.
+        self._words = words[:world_size], words[world_size : 2 * world_size]
+        all_of_them = _semaphores(mapped, rounds * world_size)
+        self._rounds = [all_of_them[r * world_size : (r + 1) * world_size] for r in range(rounds)]
+        self._limit_s = limit_s
+        self._num_met = 0
+        self._lock = threading.Lock()
+        self._reason = ""
+        self._links: Links | None = None
+
+    def watch(self, links: Links) -> None:
+        self._links = links
+
+    def meet(self, word: int = 0) -> Sequence[int]:
+        """Return when all ranks are here: their words, by rank, each of 64 bits at most.
+
+        Raises GenerationBroken if a rank is lost or late, or after `cut`.
+        """
+        self._raise_if_over()
+        words = self._words[self._num_met % 2]
+        self._num_met += 1
+        words[self.rank] = word
+        deadline_s = time.monotonic() + self._limit_s
+        for distance, semaphores in enumerate(self._rounds):
+            semaphores[(self.rank + (1 << distance)) % self.world_size].post()
+            came = semaphores[self.rank].wait(deadline_s)
+            self._raise_if_over()
+            if not came:
+                self.cut(f"not all of them came within {self._limit_s:g} s")
+                raise GenerationBroken(
+                    "ranks no longer share memory",
+                    seen=f"not all {self.world_size} came",
+                    expected=f"within {self._limit_s:g} s",
+                )
+        return list(words)
+
+    def cut(self, reason: str) -> None:
+        """Let this rank and all others meet no more: who waits raises. Any thread, quick."""
+        with self._lock:
+            if self._reason:
+                return
+            self._reason = reason
+        for semaphores in self._rounds:
+            semaphores[self.rank].post()
+        if self._links is not None:
+            self._links.cut()
+
+    def _raise_if_over(self) -> None:
+        if self._reason:
+            raise GenerationBroken("ranks no longer share memory", seen=self._reason)
+
+    def close(self) -> None:
+        """Leave in good order: this rank has met the others for the last time. May be called
+        twice."""
+        with self._lock:
+            self._reason = self._reason or "this rank has left"
+        if self._links is not None:
+            self._links.close()
+
+
+def _num_rounds(world_size: int) -> int:
+    return (world_size - 1).bit_length()
+
+
+def _semaphores(mapped: mmap.mmap, number: int) -> list[Semaphore]:
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
+    return [Semaphore(start + i * SEMAPHORE_BYTES) for i in range(number)]
+
+
+__all__ = ["SharedMemory", "head_bytes", "initialise", "whole_pages"]

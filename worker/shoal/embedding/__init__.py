@@ -1,0 +1,1 @@
+"""Embeddings whose rows lie on the parameter servers."""

@@ -1,0 +1,161 @@
+"""All the tables of a model and their parameter servers: lookups, prefetches, pushes with steps."""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+from shoal.embedding.cache import Held
+from shoal.embedding.routing import Routed, route
+from shoal.embedding.rows import TableRows
+from shoal.embedding.table import EmbeddingTable, tables_of
+from shoal.strategies.base import Context
+from shoal_client.parameters.joint_step import JointStep
+from shoal_client.parameters.tables import Gradients, TableClient, TablePushResult, Where
+from shoal_proto.errors import InternalError
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
+from shoal_proto.v1.tables_pb2 import TableSpec
+
+MAX_PREFETCHES = 4
+"""Lookups ahead that may be under way at a time; further ones are not begun."""
+
+
+class TableExchange:
+    """The trainer's thread calls all of it, but for `metrics`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Raises InvalidSpec for tables whose names clash."""
+        self._tables: Mapping[str, EmbeddingTable] = tables_of(model)
+        self._rows = {
+            name: TableRows(
+                table.spec(), cache_rows=table.cache_rows, staleness_bound=table.staleness_bound
+            )
+            for name, table in self._tables.items()
+        }
+        self._client: TableClient | None = None
+        # Prefetches look rows up on a thread of their own, with the one client there is.
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._ahead: list[Future[None]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._tables)
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        return [table.spec() for table in self._tables.values()]
+
+    def fields(self) -> Mapping[str, str]:
+        """What all members must have in common; nothing without tables."""
+        if not self._tables:
+            return {}
+        return {"tables": " | ".join(" ".join(str(spec).split()) for spec in self.specs)}
+
+    def attach(self, context: Context, acknowledgement: Acknowledgement.ValueType) -> None:
+        """Pushes wait from now on for what `acknowledgement` says."""
+        if not self._tables:
+            return
+        self._client = TableClient(
+            context.coordinators,
+            context.token,
+            timeout_s=context.limits.collective_s or 60.0,
+            acknowledgement=acknowledgement,
+        )
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="shoal-tables")
+        for table in self._tables.values():
+            table.connect(self)
+
+    def enter(self) -> None:
+        """Have every shard there. To be called once the tables are placed."""
+        if not self._tables:
+            return
+        with self._lock:
+            client = self._connected()
+            client.fetch_map()
+            client.look_up(
+                {(s.name, index): b"" for s in self.specs for index in range(s.num_shards)}
+            )
+
+    def begin_step(self) -> None:
+        with self._lock:
+            for rows in self._rows.values():
+                rows.begin_step()
+
+    def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows of the distinct ids, as a leaf of the graph, and for each id its row."""
+        routed, places = route(ids.numpy(), self._rows[table].spec.num_shards)
+        held = self._look_up(table, routed)
+        with self._lock:
+            values = self._rows[table].use(routed, held, device)
+        return values, torch.from_numpy(places)
+
+    def prefetch(self, table: str, ids: Tensor) -> None:
+        """Begin to look rows up; what goes wrong comes up when they are needed."""
+        self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
+        if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
+            return
+        routed, _ = route(ids.reshape(-1).numpy(), self._rows[table].spec.num_shards)
+        self._ahead.append(self._pool.submit(self._look_ahead, table, routed))
+
+    def _look_ahead(self, table: str, routed: Routed) -> None:
+        self._look_up(table, routed)
+
+    def _look_up(self, table: str, routed: Routed) -> Held:
+        rows = self._rows[table]
+        with self._lock:
+            lookup = rows.begin(routed)
+            asked = lookup.asked()
+            found = self._connected().look_up(asked) if asked else {}
+            return rows.finish(lookup, found)
+
+    def gather(self) -> dict[Where, Gradients]:
+        """The step's gradients, to be pushed. Raises NonFiniteGradient with table and row."""
+        with self._lock:
+            parts: dict[Where, Gradients] = {}
+            for name, table in self._tables.items():
+                parts |= self._rows[name].gradients(table.lr)
+            return parts
+
+    def shard_ids(self, parts: Mapping[Where, Gradients]) -> list[int]:
+        """Those that a push of these parts touches."""
+        with self._lock:
+            return self._connected().shard_ids(parts)
+
+    def start_push(
+        self, parts: Mapping[Where, Gradients], step: JointStep | None = None
+    ) -> "Future[TablePushResult] | None":
+        """Push on a thread of its own, as part of `step`; None where there is nothing to push."""
+        if not parts or self._pool is None:
+            return None
+        return self._pool.submit(self._push, parts, step)
+
+    def _push(self, parts: Mapping[Where, Gradients], step: JointStep | None) -> TablePushResult:
+        with self._lock:
+            result = self._connected().push(parts, step=step)
+            for rows in self._rows.values():
+                rows.pushed(parts, result)
+            return result
+
+    def metrics(self) -> Mapping[str, float]:
+        """Rows pushed so far by what became of them, for the health report."""
+        return {
+            f"table_{name}_rows_{fate}": float(count)
+            for name, rows in self._rows.items()
+            for fate, count in rows.fates.items()
+        }
+
+    def close(self) -> None:
+        if self._client is not None:
+            self._client.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+    def _connected(self) -> TableClient:
+        if self._client is None:
+            raise InternalError("the tables were not attached", expected="attach() before enter()")
+        return self._client
+
+
+__all__ = ["TableExchange"]

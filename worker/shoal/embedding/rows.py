@@ -1,0 +1,214 @@
+"""One table as a worker uses it: rows looked up for a step, gradients gathered for the push."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from shoal.embedding.cache import Held, HotRows
+from shoal.embedding.routing import Ids, Routed, route
+from shoal_client.parameters.tables import Gradients, Rows, TablePushResult, Where
+from shoal_proto.errors import NonFiniteGradient
+from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+FATES = {
+    RowFate.ROW_FATE_APPLIED: "applied",
+    RowFate.ROW_FATE_MADE: "made",
+    RowFate.ROW_FATE_NOT_ADMITTED: "not_admitted",
+    RowFate.ROW_FATE_EVICTED: "evicted",
+    RowFate.ROW_FATE_FULL: "full",
+}
+
+
+@dataclass(frozen=True)
+class Use:
+    """Rows of one forward pass. `values` is a leaf whose gradient the backward pass fills."""
+
+    routed: Routed
+    held: Held
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup:
+    """One lookup under way."""
+
+    routed: Routed
+    is_missing: NDArray[np.bool_]
+    kept: Held
+    missing: Routed
+    table: str
+
+    def asked(self) -> dict[Where, bytes]:
+        """What is to be looked up, by shard."""
+        return {
+            (self.table, shard): self.missing.ids[start:stop].tobytes()
+            for shard, start, stop in self.missing.spans()
+        }
+
+    def merged(self, found: Held) -> Held:
+        """What was kept and what was found, in the order of the ids."""
+        if self.is_missing.all():
+            return found
+        # For each row its place behind the kept ones, or among them.
+        places = np.empty(len(self.routed.ids), np.int64)
+        places[~self.is_missing] = np.arange(len(self.kept.births))
+        places[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
+        return Held(
+            values=torch.cat([self.kept.values, found.values])[torch.from_numpy(places)],
+            births=np.concatenate([self.kept.births, found.births])[places],
+            versions=np.concatenate([self.kept.versions, found.versions])[places],
+            epochs=np.concatenate([self.kept.epochs, found.epochs])[places],
+        )
+
+
+class TableRows:
+    """For one thread at a time. Whoever owns it carries lookups and gradients to the servers, and
+    the answers back."""
+
+    def __init__(self, spec: TableSpec, *, cache_rows: int, staleness_bound: int) -> None:
+        self.spec = spec
+        self._dtype = DTYPES[spec.dtype]
+        self._bound = staleness_bound
+        self._cache = HotRows(cache_rows, spec.dim, self._dtype)
+        self._heard: Ids = np.zeros(spec.num_shards, np.int64)
+        self._step = 0
+        self._table_step = 0
+        self._uses: list[Use] = []
+        self.fates = dict.fromkeys(FATES.values(), 0)
+        """Rows pushed so far, by what became of them."""
+
+    def begin_step(self) -> None:
+        """Forget what was used and not pushed."""
+        self._uses.clear()
+        self._step += 1
+
+    # Rows in.
+
+    def begin(self, routed: Routed) -> "Lookup":
+        """Take what is kept here, and see what is missing."""
+        oldest = self._heard[routed.shards] - self._bound
+        places = self._cache.find(routed.ids, self._step - self._bound, oldest)
+        is_missing = places < 0
+        return Lookup(
+            routed=routed,
+            is_missing=is_missing,
+            # Copied now: what is looked up next may take its place.
+            kept=self._cache.take(places[~is_missing]),
+            missing=routed.only(is_missing),
+            table=self.spec.name,
+        )
+
+    def finish(self, lookup: "Lookup", found: Mapping[Where, Rows]) -> Held:
+        """All the rows of the lookup, with those that were found."""
+        spans = lookup.missing.spans()
+        rows = [found[self.spec.name, shard] for shard, _, _ in spans]
+        for (shard, _, _), each in zip(spans, rows, strict=True):
+            self._heard[shard] = max(self._heard[shard], each.version)
+            self._table_step = max(self._table_step, each.step)
+        counts = [stop - start for _, start, stop in spans]
+        held = _held(rows, counts, self.spec.dim, self._dtype)
+        self._cache.put(lookup.missing.ids, held, self._step)
+        return lookup.merged(held)
+
+    def use(self, routed: Routed, held: Held, device: torch.device) -> Tensor:
+        """The rows as a leaf of the graph, to be pushed once it has a gradient."""
+        values = held.values.to(device)
+        if torch.is_grad_enabled():
+            values.requires_grad_()
+            self._uses.append(Use(routed, held, values))
+        return values
+
+    # Gradients out.
+
+    def gradients(self, lr: float) -> dict[Where, Gradients]:
+        """Those of all uses since the step began, by shard; each row once.
+
+        Raises NonFiniteGradient, with the row's id.
+        """
+        uses = [use for use in self._uses if use.values.grad is not None]
+        if not uses:
+            return {}
+        routed, births, bases, total = _added_up(uses, self.spec.num_shards)
+        if not torch.isfinite(total).all():
+            self._refuse(routed, total)
+        step = self._table_step + 1
+        data = total.view(torch.uint8).numpy()
+        parts = {}
+        for shard, start, stop in routed.spans():
+            parts[self.spec.name, shard] = Gradients(
+                ids=routed.ids[start:stop].tobytes(),
+                births=births[start:stop].tobytes(),
+                gradients=data[start:stop].tobytes(),
+                base_version=int(bases[start:stop, 0].min()),
+                base_epoch=int(bases[start:stop, 1].min()),
+                step=step,
+                lr=lr,
+            )
+        return parts
+
+    def pushed(self, parts: Mapping[Where, Gradients], result: TablePushResult) -> None:
+        """Take note of what became of a push."""
+        for where in parts:
+            table, shard = where
+            if table != self.spec.name:
+                continue
+            self._heard[shard] = max(self._heard[shard], result.versions[where])
+            self._table_step = max(self._table_step, result.steps[where])
+            fates = np.frombuffer(result.fates[where] or bytes(parts[where].num_rows), np.uint8)
+            for fate, count in enumerate(np.bincount(fates, minlength=len(FATES))):
+                self.fates[FATES[RowFate.ValueType(fate)]] += int(count)
+
+    def _refuse(self, routed: Routed, total: Tensor) -> None:
+        row = int((~torch.isfinite(total).all(dim=1)).nonzero()[0])
+        raise NonFiniteGradient(
+            f"the gradient of row {routed.ids[row]} of table {self.spec.name} is not finite",
+            seen="NaN or Inf",
+            expected="finite numbers",
+            fix="Look for a division by zero, or lower the learning rate.",
+            details={"parameter": self.spec.name, "row": str(routed.ids[row])},
+        )
+
+
+def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype) -> Held:
+    values = bytearray(b"".join(each.values for each in rows))
+    flat = torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
+    return Held(
+        values=flat.view(-1, dim),
+        births=np.frombuffer(b"".join(each.births for each in rows), "<i8"),
+        versions=np.repeat(np.array([each.version for each in rows], np.int64), counts),
+        epochs=np.repeat(np.array([each.epoch for each in rows], np.int64), counts),
+    )
+
+
+def _added_up(uses: Sequence[Use], num_shards: int) -> tuple[Routed, Ids, Ids, Tensor]:
+    """Rows once each: ids, births, (version, epoch) that they are based on, and gradients."""
+    gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
+    bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
+    if len(uses) == 1:
+        return uses[0].routed, uses[0].held.births, bases[0], gradients[0].contiguous()
+    routed, places = route(np.concatenate([use.routed.ids for use in uses]), num_shards)
+    births = np.concatenate([use.held.births for use in uses])
+    newest = np.zeros(len(routed.ids), np.int64)
+    np.maximum.at(newest, places, births)
+    oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
+    np.minimum.at(oldest, places, np.concatenate(bases))
+    # A gradient on an earlier life of the row is not for this one; one on its first values is.
+    mine = torch.from_numpy((births == 0) | (births == newest[places]))
+    stacked = torch.cat(gradients) * mine[:, None]
+    total: Tensor = torch.ops.aten.embedding_dense_backward(
+        stacked, torch.from_numpy(places), len(routed.ids), -1, False
+    )
+    return routed, newest, oldest, total
+
+
+__all__ = ["FATES", "TableRows", "Use"]

@@ -1,0 +1,224 @@
+"""Embeddings whose rows lie on the parameter servers, in place of `nn.Embedding(sparse=True)`.
+
+A forward pass looks up the rows that it needs, each once; the backward pass leaves their gradients
+here, and the strategy pushes these with the step. No worker ever holds the table.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shoal.embedding.options import (
+    Admission,
+    Eviction,
+    RowAdagrad,
+    RowInit,
+    RowNormal,
+    RowOptimizer,
+)
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.tables_pb2 import TableSpec
+
+DEFAULT_NUM_SHARDS = 64
+
+
+class Source(Protocol):
+    """Where rows come from."""
+
+    def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The rows of the distinct ids, as a leaf of the graph, and for each id its row."""
+        ...
+
+    def prefetch(self, table: str, ids: Tensor) -> None: ...
+
+
+class EmbeddingTable(nn.Module):
+    """`nn.Embedding` over ids of 64 bits, as many as ever come.
+
+    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`: the optimizer given
+    there is for the model's parameters, of which a table has none. Tables have their own.
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        *,
+        optimizer: RowOptimizer | None = None,
+        init: RowInit | None = None,
+        num_embeddings: int | None = None,
+        padding_idx: int | None = None,
+        name: str = "",
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+        admission: Admission | None = None,
+        eviction: Eviction | None = None,
+        staleness_bound: int = 0,
+        cache_rows: int = 65536,
+        num_shards: int = DEFAULT_NUM_SHARDS,
+    ) -> None:
+        """`num_embeddings`: ids beyond it are refused; None: any id. `padding_idx`: an id whose
+        row is zeros and is not trained. `name`: in the job; empty: the module's name in the model.
+
+        `staleness_bound`: a row that was looked up may be used again for so many steps of this
+        worker, and while it misses at most so many updates of its shard that this worker has heard
+        of; up to `cache_rows` rows are kept for it. `lr`, an attribute, goes with every push.
+        """
+        super().__init__()
+        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings
+        self.padding_idx = padding_idx
+        self.name = name
+        self.cache_rows = cache_rows
+        self.staleness_bound = staleness_bound
+        self._dtype = dtype
+        row_optimizer = (optimizer or RowAdagrad()).to_proto()
+        self.lr = row_optimizer.lr
+        bounds = eviction or Eviction()
+        self._spec = TableSpec(
+            dim=embedding_dim,
+            dtype=str(dtype).removeprefix("torch."),
+            seed=seed,
+            initialiser=(init or RowNormal()).to_proto(),
+            optimizer=row_optimizer,
+            admission=(admission or Admission()).to_proto(),
+            eviction=bounds.to_proto(),
+            num_shards=num_shards,
+            max_rows=bounds.max_rows,
+            max_shard_bytes=bounds.max_shard_bytes,
+        )
+        self._source: Source | None = None
+        # Tells the module's device, to which its rows go.
+        self.register_buffer("_device", torch.empty(0), persistent=False)
+        _check(self)
+
+    def spec(self) -> TableSpec:
+        """What the servers are told of the table."""
+        spec = TableSpec()
+        spec.CopyFrom(self._spec)
+        spec.name = self.name
+        return spec
+
+    def connect(self, source: Source) -> None:
+        """Get rows from there from now on. Called by the strategy."""
+        self._source = source
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Rows, of shape (*ids.shape, embedding_dim)."""
+        rows, places, padding = self._look_up(ids)
+        return functional.embedding(places, rows, padding_idx=padding)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Begin to look rows up that a coming step will need; returns at once.
+
+        They count as looked up now: with a `staleness_bound` of 0 they are looked up again where
+        the next step finds that their shards have moved on.
+        """
+        self._connected().prefetch(self.name, self._checked(ids))
+
+    def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
+        """Rows, for each id its place among them, and the place that is padding."""
+        wanted = self._checked(ids)
+        device = self.get_buffer("_device").device
+        if self.padding_idx is None:
+            rows, places = self._connected().rows(self.name, wanted.reshape(-1), device)
+            return rows, places.view(ids.shape).to(ids.device), None
+        is_padding = (wanted == self.padding_idx).reshape(-1)
+        rows, found = self._connected().rows(self.name, wanted.reshape(-1)[~is_padding], device)
+        places = torch.full(is_padding.shape, rows.shape[0], dtype=torch.int64)
+        places[~is_padding] = found
+        zeros = rows.new_zeros((1, self.embedding_dim))
+        return torch.cat([rows, zeros]), places.view(ids.shape).to(ids.device), rows.shape[0]
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """The ids on the host."""
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"ids of table {self.name} are {ids.dtype}; expected int64 or int32")
+        wanted = ids.detach().to(device="cpu", dtype=torch.int64)
+        bound = self.num_embeddings
+        if bound is not None and wanted.numel():
+            low, high = int(wanted.min()), int(wanted.max())
+            if low < 0 or high >= bound:
+                raise IndexError(
+                    f"id {low if low < 0 else high} is out of range of table {self.name};"
+                    f" expected 0 to {bound - 1}"
+                )
+        return wanted
+
+    def _connected(self) -> Source:
+        if self._source is None:
+            raise InvalidSpec(
+                f"table {self.name or '(not named yet)'} is not connected to parameter servers",
+                expected="a model that session.distribute() was given, within its first batch",
+                fix='Use strategy="async-sgd".',
+            )
+        return self._source
+
+    def extra_repr(self) -> str:
+        return f"{self.embedding_dim}, name={self.name!r}, num_embeddings={self.num_embeddings}"
+
+
+class EmbeddingBagTable(EmbeddingTable):
+    """`nn.EmbeddingBag` in the same way; takes what `EmbeddingTable` takes, and a mode."""
+
+    def __init__(self, embedding_dim: int, *, mode: str = "mean", **options: object) -> None:
+        """`mode`: "sum", "mean" or "max" over the rows of a bag."""
+        super().__init__(embedding_dim, **options)  # type: ignore[arg-type]
+        if mode not in ("sum", "mean", "max"):
+            raise InvalidSpec("bad mode of a bag", seen=repr(mode), expected="sum, mean or max")
+        self.mode = mode
+
+    def forward(
+        self,
+        ids: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """One row for each bag: the rows of a two-dimensional `ids`, or as `offsets` cut it."""
+        rows, places, padding = self._look_up(ids)
+        return functional.embedding_bag(
+            places,
+            rows,
+            offsets,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            padding_idx=padding,
+        )
+
+
+def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
+    """The tables of a model by name; those without a name get that of their place in the model.
+
+    Raises InvalidSpec for two different tables of one name.
+    """
+    found: dict[str, EmbeddingTable] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, EmbeddingTable):
+            continue
+        module.name = module.name or path or "table"
+        if module.name in found:
+            raise InvalidSpec(
+                "two tables have one name",
+                seen=module.name,
+                expected="a name for each; use the same module twice to share its rows",
+            )
+        found[module.name] = module
+    return found
+
+
+def _check(table: EmbeddingTable) -> None:
+    if table.staleness_bound < 0 or table.cache_rows < 1:
+        raise InvalidSpec(
+            "a setting of a table is out of range",
+            seen=f"staleness_bound {table.staleness_bound}, cache_rows {table.cache_rows}",
+            expected="0 or more, and 1 or more",
+        )
+    bound, padding = table.num_embeddings, table.padding_idx
+    if bound is not None and padding is not None and not 0 <= padding < bound:
+        raise InvalidSpec(
+            "padding_idx is out of range", seen=str(padding), expected=f"0 to {bound - 1}"
+        )
+
+
+__all__ = ["EmbeddingBagTable", "EmbeddingTable", "Source", "tables_of"]

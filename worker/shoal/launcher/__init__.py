@@ -1,0 +1,1 @@
+"""`shoal run`: starts a host's workers and watches them."""

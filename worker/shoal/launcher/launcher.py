@@ -1,0 +1,370 @@
+"""Starts a host's workers of one job, watches them, and starts them again when they are killed.
+
+Each worker has a slot, and the slot a member id: a worker that is started again is a fresh
+incarnation of the same member. Every exit and every halt (SIGSTOP) is reported to the coordinator
+at once, so that the others need not wait for a lease to run out (most exits before the kernel has
+taken the process down, see `shoal_client.liveness.lifeline`); and the launcher beats for the
+workers that live, so that one which is busy is not taken for lost. The launcher sleeps until a
+worker exits, is halted, is to be started again, or a signal arrives.
+
+What a worker ended for is not in its exit code alone: the board that it shares with the launcher
+says how its membership ended. One that was fenced (declared lost, and it lived) is started again
+whatever its code; one that would be refused again is not.
+"""
+
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
+from shoal.launcher.worker_slots import DRAINED, Exit, Slot
+from shoal_client.host.beats import HostBeats
+from shoal_client.host.reports import HostReporter
+from shoal_client.liveness.beat_board import BeatBoard, Ending
+from shoal_client.liveness.lifeline import Watch
+from shoal_client.local.process import Command, Process, Supervisor
+from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
+
+OUTPUT_S = 2.0
+"""Time for the last lines of a worker that exited."""
+_COLOURS = (36, 33, 32, 35, 34, 31)
+
+
+@dataclass(frozen=True)
+class _Halted:
+    process: Process
+    halted: bool
+
+
+@dataclass(frozen=True)
+class _Signalled:
+    number: int
+
+
+@dataclass(frozen=True)
+class _GivenUp:
+    reason: str
+
+
+_Event = Process | _Halted | _Signalled | _GivenUp
+
+
+class Launcher:
+    """One `shoal run`: `run` returns the exit code when no worker is left."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._host = socket.gethostname()
+        self.slots = [
+            Slot(index=index, member_id=member_id)
+            for index, member_id in enumerate(member_ids(config, self._host))
+        ]
+        # Signal handlers put into it: a SimpleQueue is safe from there.
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
+        self._reporter = HostReporter(config.coordinators)
+        self._beats = HostBeats(config.coordinators)
+        self._output = threading.Lock()
+        self._reporting = threading.Lock()
+        self._reported: set[int] = set()
+        self._ended: list[Exit] = []
+        self._deaf = False
+        self._interrupted = 0
+        self._starved = False
+        self._given_up = False
+        self._kill_at_s: float | None = None
+
+    def run(self) -> int:
+        """Start the workers and stay until all have ended."""
+        with (
+            self._signals(),
+            BeatBoard(len(self.slots)) as board,
+            self._reporter,
+            self._beats,
+            self._lifelines(),
+            Supervisor(on_exit=self._exited, on_stop=self._halted, grace_s=0.5) as supervisor,
+        ):
+            for slot in self.slots:
+                self._start(slot, supervisor, board)
+            while not all(slot.is_over for slot in self.slots):
+                event = self._next_event()
+                if isinstance(event, Process):
+                    self._on_exit(event, supervisor, board)
+                elif isinstance(event, _Halted):
+                    self._tell_halted(event)
+                elif isinstance(event, _Signalled):
+                    self._interrupt(event)
+                elif isinstance(event, _GivenUp):
+                    self._end_given_up(event.reason)
+                self._start_due(supervisor, board)
+            self._reporter.flush()
+        code = self._exit_code()
+        self._say(f"{self._outcome()}; exit code {code}")
+        if self._lost:
+            self._say(str(self._reporter.lost))
+        return code
+
+    def give_up(self, reason: str) -> None:
+        """End the workers: the cluster that they train on is gone for good. Any thread may call."""
+        self._events.put(_GivenUp(reason))
+
+    def _next_event(self) -> _Event | None:
+        """What happens next; None: it is time to start a worker."""
+        starts_s = [slot.start_at_s for slot in self.slots if slot.start_at_s is not None]
+        kills_s = [] if self._kill_at_s is None else [self._kill_at_s]
+        until_s = min(starts_s + kills_s, default=None)
+        if until_s is None:
+            return self._events.get()
+        try:
+            return self._events.get(timeout=max(0.0, until_s - time.monotonic()))
+        except queue.Empty:
+            return _Signalled(signal.SIGKILL) if until_s in kills_s else None
+
+    def _start_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
+        for slot in self.slots:
+            if slot.start_at_s is None:
+                continue
+            if self._ends:
+                slot.start_at_s = None
+                self._ended.append(slot.exits[-1])
+            elif time.monotonic() >= slot.start_at_s:
+                slot.start_at_s = None
+                self._start(slot, supervisor, board)
+
+    def _start(self, slot: Slot, supervisor: Supervisor, board: BeatBoard) -> None:
+        board.slots[slot.index].clear()
+        environment = worker_environment(self._config, slot.member_id)
+        environment["SHOAL_BEATS"] = board.address(slot.index)
+        slot.process = supervisor.spawn(
+            Command(
+                name=slot.member_id,
+                arguments=(sys.executable, "-u", *self._config.target),
+                environment=environment,
+                sink=self._sink(slot),
+            )
+        )
+        process, life = slot.process, board.slots[slot.index].lifeline
+        self._beats.started(process.pid, board.slots[slot.index])
+        slot.watch = Watch(life, process.pid, lambda code: self._report_exit(process, code))
+
+    # On the threads that watch the worker, which know the order of what became of it.
+
+    def _exited(self, process: Process) -> None:
+        code = process.exit_code
+        assert code is not None
+        self._report_exit(process, code)
+        self._events.put(process)
+
+    def _report_exit(self, process: Process, code: int) -> None:
+        """Once for each process: of most the lifeline tells before the kernel does."""
+        with self._reporting:
+            if process.pid in self._reported:
+                return
+            self._reported.add(process.pid)
+        self._beats.ended(process.pid)
+        self._reporter.report(
+            ReportExitRequest(
+                job=self._config.job,
+                member_id=process.name,
+                pid=process.pid,
+                host=self._host,
+                exit_code=code,
+            )
+        )
+
+    def _halted(self, process: Process, halted: bool) -> None:
+        # First of all: no beat may follow that says it lives.
+        self._beats.halted(process.pid, halted)
+        self._reporter.report(
+            ReportHaltRequest(
+                job=self._config.job,
+                member_id=process.name,
+                pid=process.pid,
+                host=self._host,
+                halted=halted,
+            )
+        )
+        self._events.put(_Halted(process, halted))
+
+    # On the launcher's own thread.
+
+    def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
+        slot = next(each for each in self.slots if each.process is process)
+        code = process.exit_code
+        assert code is not None and slot.watch is not None
+        slot.watch.close()
+        slot.watch = None
+        self._reported.discard(process.pid)
+        process.drain(OUTPUT_S)
+        slot.process = None
+        slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
+        exited = slot.exits[-1]
+        if self._may_restart(slot):
+            pause_s = slot.pause_s
+            slot.start_at_s = time.monotonic() + pause_s
+            again = f"started again in {pause_s:g} s" if pause_s else "started again"
+            tries = f"restart {len(slot.exits)} of {self._config.max_restarts}"
+            self._say(f"{slot.member_id} {exited}; {again} ({tries})")
+            return
+        self._ended.append(exited)
+        self._say(f"{slot.member_id} {exited}")
+        self._end_if_starved()
+
+    def _may_restart(self, slot: Slot) -> bool:
+        last = slot.exits[-1]
+        if last.code in (0, DRAINED) or self._ends:
+            return False
+        if last.ending not in (Ending.UNKNOWN, Ending.FENCED):
+            return False
+        if last.code > 0 and not last.fenced and self._config.restart_on == "signal":
+            return False
+        if last.code > 0 and self._is_lost():
+            return False
+        return len(slot.exits) <= self._config.max_restarts
+
+    @property
+    def _ends(self) -> bool:
+        """Whether nobody is to be started any more."""
+        return bool(self._interrupted or self._starved or self._given_up or self._completed)
+
+    def _is_lost(self) -> bool:
+        """Whether the job's state is lost, as the answer to the newest report of an exit says."""
+        self._reporter.flush()
+        return self._lost
+
+    @property
+    def _lost(self) -> bool:
+        return self._reporter.lost is not None and not self._completed
+
+    @property
+    def _completed(self) -> bool:
+        """A worker that is done has ended the job: there is nothing to join any more."""
+        return any(
+            slot.found_it_finished or any(each.code == 0 for each in slot.exits)
+            for slot in self.slots
+        )
+
+    def _end_if_starved(self) -> None:
+        left = sum(not slot.is_over for slot in self.slots)
+        few = 0 < left < self._config.min_members
+        if not (self._config.alone and few) or self._completed or self._starved:
+            return
+        self._starved = True
+        self._say(
+            f"{left} of at least {self._config.min_members} workers left and none can come: "
+            "ending them"
+        )
+        self._end_workers()
+
+    def _end_given_up(self, reason: str) -> None:
+        self._given_up = True
+        self._say(f"ending the workers: {reason}")
+        self._end_workers()
+
+    def _end_workers(self) -> None:
+        self._kill_at_s = time.monotonic() + self._config.grace_s
+        for slot in self.slots:
+            if slot.process is not None:
+                slot.process.send_signal(signal.SIGTERM)
+
+    def _interrupt(self, event: _Signalled) -> None:
+        running = [slot.process for slot in self.slots if slot.process is not None]
+        # The first time they may finish; a second one, or the bound, ends them.
+        self._kill_at_s = time.monotonic() + self._config.grace_s
+        if self._interrupted or event.number == signal.SIGKILL:
+            self._say(f"killing {len(running)} workers")
+            for process in running:
+                process.kill()
+            return
+        self._interrupted = event.number
+        name = signal.Signals(event.number).name
+        self._say(f"{name} passed on to {len(running)} workers; once more kills them")
+        for process in running:
+            process.send_signal(event.number)
+            process.send_signal(signal.SIGCONT)
+
+    def _exit_code(self) -> int:
+        """0 if the job was completed: what signals took from it on the way does not count."""
+        if self._completed:
+            # A replacement that came after the end was refused: no failure of the job. Nor is
+            # one whose members went on without it.
+            firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
+            failed = [each for each in firsts if each.code > 0 and each.code != DRAINED]
+            own = [each for each in failed if each.ending not in (Ending.FENCED, Ending.FINISHED)]
+            return next((each.code for each in own), 0)
+        if self._given_up:
+            return 1
+        if self._interrupted:
+            return 128 + self._interrupted
+        codes = [each.code for each in self._ended]
+        first = next((code for code in codes if code != DRAINED), DRAINED)
+        return first if first > 0 else 128 - first
+
+    def _outcome(self) -> str:
+        last = {slot.member_id: slot.exits[-1].code for slot in self.slots}
+        done = sum(code == 0 for code in last.values())
+        drained = [member for member, code in last.items() if code == DRAINED]
+        lost = [member for member, code in last.items() if code not in (0, DRAINED)]
+        text = f"{done} of {len(self.slots)} workers completed"
+        if drained:
+            text += f", drained: {', '.join(drained)}"
+        return f"{text}, not {', '.join(lost)}" if lost else text
+
+    def _tell_halted(self, event: _Halted) -> None:
+        how = "was halted (SIGSTOP)" if event.halted else "goes on (SIGCONT)"
+        self._say(f"{event.process.name} {how}")
+
+    def _sink(self, slot: Slot) -> Callable[[str], None]:
+        prefix = f"[{slot.member_id}] "
+        if self._config.colour:
+            prefix = f"\x1b[{_COLOURS[slot.index % len(_COLOURS)]}m{prefix}\x1b[0m"
+
+        def write(line: str) -> None:
+            with self._output:
+                if self._deaf:
+                    return
+                try:
+                    print(f"{prefix}{line}", flush=True)
+                except BrokenPipeError:
+                    # As in any pipeline: when nobody reads any more, the work ends.
+                    self._deaf = True
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                    self._events.put(_Signalled(signal.SIGTERM))
+
+        return write
+
+    def _say(self, text: str) -> None:
+        with self._output:
+            print(f"shoal run: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _lifelines(self) -> Iterator[None]:
+        """Watched until the workers are gone, and no longer than their board is there."""
+        try:
+            yield
+        finally:
+            for slot in self.slots:
+                if slot.watch is not None:
+                    slot.watch.close()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self._events.put(_Signalled(number))
+
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+__all__ = ["Launcher"]

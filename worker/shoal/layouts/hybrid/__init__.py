@@ -1,0 +1,1 @@
+"""Stages, copies and splits at once, over a mesh of ranks."""

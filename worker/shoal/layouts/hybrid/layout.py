@@ -1,0 +1,260 @@
+"""Stages, copies and splits at once: a mesh of ranks, pipeline x data x tensor."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from shoal.backends.abortable.waiter import finish, part_of
+from shoal.layouts.base import Layout, LossFunction, World, materialise
+from shoal.layouts.buffers import broadcast_packed
+from shoal.layouts.hybrid.mesh import MeshShape
+from shoal.layouts.non_finite_check import Verdict
+from shoal.layouts.pipeline.layout import Course, PipelineLayout
+from shoal.layouts.pipeline.outline import Outline
+from shoal.layouts.tensor.layout import parallelise
+from shoal.layouts.tensor.plan import MASK, TensorPlan
+from shoal.model.tied_tensors import persistent_buffers
+
+BUCKET_BYTES = 25 * 1024 * 1024
+"""Gradients are averaged in messages of about this size."""
+AXES = ("pipeline", "data", "tensor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridPlan:
+    """How a model lies over a mesh."""
+
+    mesh: MeshShape
+    cut: tuple[Outline, Sequence[int]] | None
+    """An outline and the stage of each segment; None where there is one stage."""
+    tensor: TensorPlan
+    """Of the whole model, for `mesh.tensor` ranks."""
+    course: Course
+
+
+class HybridLayout(Layout):
+    """This rank's stage, split over its tensor group, one copy of several.
+
+    With one stage the model is called as any other; with more, `forward_backward` runs them.
+    """
+
+    def __init__(self, model: nn.Module, world: World, plan: HybridPlan) -> None:
+        self.world = world
+        self.plan = plan
+        mesh = init_device_mesh(world.device.type, plan.mesh.sizes, mesh_dim_names=AXES)
+        self._groups = {axis: mesh.get_group(axis) for axis in AXES}
+        for group in self._groups.values():
+            part_of(group, world.group)
+        self._at = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
+        self.data_index, self.data_count = self._at["data"], plan.mesh.data
+        self.elementwise = plan.mesh.tensor > 1
+        self._inner: _OneStage | PipelineLayout
+        split = _splitter(mesh["tensor"], plan.tensor)
+        if plan.cut is None:
+            self._inner = _OneStage(model, world, split)
+        else:
+            self._inner = PipelineLayout(
+                model, world, plan.cut, plan.course, group=self._groups["pipeline"], prepare=split
+            )
+        self.module = self._inner.module
+        self.verdict = self._inner.verdict
+
+    @property
+    def plain(self) -> nn.Module:
+        return self._inner.plain
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._inner.parameters
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        return self._inner.held
+
+    def counts(self, name: str) -> bool:
+        if self._at["data"] or not self._inner.counts(name):
+            return False
+        return isinstance(self.parameters.get(name), DTensor) or not self._at["tensor"]
+
+    def travels(self, name: str) -> bool:
+        return self.data_count == 1
+
+    def watch(self, ours: Callable[[], bool]) -> None:
+        self._inner.watch(ours)
+
+    def begin(self) -> None:
+        self._inner.begin()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        self._inner.backward(loss, weight)
+
+    def forward_backward(
+        self, inputs: object, targets: object, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        return self._inner.forward_backward(inputs, targets, loss_function, weight)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average over the copies of this stage and split, and over nobody else."""
+        self._inner.reduce()
+        if self.plan.mesh.data > 1:
+            average(list(self.parameters.values()), self._groups["data"])
+        if self.plan.mesh.tensor > 1:
+            align(list(self.parameters.values()), self._groups["tensor"])
+
+    @torch.no_grad()
+    def stepped(self) -> None:
+        """Give all copies the first one's buffers, such as running means of its samples."""
+        buffers = list(persistent_buffers(self.plain).values())
+        if buffers and self.plan.mesh.data > 1:
+            broadcast_packed(buffers, self._groups["data"])
+
+    def synchronised(self) -> bool:
+        return self._inner.synchronised()
+
+    def release(self) -> None:
+        self._inner.release()
+
+    def groups(self) -> Iterator[dist.ProcessGroup]:
+        return (group for group in self._groups.values() if group is not self.world.group)
+
+
+class _OneStage(Layout):
+    """The whole model, perhaps split."""
+
+    verdict: Verdict
+
+    def __init__(
+        self, model: nn.Module, world: World, prepare: Callable[[nn.Module], None]
+    ) -> None:
+        self.world = world
+        self.module = model
+        prepare(model)
+        materialise(model, world.device)
+        self._parameters = dict(model.named_parameters())
+        self.verdict = Verdict(world.group, world.device)
+
+    def begin(self) -> None:
+        self.verdict.begin()
+
+    def reduce(self) -> None:
+        self.verdict.look(self._parameters)
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._parameters
+
+    def counts(self, name: str) -> bool:
+        return True
+
+
+def _splitter(mesh: DeviceMesh, plan: TensorPlan) -> Callable[[nn.Module], None]:
+    """Splits what a stage has of the model as the plan for the whole model says."""
+
+    def split(stage: nn.Module) -> None:
+        parallelise(stage, mesh, plan_of_stage(stage, plan))
+
+    return split
+
+
+def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
+    """The part of the whole model's plan that is about what this stage has of the model."""
+    own = dict(stage.named_modules())
+    # Another stage may hold the parameters of a module that is called here without them.
+    kept = [
+        entry
+        for entry in plan.entries
+        if entry.module in own
+        and (entry.style == MASK or next(own[entry.module].parameters(), None) is not None)
+    ]
+    return replace(plan, entries=tuple(kept))
+
+
+def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Make each gradient its mean over the group; None only where no rank has one."""
+    for bucket in buckets([p for p in parameters if p.requires_grad]):
+        locals_ = [_local_gradient(parameter) for parameter in bucket]
+        has_one = torch.tensor([parameter.grad is not None for parameter in bucket])
+        flags = has_one.to(locals_[0])
+        packed = torch.cat([*(gradient.reshape(-1) for gradient in locals_), flags])
+        finish(dist.all_reduce(packed, group=group, async_op=True), group)
+        sizes = [gradient.numel() for gradient in locals_]
+        *means, counts = torch.split(packed, [*sizes, len(bucket)])
+        for parameter, gradient, mean, count in zip(
+            bucket, locals_, means, counts.tolist(), strict=True
+        ):
+            if count:
+                gradient.copy_(mean.view_as(gradient).div_(group.size()))
+                _set_gradient(parameter, gradient)
+
+
+def align(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Give all ranks of a tensor group the first one's gradients of what is not split.
+
+    They differ at most by kernels that add in no fixed order, or by machines of two kinds; that is
+    enough for copies to drift apart over many steps.
+    """
+    whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
+    for bucket in buckets(whole):
+        broadcast_packed([_local_gradient(parameter) for parameter in bucket], group)
+
+
+def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Parameters of one dtype in their order, as many as go into one message."""
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same in by_dtype.values():
+        bucket: list[nn.Parameter] = []
+        num_bytes = 0
+        for parameter in same:
+            size = _local(parameter).nbytes
+            if bucket and num_bytes + size > BUCKET_BYTES:
+                yield bucket
+                bucket, num_bytes = [], 0
+            bucket.append(parameter)
+            num_bytes += size
+        yield bucket
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of the gradient, to be written; zeros where there is none."""
+    if parameter.grad is None:
+        return torch.zeros_like(_local(parameter))
+    return _local(parameter.grad)
+
+
+def _set_gradient(parameter: nn.Parameter, local: Tensor) -> None:
+    if parameter.grad is not None:
+        return
+    parameter.grad = local
+    if isinstance(parameter, DTensor):
+        parameter.grad = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+__all__ = [
+    "BUCKET_BYTES",
+    "HybridLayout",
+    "HybridPlan",
+    "align",
+    "average",
+    "buckets",
+    "plan_of_stage",
+]

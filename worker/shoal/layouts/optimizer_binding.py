@@ -1,0 +1,348 @@
+"""Ties a user's model and optimizer to the layout of one generation, and reads and fills its state.
+
+The user's optimizer object stays the same over all generations; what it steps is replaced.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoal.layouts.base import Layout
+from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
+from shoal.state.replicated import as_json, beside, take_settings
+from shoal.state.shards import MODEL, OPTIM, Box, Holding, Piece
+from shoal.strategies.base import Json
+from shoal_proto.errors import (
+    DtypeMismatch,
+    InvalidSpec,
+    ShapeMismatch,
+    UnsupportedOptimizer,
+)
+
+# State that an optimizer keeps as a plain number travels as a scalar tensor under a marked name.
+_NUMBERS: Mapping[str, type] = {"#int": int, "#float": float, "#bool": bool}
+
+
+class Blueprint:
+    """A model without its weights, and where each parameter stands in the optimizer.
+
+    Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
+    the model's (nobody would keep that one in step with the others), or if parameters share memory
+    without being one.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.model = model
+        """The user's own, with its weights until they are forgotten."""
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        if not any(parameter.requires_grad for parameter in names):
+            raise InvalidSpec(
+                "the model has nothing to train", expected="a parameter that requires a gradient"
+            )
+        refuse_hidden_ties(model)
+        self.groups: list[list[str]] = []
+        """Names of the parameters in each of the optimizer's groups."""
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter not in names:
+                    raise InvalidSpec(
+                        "the optimizer holds a parameter that is not the model's",
+                        seen=f"parameter {position} of group {index}: {tuple(parameter.shape)}",
+                        expected="parameters of the model that is distributed with it",
+                        fix="Distribute one module that holds them all.",
+                    )
+            self.groups.append([names[parameter] for parameter in group["params"]])
+        self.tied = tied(model)
+        """For each further name of a parameter or buffer, its first."""
+
+    def copy(self) -> nn.Module:
+        """The model once more: its parameters on the meta device, its buffers real and its own."""
+        try:
+            copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
+        except (TypeError, RuntimeError) as error:
+            raise InvalidSpec(
+                f"the model {type(self.model).__name__} cannot be copied",
+                seen=str(error),
+                expected="a module that copy.deepcopy can copy",
+                fix="Keep locks, files, generators and tensors with a history out of its attributes"
+                ", or use strategy 'ddp'.",
+            ) from error
+        return copied
+
+    def initial(self) -> Holding:
+        """The weights that the user made the model with: step 0."""
+        state = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
+        pieces = {MODEL + name: Piece.whole(tensor.detach()) for name, tensor in state.items()}
+        return Holding(step=0, pieces=pieces)
+
+    @property
+    def has_weights(self) -> bool:
+        return not any(parameter.is_meta for parameter in self.model.parameters())
+
+    def forget_weights(self) -> None:
+        """Free the memory of the user's own parameters: from now on a layout holds them.
+
+        What was one parameter under several names still is, in this model and in each `copy`.
+        """
+        empty = self._empty_parameters()
+        for part in self.model.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and not parameter.is_meta:
+                    part._parameters[name] = empty[id(parameter)]
+
+    def _empty_parameters(self) -> dict[int, Any]:
+        """One without memory for each of the model's, by its id."""
+        return {
+            id(parameter): nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+            for parameter in self.model.parameters()
+        }
+
+
+class Bound:
+    """The optimizer bound to a layout's parameters; its state, and the layout's, by name."""
+
+    def __init__(self, blueprint: Blueprint, optimizer: Optimizer, layout: Layout) -> None:
+        self.layout = layout
+        self.optimizer = optimizer
+        self._parameters = dict(layout.parameters)
+        self._held = dict(layout.held)
+        self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._placed: dict[str, Tensor] = {}
+        self.group_names = blueprint.groups
+        self._tied = blueprint.tied
+        optimizer.state.clear()
+        for group, names in zip(optimizer.param_groups, blueprint.groups, strict=True):
+            group["params"] = [self._parameters[name] for name in names if name in self._parameters]
+
+    # --- reading ---
+
+    def collect(self, step: int) -> Holding:
+        """What this rank holds, not copied: valid until the next step.
+
+        Raises UnsupportedOptimizer for state that cannot be handed to another member.
+        """
+        pieces = {
+            MODEL + name: self.layout.piece(name, tensor) for name, tensor in self._held.items()
+        }
+        for name, parameter in self._parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if value is not None:
+                    path, piece = self._piece_of_state(name, key, value)
+                    pieces[path] = piece
+        kept = {path: piece for path, piece in pieces.items() if piece.box.num_elements}
+        return Holding(step=step, pieces=kept, values=self._values())
+
+    def _piece_of_state(self, name: str, key: str, value: Any) -> tuple[str, Piece]:
+        path = f"{OPTIM}{name}/{key}"
+        if not isinstance(value, Tensor):
+            for mark, kind in _NUMBERS.items():
+                if type(value) is kind:
+                    return path + mark, Piece.whole(_as_tensor(value))
+            raise self._cannot_hand_over(f"state {key!r} of {name}: {type(value).__name__}")
+        if value.ndim == 0:
+            return path, Piece.whole(_local(value))
+        parameter = self._parameters[name]
+        if value.shape == parameter.shape:
+            return path, self.layout.piece(name, value)
+        whole = self.layout.piece(name, parameter)
+        if whole.box.sizes != whole.shape:
+            raise self._cannot_hand_over(
+                f"state {key!r} of {name}: shape {tuple(value.shape)} for a parameter of"
+                f" {whole.shape} that is cut"
+            )
+        return path, Piece.whole(_local(value))
+
+    def model(self, step: int) -> Holding:
+        """This rank's part of the model, for all ranks to have the same whole of.
+
+        A buffer, such as a running mean, may differ between ranks: the rank that writes it into
+        checkpoints is the only one to give it.
+        """
+        given = {
+            MODEL + name: self.layout.piece(name, tensor)
+            for name, tensor in self._held.items()
+            if isinstance(tensor, nn.Parameter) or self.layout.counts(name)
+        }
+        kept = {path: piece for path, piece in given.items() if piece.box.num_elements}
+        return Holding(step=step, pieces=kept, values={"tied": dict(self._tied)})
+
+    def _values(self) -> dict[str, Json]:
+        return {"groups": self._settings(), "tied": dict(self._tied)}
+
+    def _settings(self) -> list[Json]:
+        groups: list[Json] = []
+        for names, group in zip(self.group_names, self.optimizer.param_groups, strict=True):
+            settings: dict[str, Json] = {"params": list(names)}
+            for key, value in group.items():
+                if key == "params":
+                    continue
+                if isinstance(value, Tensor):
+                    settings[key] = {"tensor": value.tolist()}
+                else:
+                    settings[key] = as_json(value, f"setting {key!r}", self.optimizer)
+            groups.append(settings)
+        return groups
+
+    def _cannot_hand_over(self, seen: str) -> UnsupportedOptimizer:
+        return UnsupportedOptimizer(
+            f"the state of {type(self.optimizer).__name__} cannot be handed to another member",
+            seen=seen,
+            expected="scalars, numbers, and tensors of the parameter's own shape",
+            fix="Use an optimizer that treats each element by itself, such as SGD or AdamW,"
+            " or strategy 'ddp' or 'zero1', which leave parameters whole.",
+        )
+
+    @property
+    def known(self) -> frozenset[str]:
+        """Names of all tensors of the state that this rank was filled from."""
+        return frozenset(self._known)
+
+    def writes(self, name: str) -> bool:
+        """Whether this rank writes its piece of this name into a checkpoint."""
+        if name.startswith(MODEL):
+            return self.layout.counts(name.removeprefix(MODEL))
+        return self.layout.counts(name.removeprefix(OPTIM).rpartition("/")[0])
+
+    # --- filling ---
+
+    def place(self, name: str, box: Box) -> Tensor | None:
+        """Memory of the layout's own for this box of a tensor, which `needs` gave; `fill` finds
+        there what is put into it. None where none of that size lies on the host."""
+        shape, dtype = self._known[name]
+        if name.startswith(MODEL):
+            key = name.removeprefix(MODEL)
+            own = self.layout.piece(key, self._held[key])
+        else:
+            key = name.removeprefix(OPTIM).rpartition("/")[0]
+            own = self.layout.piece(key, self._parameters[key])
+        # What has no dimension lies where the optimizer wants it: see `beside`.
+        if not shape or own.shape != shape or own.box != box or own.tensor.device.type != "cpu":
+            return None
+        is_model = name.startswith(MODEL)
+        place = own.tensor if is_model else torch.empty_like(own.tensor, dtype=dtype)
+        self._placed[name] = place
+        return place
+
+    def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
+        """The box that this rank needs of a tensor of a state; None if it needs nothing of it.
+
+        Raises ShapeMismatch or DtypeMismatch if the state is that of another model.
+        """
+        self._known[name] = (shape, dtype)
+        if name.startswith(MODEL):
+            own = self._held.get(name.removeprefix(MODEL))
+            if own is None:
+                return None
+            piece = self.layout.piece(name.removeprefix(MODEL), own)
+            _check(name, piece, shape, dtype)
+            return piece.box if piece.box.num_elements else None
+        parameter_name, _, _ = name.removeprefix(OPTIM).rpartition("/")
+        parameter = self._parameters.get(parameter_name)
+        if parameter is None or not name.startswith(OPTIM):
+            return None
+        piece = self.layout.piece(parameter_name, parameter)
+        if shape == piece.shape:
+            return piece.box if piece.box.num_elements else None
+        if shape and piece.box.sizes != piece.shape:
+            raise self._cannot_hand_over(f"{name}: {shape} for a parameter of {piece.shape}")
+        return Box.whole(shape)
+
+    @torch.no_grad()
+    def fill(self, holding: Holding) -> None:
+        """Make the state this rank's; `needs` was asked for every name in it before.
+
+        Raises ShapeMismatch if a parameter or buffer is not in it.
+        """
+        for name, tensor in self._held.items():
+            own = self.layout.piece(name, tensor)
+            if not own.box.num_elements:
+                continue
+            given = holding.pieces.get(MODEL + name)
+            if given is None or given.box != own.box:
+                raise ShapeMismatch(
+                    f"the state does not fit the model at {name}",
+                    seen="missing" if given is None else f"{given.box}",
+                    expected=f"{own.box} of {own.shape}",
+                )
+            if given.tensor is not self._placed.get(MODEL + name):
+                own.tensor.copy_(given.tensor)
+        self._fill_optimizer(holding)
+        self._placed.clear()
+        take_settings(self.optimizer, holding)
+
+    def _fill_optimizer(self, holding: Holding) -> None:
+        self.optimizer.state.clear()
+        for path, (shape, dtype) in self._known.items():
+            name, _, key = path.removeprefix(OPTIM).rpartition("/")
+            parameter = self._parameters.get(name)
+            if not path.startswith(OPTIM) or parameter is None:
+                continue
+            given = holding.pieces.get(path)
+            key, mark, kind = key.partition("#")
+            if mark:
+                assert given is not None, "numbers are whole on every rank"
+                self.optimizer.state[parameter][key] = _NUMBERS[mark + kind](given.tensor.item())
+            elif shape and shape == self.layout.piece(name, parameter).shape:
+                if given is not None and given.tensor is self._placed.get(path):
+                    local = given.tensor
+                else:
+                    local = _filled(parameter, given, dtype)
+                self.optimizer.state[parameter][key] = _cut_like(parameter, local)
+            else:
+                assert given is not None, "what has another shape is whole on every rank"
+                self.optimizer.state[parameter][key] = beside(parameter, given.tensor)
+
+
+def _as_tensor(number: object) -> Tensor:
+    """A Python number without loss: its floats have 64 bits."""
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else None)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local().detach()
+
+
+def _filled(parameter: nn.Parameter, given: Piece | None, dtype: torch.dtype) -> Tensor:
+    """What this rank has of state of the parameter's layout: the piece (None: it holds nothing)."""
+    local = torch.empty_like(_local(parameter), dtype=dtype)
+    return local if given is None else local.copy_(given.tensor)
+
+
+def _cut_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
+    """State of the parameter's own layout, of which the rank has this."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _check(name: str, own: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if own.shape != shape:
+        raise ShapeMismatch(
+            f"the state does not fit the model at {name}", seen=str(shape), expected=str(own.shape)
+        )
+    if own.tensor.dtype != dtype:
+        raise DtypeMismatch(
+            f"the state does not fit the model at {name}",
+            seen=str(dtype),
+            expected=str(own.tensor.dtype),
+        )
+
+
+__all__ = ["Blueprint", "Bound"]

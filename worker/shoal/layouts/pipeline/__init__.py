@@ -1,0 +1,1 @@
+"""A model by stages: cutting it, and running micro-batches through."""

@@ -1,0 +1,207 @@
+"""A model by stages: each rank holds some layers, micro-batches pass through them all."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.layouts.base import Layout, LossFunction, World, materialise
+from shoal.layouts.non_finite_check import Verdict
+from shoal.layouts.pipeline.outline import Outline
+from shoal.layouts.pipeline.relay import Neighbours
+from shoal.layouts.pipeline.schedules import Feed, Rounds, num_microbatches
+from shoal.layouts.pipeline.stages import Stage
+from shoal.model.module_proxy import replica_of
+from shoal_proto.errors import InvalidSpec
+
+MAX_SHAPES = 8
+"""Schedules are kept for so many shapes of batches; each keeps room for what it receives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How batches go through the stages."""
+
+    schedule: str = "1f1b"
+    microbatches: int = 4
+    """A batch is cut into so many parts, or into the next smaller number that divides it."""
+
+
+class PipelineLayout(Layout):
+    """The stage of this rank, in a pipeline over all ranks or over those of `group`."""
+
+    elementwise = False
+    verdict: Verdict
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        cut: tuple[Outline, Sequence[int]],
+        course: Course,
+        *,
+        group: dist.ProcessGroup | None = None,
+        prepare: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """`cut` is an outline of the model and the stage of each of its segments. `prepare` may
+        lay the parameters of the stage, still on meta, over further ranks."""
+        self.world = world
+        self._near = Neighbours(world.group if group is None else group, world.device)
+        self.stage = Stage(model, *cut, self._near.rank)
+        if prepare is not None:
+            prepare(self.stage.model)
+        materialise(self.stage.model, world.device)
+        self._course = course
+        self._rounds: dict[str, Rounds] = {}
+        self._parameters = self.stage.parameters
+        self._complete = False
+        self.verdict = Verdict(world.group, world.device)
+        self.module = _Whole(self)
+        self._shown = replica_of(self.stage.model, lambda: self.module)
+
+    @property
+    def plain(self) -> nn.Module:
+        """This stage's layers under the user's names; called, it runs the whole pipeline."""
+        return self._shown
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._parameters
+
+    @property
+    def held(self) -> Mapping[str, Tensor]:
+        return {**self._parameters, **self.stage.buffers}
+
+    def counts(self, name: str) -> bool:
+        return self.stage.holders[name][0] == self.stage.index
+
+    def watch(self, ours: Callable[[], bool]) -> None:
+        """No pass with gradients goes past `forward_backward`."""
+
+    # --- a step ---
+
+    def begin(self) -> None:
+        self._complete = False
+        self.verdict.begin()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        raise _needs_forward_backward()
+
+    def forward_backward(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        """See the base. The loss is that of the last stage, told to all ranks of the pipeline."""
+        feed = Feed(
+            inputs=self.stage.bind((inputs,), {}),
+            targets=targets,
+            loss_function=loss_function,
+            weight=weight,
+        )
+        try:
+            loss = self._rounds_for(feed).forward_backward(feed)
+        except BaseException:
+            # What was under way is still in the schedule's books.
+            self._rounds.clear()
+            raise
+        self._near.courier.broadcast(loss, self._near.size - 1)
+        self._complete = True
+        return loss
+
+    def _rounds_for(self, feed: Feed) -> Rounds:
+        device = self.world.device.type
+        mode = (
+            self.stage.model.training,
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        )
+        key = f"{feed.key()} {mode}"
+        rounds = self._rounds.pop(key, None)
+        if rounds is None:
+            count = num_microbatches(feed.num_samples, self._course.microbatches)
+            rounds = Rounds(self.stage, self._near, self._course.schedule, feed, count)
+        # The one used longest ago goes first, on every rank the same.
+        self._rounds[key] = rounds
+        if len(self._rounds) > MAX_SHAPES:
+            del self._rounds[next(iter(self._rounds))]
+        return rounds
+
+    def reduce(self) -> None:
+        """Sum the gradients of parameters that several stages use, among those stages."""
+        self.verdict.look(self._parameters)
+        for name, stages in self.stage.holders.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None and len(stages) > 1 and parameter.requires_grad:
+                _sum_among(parameter, stages, self._near)
+
+    def synchronised(self) -> bool:
+        return self._complete
+
+    def release(self) -> None:
+        self._rounds.clear()
+        self._near.courier.close()
+
+    # --- evaluation ---
+
+    @torch.no_grad()
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs, on every rank of the pipeline. Collective: all call it alike."""
+        near, stage = self._near, self.stage
+        inputs = stage.bind(args, kwargs)
+        given = near.receive(source=stage.index - 1, values=True) if stage.index else []
+        outputs = stage.run(inputs, given)
+        if stage.index < near.size - 1:
+            near.send(outputs, to=stage.index + 1, values=True)
+        return near.broadcast(outputs, source=near.size - 1)
+
+
+class _Whole(nn.Module):
+    """What stands for the user's model on each rank."""
+
+    def __init__(self, layout: PipelineLayout) -> None:
+        super().__init__()
+        self.stage = layout.stage.model
+        self.__dict__["_layout"] = layout
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise _needs_forward_backward()
+        layout: PipelineLayout = self.__dict__["_layout"]
+        return layout.evaluate(*args, **kwargs)
+
+
+def _needs_forward_backward() -> InvalidSpec:
+    return InvalidSpec(
+        "a pipeline computes forward and backward passes in one",
+        seen="a call of the model with gradients, or session.backward(loss)",
+        expected="loss = session.forward_backward(batch, loss_function)",
+        fix="In a step call session.forward_backward; to evaluate, call the model within"
+        " torch.no_grad(), on all ranks alike.",
+    )
+
+
+def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours) -> None:
+    """Make the gradient the sum over these stages, of which this is one; None if all have none."""
+    own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    local = own.to_local() if isinstance(own, DTensor) else own
+    # One more element says whether there is a gradient at all.
+    packed = torch.zeros(local.numel() + 1, dtype=local.dtype, device=local.device)
+    packed[:-1].copy_(local.reshape(-1))
+    packed[-1] = parameter.grad is not None
+    parts = {stage: packed if stage == near.rank else torch.empty_like(packed) for stage in stages}
+    others = [(stage, part) for stage, part in parts.items() if stage != near.rank]
+    near.courier.exchange(
+        [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
+    )
+    # In the order of the stages, so that the sums are the same to the last bit.
+    total = torch.stack(list(parts.values())).sum(dim=0)
+    if not total[-1]:
+        parameter.grad = None
+        return
+    local.copy_(total[:-1].view_as(local))
+    parameter.grad = own
+
+
+__all__ = ["Course", "PipelineLayout"]

@@ -1,0 +1,208 @@
+"""A model's forward pass as a chain of layers, cut so that each stage runs its part of it.
+
+The forward pass is traced with torch.fx down to the layers and no further: inside a layer the
+user's own code runs, with the shapes, modes and randomness of the moment. No example input is
+needed, and what was traced once serves every world size.
+
+Three kinds of values stand in a trace. *Inputs* are known to every stage, which all take the same
+samples. What follows from inputs, parameters and shapes alone is *repeatable*: each stage computes
+what it needs of it. All else is computed by one stage and sent on, through stages that only pass it
+on if need be.
+"""
+
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx, nn
+
+from shoal.layouts.pipeline.tracing import signature, trace
+
+_RANDOM = ("rand", "dropout", "bernoulli", "normal", "multinomial", "poisson", "uniform")
+_SHAPE_METHODS = frozenset({"size", "dim", "ndimension", "numel", "is_floating_point"})
+_SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "device", "dtype"})
+_IN_PLACE = frozenset(
+    getattr(operator, name)
+    for name in dir(operator)
+    if name.startswith("i") and name[1:] in dir(operator)
+) | {operator.setitem}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """What no cut divides: one layer with parameters, and what is computed behind it."""
+
+    name: str
+    """The layer's name in the model; a second call of it has its number behind it."""
+    num_bytes: int
+    """Of the parameters used in it."""
+
+
+class Outline:
+    """The forward pass of a model in training and in evaluation, in the same segments.
+
+    `opened` are the modules that the trace goes into. Raises InvalidSpec if it cannot be traced.
+    """
+
+    def __init__(self, model: nn.Module, opened: Collection[str] = ()) -> None:
+        self.opened = frozenset(opened)
+        self.parameters = signature(model)
+        self._flows: dict[bool, Flow] = {}
+        names: list[str] | None = None
+        for training in (True, False):
+            graph = trace(model, self.opened, training)
+            self._flows[training] = Flow(graph, model, names)
+            names = self._flows[True].names
+        sizes = _num_bytes(model, self._flows[True].uses())
+        self.segments = tuple(
+            Segment(name=name, num_bytes=size)
+            for name, size in zip(names or (), sizes, strict=True)
+        )
+
+    def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
+        """What one stage computes; `stage_of` gives the stage of each segment.
+
+        Takes the model's inputs and then the values from the stage before; returns a tuple of the
+        values for the next stage, or what the model returns.
+        """
+        return self._flows[training].cut(stage_of, stage)
+
+
+class Flow:
+    """One trace, with the segment in which each node is computed."""
+
+    def __init__(self, graph: fx.Graph, model: nn.Module, names: list[str] | None) -> None:
+        self._graph = graph
+        self.names: list[str] = [] if names is None else names
+        self._inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self._segment: dict[fx.Node, int] = {}
+        self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
+        calls: dict[str, int] = {}
+        current = 0
+        for node in graph.nodes:
+            repeatable = _is_repeatable(node, self._segment)
+            self._sources[node] = frozenset().union(
+                *({n} if n in self._segment else self._sources[n] for n in node.all_input_nodes)
+            )
+            if node.op == "call_module" and _has_parameters(model, str(node.target)):
+                calls[str(node.target)] = calls.get(str(node.target), 0) + 1
+                name = _numbered(str(node.target), calls[str(node.target)])
+                if names is None:
+                    self.names.append(name)
+                    current = len(self.names) - 1
+                elif name in names:
+                    # Evaluation may leave layers out; it never goes back.
+                    current = max(current, names.index(name))
+            if not repeatable:
+                self._segment[node] = current
+
+    def uses(self) -> list[set[str]]:
+        """Modules and tensors that each segment needs, by name."""
+        found: list[set[str]] = [set() for _ in self.names]
+        repeated: dict[fx.Node, frozenset[str]] = {}
+        for node in self._graph.nodes:
+            own = {str(node.target)} if node.op in ("call_module", "get_attr") else set()
+            names = own.union(*(repeated.get(n, ()) for n in node.all_input_nodes))
+            if node in self._segment:
+                found[self._segment[node]] |= names
+            elif node.op == "output" and found:
+                found[-1] |= names
+            else:
+                repeated[node] = frozenset(names)
+        return found
+
+    def cut(self, stage_of: Sequence[int], stage: int) -> fx.Graph:
+        at = {node: stage_of[segment] for node, segment in self._segment.items()}
+        last_use: dict[fx.Node, int] = {}
+        for node, place in at.items():
+            for source in self._sources[node]:
+                last_use[source] = max(last_use.get(source, 0), place)
+        (output,) = (node for node in self._graph.nodes if node.op == "output")
+        for source in self._sources[output]:
+            last_use[source] = at[output] = stage_of[-1]
+        cut = fx.Graph()
+        copies = {node: cut.placeholder(node.name) for node in self._inputs}
+        for node in _crossing(at, last_use, stage):
+            copies[node] = cut.placeholder(f"from_{node.name}")
+        for node, place in at.items():
+            if place == stage and node is not output:
+                _copy(cut, node, copies)
+        if stage == stage_of[-1]:
+            for node in output.all_input_nodes:
+                _copy(cut, node, copies)
+            cut.output(fx.node.map_arg(output.args[0], lambda node: copies[node]))
+        else:
+            cut.output(tuple(copies[node] for node in _crossing(at, last_use, stage + 1)))
+        return cut
+
+
+def uses_of(graph: fx.Graph) -> set[str]:
+    """Modules that a graph calls and tensors it reads, by name."""
+    return {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
+
+
+def _crossing(
+    at: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], stage: int
+) -> list[fx.Node]:
+    """Values from before a stage that it or a later one uses, in the order of the trace."""
+    return [node for node, place in at.items() if place < stage <= last_use.get(node, -1)]
+
+
+def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+    for source in node.all_input_nodes:
+        if source not in copies:
+            _copy(into, source, copies)
+    if node not in copies:
+        copies[node] = into.node_copy(node, lambda source: copies[source])
+
+
+def _is_repeatable(node: fx.Node, computed_once: Collection[fx.Node]) -> bool:
+    if node.op in ("placeholder", "get_attr", "output"):
+        return True
+    if node.op == "call_module":
+        return False
+    if node.op == "call_method" and node.target in _SHAPE_METHODS:
+        return True
+    if node.target is getattr and node.args[1] in _SHAPE_ATTRIBUTES:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if in_place or any(word in name for word in _RANDOM):
+        return False
+    return not any(source in computed_once for source in node.all_input_nodes)
+
+
+def _has_parameters(model: nn.Module, name: str) -> bool:
+    return next(model.get_submodule(name).parameters(), None) is not None
+
+
+def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
+    """Bytes of the parameters that each segment uses."""
+    used_by: dict[str, list[int]] = {}
+    for index, names in enumerate(uses):
+        for name in names:
+            used_by.setdefault(name, []).append(index)
+    parameters: list[dict[int, int]] = [{} for _ in uses]
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        for path in paths_of(name):
+            for index in used_by.get(path, ()):
+                parameters[index][id(parameter)] = parameter.nbytes
+    return [sum(sizes.values()) for sizes in parameters]
+
+
+def is_used(tensor: str, uses: Collection[str]) -> bool:
+    """Whether the tensor of that name is among `uses`, or in a module that is."""
+    return any(path in uses for path in paths_of(tensor))
+
+
+def paths_of(name: str) -> Iterator[str]:
+    """What a name leads through: for a.b.weight it is a, a.b and a.b.weight."""
+    parts = name.split(".")
+    return (".".join(parts[: end + 1]) for end in range(len(parts)))
+
+
+def _numbered(name: str, call: int) -> str:
+    return name if call == 1 else f"{name}@{call}"
+
+
+__all__ = ["Flow", "Outline", "Segment", "is_used", "paths_of", "uses_of"]

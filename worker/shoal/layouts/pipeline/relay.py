@@ -1,0 +1,115 @@
+"""Tensors from rank to rank with their shapes: a description in JSON, then the tensors.
+
+Nothing is unpickled, and what is described is bounded.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from shoal.backends.abortable.p2p import Courier
+from shoal.state.dtypes import DTYPES, name_of
+from shoal_proto.errors import InvalidSpec, MalformedMessage
+
+MAX_DESCRIPTION_BYTES = 1024 * 1024
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Neighbours:
+    """The ranks of one pipeline, in the order of its stages."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self.rank, self.size = group.rank(), group.size()
+        self.courier = Courier(group, device)
+
+    def send(self, tensors: Sequence[Tensor], *, to: int, values: bool) -> None:
+        """Describe the tensors to the rank `to`; send what is in them too if `values`."""
+        described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
+        length, text = _text(described, self.device)
+        contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
+        self.courier.exchange([(each, to) for each in (length, text, *contents)])
+
+    def receive(self, *, source: int, values: bool) -> list[Tensor]:
+        """Tensors like those that rank `source` sends: zeros unless with `values`."""
+        length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.courier.exchange([], [(length, source)])
+        text = _room(length, source)
+        self.courier.exchange([], [(text, source)])
+        tensors = []
+        for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
+            tensor = torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
+            if values:
+                self.courier.exchange([], [(tensor, source)])
+            tensors.append(tensor.requires_grad_(requires_grad))
+        return tensors
+
+    def broadcast(self, outputs: Any, *, source: int) -> Any:
+        """What rank `source` gives, on every rank: tensors in tuples, lists and dicts, numbers.
+
+        Raises InvalidSpec there for anything else.
+        """
+        leaves: list[Any] = []
+        if self.rank == source:
+            leaves, spec = pytree.tree_flatten(outputs)
+            length, text = _text(
+                {"tree": pytree.treespec_dumps(spec), "leaves": [_described(x) for x in leaves]},
+                self.device,
+            )
+        else:
+            length = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.courier.broadcast(length, source)
+        if self.rank != source:
+            text = _room(length, source)
+        self.courier.broadcast(text, source)
+        description = json.loads(bytes(text.tolist()))
+        if self.rank != source:
+            leaves = [self._made(leaf) for leaf in description["leaves"]]
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[index] = leaf.detach().contiguous()
+                self.courier.broadcast(leaves[index], source)
+        return pytree.tree_unflatten(leaves, pytree.treespec_loads(description["tree"]))
+
+    def _made(self, described: Any) -> Any:
+        if "value" in described:
+            return described["value"]
+        dtype, shape = described["tensor"]
+        return torch.empty(shape, dtype=DTYPES[dtype], device=self.device)
+
+
+def _described(leaf: Any) -> dict[str, Any]:
+    if isinstance(leaf, Tensor):
+        return {"tensor": [name_of(leaf.dtype), list(leaf.shape)]}
+    if isinstance(leaf, _PLAIN):
+        return {"value": leaf}
+    raise InvalidSpec(
+        "the outputs of the model cannot be given to the other stages",
+        seen=type(leaf).__name__,
+        expected="tensors, numbers and text in tuples, lists and dicts",
+    )
+
+
+def _text(described: Any, device: torch.device) -> tuple[Tensor, Tensor]:
+    text = bytearray(json.dumps(described).encode())
+    tensor = torch.frombuffer(text, dtype=torch.uint8).to(device)
+    return torch.tensor([tensor.numel()], device=device), tensor
+
+
+def _room(length: Tensor, source: int) -> Tensor:
+    num_bytes = int(length)
+    if not 0 < num_bytes <= MAX_DESCRIPTION_BYTES:
+        raise MalformedMessage(
+            f"stage {source} announced a description of impossible size",
+            seen=f"{num_bytes} bytes",
+            expected=f"1 to {MAX_DESCRIPTION_BYTES}",
+        )
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=length.device)
+
+
+__all__ = ["Neighbours"]

@@ -1,0 +1,236 @@
+"""Micro-batches through the stages of a pipeline, by torch's own schedules."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils import _pytree as pytree
+
+from shoal import randomness
+from shoal.backends.abortable.p2p import Courier
+from shoal.layouts.base import LossFunction
+from shoal.layouts.pipeline.relay import Neighbours
+from shoal.layouts.pipeline.stages import Stage
+from shoal_proto.errors import InvalidSpec
+
+SCHEDULES: Mapping[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feed:
+    """What every stage of a pipeline knows of a step."""
+
+    inputs: Mapping[str, Any]
+    """Of the model, by name; tensors have the samples in their first dimension."""
+    targets: Any = None
+    loss_function: LossFunction | None = None
+    weight: float = 1.0
+
+    @cached_property
+    def num_samples(self) -> int:
+        """Raises InvalidSpec if there is no tensor with samples in the inputs."""
+        for leaf in pytree.tree_leaves(dict(self.inputs)):
+            if isinstance(leaf, Tensor) and leaf.ndim:
+                return leaf.shape[0]
+        raise InvalidSpec("the inputs hold no samples", expected="a tensor of samples among them")
+
+    def samples(self, tree: Any, start: int, stop: int) -> Any:
+        """The part of inputs or targets that belongs to these samples."""
+        num_samples = self.num_samples
+
+        def part(leaf: Any) -> Any:
+            of_samples = isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == num_samples
+            return leaf[start:stop] if of_samples else leaf
+
+        return part(tree) if isinstance(tree, Tensor) else pytree.tree_map(part, tree)
+
+    def key(self) -> str:
+        """The same for all that can go through one schedule."""
+        leaves, spec = pytree.tree_flatten(dict(self.inputs))
+        kinds = [(str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
+        return f"{spec} {kinds}"
+
+
+def num_microbatches(num_samples: int, at_most: int) -> int:
+    """Into how many parts of one size the samples are cut: the largest divisor up to `at_most`."""
+    return max(count for count in range(1, at_most + 1) if num_samples % count == 0)
+
+
+class Rounds:
+    """One schedule, for batches of one shape. Made together by all ranks of the pipeline.
+
+    1F1B needs a micro-batch for each stage; a batch that is cut into fewer goes by GPipe, which
+    computes the same.
+    """
+
+    def __init__(self, stage: Stage, near: Neighbours, name: str, feed: Feed, count: int) -> None:
+        self._stage, self._near, self._count = stage, near, count
+        self._feed = feed
+        self._losses: list[Tensor] = []
+        given, returned = self._probe()
+        kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
+        torch_stage = _PlacedStage(
+            _Part(self),
+            stage.index,
+            stage.num_stages,
+            near.device,
+            input_args=tuple(given),
+            output_args=tuple(returned),
+            group=near.group,
+        )
+        torch_stage.rounds, torch_stage.courier = self, near.courier
+        # The loss is scaled instead: gradients that are there already must stay as they are.
+        self._schedule = kind(torch_stage, count, loss_fn=_as_it_is, scale_grads=False)
+
+    def forward_backward(self, feed: Feed) -> Tensor:
+        """Add this stage's gradients; returns the mean loss, on the last stage only (else 0).
+
+        An error of the user's code, or of the group, comes as it was raised.
+        """
+        self._feed = feed
+        self._losses.clear()
+        rows = torch.arange(feed.num_samples)
+        target = rows if self.is_last else None
+        wrapped: BaseException | None = None
+        try:
+            self._schedule.step(rows=rows, target=target, return_outputs=False)
+        except RuntimeError as error:
+            # torch wraps what a stage raises in a RuntimeError of its own.
+            wrapped = error.__cause__
+            if wrapped is None:
+                raise
+        finally:
+            self._feed = Feed(inputs={})
+        if wrapped is not None:
+            raise wrapped
+        if not self._losses:
+            return torch.zeros((), dtype=torch.float64, device=self._near.device)
+        return torch.stack([loss.double() for loss in self._losses]).mean()
+
+    @property
+    def is_last(self) -> bool:
+        return self._stage.index == self._stage.num_stages - 1
+
+    def compute(self, activations: Sequence[Tensor], start: int, stop: int) -> Any:
+        feed = self._feed
+        inputs = {name: feed.samples(value, start, stop) for name, value in feed.inputs.items()}
+        with randomness.part(start, stop):
+            outputs = self._stage.run(inputs, activations)
+        if self.is_last:
+            return outputs
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise _not_a_tensor(self._stage.index, output)
+        return tuple(output.contiguous() for output in outputs)
+
+    def rows_of(self, microbatch: int) -> tuple[int, int]:
+        size = self._feed.num_samples // self._count
+        return microbatch * size, (microbatch + 1) * size
+
+    def loss_of(self, outputs: Any, start: int, stop: int) -> Tensor:
+        """This micro-batch's part of what backward begins with."""
+        feed = self._feed
+        assert feed.loss_function is not None
+        loss = feed.loss_function(outputs, feed.samples(feed.targets, start, stop))
+        self._losses.append(loss.detach().clone())
+        return loss * (feed.weight / self._count)
+
+    def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
+        """Tensors of the shapes that come in and go out, found by one pass over zeros.
+
+        What a forward pass leaves behind (statistics in buffers, random numbers drawn) is undone.
+        """
+        stage, near = self._stage, self._near
+        given: list[Tensor] = []
+        if stage.index:
+            given = near.receive(source=stage.index - 1, values=False)
+        with _undone(stage.model, near.device):
+            outputs = self.compute(given, *self.rows_of(0))
+        if self.is_last:
+            return given, [torch.zeros(1, device=near.device)]
+        near.send(outputs, to=stage.index + 1, values=False)
+        return given, [_like(output) for output in outputs]
+
+
+class _PlacedStage(PipelineStage):
+    """Computes each backward pass at the place of its samples: by then the forward passes of others
+    have begun, and activation checkpointing draws again what its own drew. A courier sends."""
+
+    rounds: Rounds
+    courier: Courier
+
+    def get_fwd_recv_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_fwd_recv_ops(*args, **kwargs))
+
+    def get_fwd_send_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_fwd_send_ops(*args, **kwargs))
+
+    def get_bwd_recv_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_bwd_recv_ops(*args, **kwargs))
+
+    def get_bwd_send_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
+        return self._by_courier(super().get_bwd_send_ops(*args, **kwargs))
+
+    def _by_courier(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+        # Not on a GPU: NCCL takes a batch as one, which torch does for groups of its own only.
+        for op in ops if self.device.type == "cpu" else ():
+            op.group = cast("dist.ProcessGroup", self.courier)
+        return ops
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        with randomness.part(*self.rounds.rows_of(bwd_chunk_id)):
+            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+class _Part(nn.Module):
+    """The stage as torch's schedule calls it: with activations, and the rows of a micro-batch.
+
+    The last stage returns its loss: so the model's outputs can be of any make.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        super().__init__()
+        self.__dict__["_rounds"] = rounds
+
+    def forward(self, *activations: Tensor, rows: Tensor) -> Any:
+        rounds: Rounds = self.__dict__["_rounds"]
+        start, stop = int(rows[0]), int(rows[-1]) + 1
+        outputs = rounds.compute(activations, start, stop)
+        return rounds.loss_of(outputs, start, stop) if rounds.is_last else outputs
+
+
+def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:
+    return loss
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, requires_grad=tensor.requires_grad)
+
+
+@contextmanager
+def _undone(model: nn.Module, device: torch.device) -> Iterator[None]:
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+    with torch.no_grad():
+        for buffer, content in before:
+            buffer.copy_(content)
+
+
+def _not_a_tensor(stage: int, value: Any) -> InvalidSpec:
+    return InvalidSpec(
+        f"what stage {stage} hands to the next is no tensor",
+        seen=type(value).__name__,
+        expected="layers that return tensors where the model is cut",
+        fix="Let each layer return one tensor, or name other places in split_at.",
+    )
+
+
+__all__ = ["SCHEDULES", "Feed", "Rounds", "num_microbatches"]

@@ -1,0 +1,168 @@
+"""Where a model is cut, so that its stages cost nearly the same.
+
+Every rank cuts by itself and all must cut alike, so each choice here is a function of the model,
+the number of stages and the costs alone.
+"""
+
+from collections.abc import Collection, Sequence
+
+from torch import nn
+
+from shoal.layouts.pipeline.outline import Outline, Segment
+from shoal_proto.errors import InvalidSpec
+
+
+def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
+    """The stage of each layer, such that the costliest stage is as cheap as can be.
+
+    Stages are runs of neighbours, none is empty. Costs are whole numbers of at least 0, there are
+    no fewer of them than stages. Where there is a choice the earlier stages are the fuller ones.
+    """
+    low, high = max(costs), sum(costs)
+    while low < high:
+        middle = (low + high) // 2
+        if _num_runs(costs, middle) <= num_stages:
+            high = middle
+        else:
+            low = middle + 1
+    stage_of: list[int] = []
+    stage, room = 0, low
+    for index, cost in enumerate(costs):
+        stages_left, layers_left = num_stages - 1 - stage, len(costs) - index
+        if index and (cost > room or layers_left == stages_left):
+            stage, room = stage + 1, low
+        stage_of.append(stage)
+        room -= cost
+    return stage_of
+
+
+def _num_runs(costs: Sequence[int], at_most: int) -> int:
+    runs, room = 1, at_most
+    for cost in costs:
+        if cost > room:
+            runs, room = runs + 1, at_most
+        room -= cost
+    return runs
+
+
+class Cutter:
+    """Cuts a model into any number of stages; keeps the traces, which serve all generations.
+
+    `split_at` names the layers before which it may be cut; None: before any. A model with fewer
+    layers than stages is opened further: its largest layers are cut up in turn.
+    """
+
+    def __init__(self, split_at: Sequence[str] | None = None) -> None:
+        self._split_at = None if split_at is None else tuple(split_at)
+        self._outlines: list[Outline] = []
+        self._closed: set[str] = set()
+
+    def outline(self, model: nn.Module, num_stages: int) -> Outline:
+        """The coarsest outline that has so many stages. Raises InvalidSpec if there is none."""
+        if not self._outlines:
+            self._outlines.append(Outline(model, _opened_first(model, self._split_at or ())))
+        for outline in self._outlines:
+            if self._num_parts(outline) >= num_stages:
+                return outline
+        while self._split_at is None:
+            finer = self._opened_once_more(model, self._outlines[-1])
+            if finer is None:
+                break
+            self._outlines.append(finer)
+            if len(finer.segments) >= num_stages:
+                return finer
+        raise self._too_few(self._outlines[-1], num_stages)
+
+    def stage_of(
+        self, outline: Outline, num_stages: int, costs: Sequence[int] | None = None
+    ) -> list[int]:
+        """The stage of each segment; `costs` are those of the segments, None: their bytes."""
+        costs = [segment.num_bytes for segment in outline.segments] if costs is None else costs
+        starts = self._starts(outline)
+        runs = [0] * len(starts)
+        part_of = []
+        for index, cost in enumerate(costs):
+            part_of.append(sum(start <= index for start in starts) - 1)
+            runs[part_of[-1]] += cost
+        stage_of_part = balanced(runs, num_stages)
+        return [stage_of_part[part] for part in part_of]
+
+    def _starts(self, outline: Outline) -> list[int]:
+        """The segments that a stage may begin with."""
+        names = [segment.name for segment in outline.segments]
+        if self._split_at is None:
+            return list(range(len(names)))
+        starts = [0]
+        for cut in self._split_at:
+            found = [i for i, name in enumerate(names) if name == cut or name.startswith(cut + ".")]
+            if not found:
+                raise InvalidSpec(
+                    f"the model cannot be cut before {cut!r}",
+                    seen=f"split_at={list(self._split_at)}",
+                    expected=f"names among {_some(names)}",
+                )
+            starts.append(found[0])
+        return sorted(set(starts))
+
+    def _num_parts(self, outline: Outline) -> int:
+        return len(self._starts(outline))
+
+    def _opened_once_more(self, model: nn.Module, outline: Outline) -> Outline | None:
+        """The same with the largest layer that can be opened opened."""
+        names = {segment.name.partition("@")[0]: segment for segment in outline.segments}
+        by_size = sorted(names.items(), key=lambda item: -item[1].num_bytes)
+        for name, _ in by_size:
+            if name in self._closed or not _has_layers(model.get_submodule(name)):
+                continue
+            self._closed.add(name)
+            try:
+                finer = Outline(model, outline.opened | {name})
+            except InvalidSpec:
+                continue  # Its own forward pass cannot be traced: it stays one layer.
+            if len(finer.segments) >= len(outline.segments):
+                return finer
+        return None
+
+    def _too_few(self, outline: Outline, num_stages: int) -> InvalidSpec:
+        num_parts = self._num_parts(outline)
+        return InvalidSpec(
+            f"the model cannot be cut into {num_stages} stages",
+            seen=f"{num_parts} layers that can be cut apart: {_some(_names(outline.segments))}"
+            if self._split_at is None
+            else f"{num_parts} parts by split_at={list(self._split_at)}",
+            expected=f"at least one for each of {num_stages} ranks",
+            fix=f"Train with at most {num_parts} ranks, or strategy 'hybrid', which gives the"
+            " pipeline fewer.",
+        )
+
+
+def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
+    """Containers, what holds a list of layers, and what holds a layer named in `split_at`."""
+    opened: set[str] = set()
+    for name, part in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if not name or (parent and parent not in opened):
+            continue
+        named = any(cut.startswith(name + ".") for cut in split_at)
+        lists = any(isinstance(child, nn.ModuleList) for child in part.children())
+        if named or lists or isinstance(part, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+            opened.add(name)
+    return opened
+
+
+def _has_layers(part: nn.Module) -> bool:
+    """Whether the user wrote its forward pass, over layers with parameters of their own."""
+    if type(part).__module__.startswith("torch.nn"):
+        return isinstance(part, nn.Sequential)
+    return any(next(child.parameters(), None) is not None for child in part.children())
+
+
+def _names(segments: Sequence[Segment]) -> list[str]:
+    return [segment.name for segment in segments]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+__all__ = ["Cutter", "balanced"]

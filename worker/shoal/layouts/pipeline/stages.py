@@ -1,0 +1,178 @@
+"""What one rank of a pipeline holds of a model, and how it runs it."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from shoal.layouts.pipeline.outline import Outline, is_used, paths_of, uses_of
+from shoal.model.tied_tensors import persistent_buffers, tied
+from shoal_proto.errors import InvalidSpec
+
+
+class Stage:
+    """One stage of a model: the user's module without what others hold, and what to run of it."""
+
+    def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
+        """Takes the model as its own and drops from it what this stage does not need.
+
+        What no stage uses stays with the first. Raises InvalidSpec for a buffer that modules of two
+        stages keep, be it one module that both call: each would go its own way.
+        """
+        self.index, self.num_stages = index, stage_of[-1] + 1
+        self.model = model
+        self._graphs = {mode: outline.graph(mode, stage_of, index) for mode in (True, False)}
+        self._runs: dict[bool, Callable[..., Any]] = {}
+        self._inputs = outline.parameters
+        self._signature = inspect.signature(model.forward)
+        uses = [
+            uses_of(outline.graph(True, stage_of, stage))
+            | uses_of(outline.graph(False, stage_of, stage))
+            for stage in range(self.num_stages)
+        ]
+        self.holders = _holders(model, uses)
+        """The stages that hold a parameter or persistent buffer, by its name in the user's
+        model."""
+        _refuse_shared_buffers(model, uses)
+        own = uses[index] | (_unused(model, uses) if index == 0 else set())
+        self.names = _own_names(model, own)
+        _prune(model, own)
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Those of this stage as they are now, by their names in the user's model."""
+        return {
+            self.names[name]: parameter
+            for name, parameter in self.model.named_parameters(remove_duplicate=False)
+        }
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The same of persistent buffers."""
+        return {self.names[name]: buffer for name, buffer in persistent_buffers(self.model).items()}
+
+    def run(self, inputs: Mapping[str, Any], activations: Sequence[Tensor]) -> Any:
+        """This stage of a forward pass: a tuple for the next stage, or the model's outputs."""
+        mode = self.model.training
+        if mode not in self._runs:
+            self._runs[mode] = _function(self._graphs[mode])
+        return self._runs[mode](self.model, *inputs.values(), *activations)
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's inputs by name, as `run` takes them, of what it is called with.
+
+        Raises InvalidSpec for a value other than the default, where the trace stands on that.
+        """
+        bound = self._signature.bind(*args, **kwargs).arguments
+        given = {}
+        for name, default in self._inputs.items():
+            if default is inspect.Parameter.empty:
+                given[name] = bound.pop(name)
+            elif name in bound and bound[name] is not default and bound[name] != default:
+                raise InvalidSpec(
+                    f"the pipeline was laid out for {name}={default!r}",
+                    seen=f"another value for {name}",
+                    expected="values for the first input and for those without a default only",
+                )
+        return given
+
+
+def _function(graph: fx.Graph) -> Callable[..., Any]:
+    """The graph as a function of the module whose parts it names, and of its inputs.
+
+    Parts are looked up as it runs, so it finds what has been replaced meanwhile. An interpreter
+    does the same and takes ten times as long for each layer.
+    """
+    code = graph.python_code("self")
+    names = dict(code.globals)
+    exec(code.src, names)
+    function: Callable[..., Any] = names["forward"]
+    return function
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Parameters and buffers under every name that they have."""
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+def _stages_of(tensor: str, uses: Sequence[Collection[str]]) -> list[int]:
+    return [stage for stage, used in enumerate(uses) if is_used(tensor, used)]
+
+
+def _holders(model: nn.Module, uses: Sequence[Collection[str]]) -> dict[str, tuple[int, ...]]:
+    canonical = _canonical(model)
+    found: dict[str, set[int]] = {}
+    for name, _ in _tensors(model):
+        found.setdefault(canonical[name], set()).update(_stages_of(name, uses))
+    return {name: tuple(sorted(stages)) or (0,) for name, stages in found.items()}
+
+
+def _unused(model: nn.Module, uses: Sequence[Collection[str]]) -> set[str]:
+    canonical = _canonical(model)
+    used = {canonical[name] for name, _ in _tensors(model) if _stages_of(name, uses)}
+    return {name for name in canonical.values() if name not in used}
+
+
+def _canonical(model: nn.Module) -> dict[str, str]:
+    """For each name of a tensor the one that a state has it under."""
+    further = tied(model)
+    return {name: further.get(name, name) for name, _ in _tensors(model)}
+
+
+def _own_names(model: nn.Module, own: Collection[str]) -> dict[str, str]:
+    return {name: known for name, known in _canonical(model).items() if is_used(name, own)}
+
+
+def _refuse_shared_buffers(model: nn.Module, uses: Sequence[Collection[str]]) -> None:
+    canonical = _canonical(model)
+    keepers: dict[str, tuple[str, set[int]]] = {}
+    for path, part in model.named_modules(remove_duplicate=False):
+        for buffer in part._buffers:
+            name = f"{path}.{buffer}" if path else buffer
+            if name not in canonical or buffer in part._non_persistent_buffers_set:
+                continue
+            first, stages = keepers.setdefault(canonical[name], (name, set()))
+            # Of what a layer contains, that layer is what is called.
+            stages.update(_stages_of(path, uses))
+            if len(stages) > 1:
+                raise _kept_by_several(first, name)
+
+
+def _kept_by_several(first: str, name: str) -> InvalidSpec:
+    what = f"{name.rpartition('.')[0]} is called by more than one stage and keeps a buffer"
+    if first != name:
+        what = f"{first} and {name} are one buffer, kept by layers of more than one stage"
+    return InvalidSpec(
+        what,
+        seen=name,
+        expected="a layer with buffers, such as BatchNorm, in one stage only",
+        fix="Give each place a layer and buffer of its own, or split_at= that keeps them together;"
+        " a constant may be shared if it is registered with persistent=False.",
+    )
+
+
+def _prune(model: nn.Module, own: Collection[str]) -> None:
+    paths = list(model.named_modules(remove_duplicate=False))
+    kept = {
+        (part, name)
+        for path, part in paths
+        for name in (*part._parameters, *part._buffers)
+        if is_used(f"{path}.{name}" if path else name, own)
+    }
+    for part in model.modules():
+        for table in (part._parameters, part._buffers):
+            for name in table:
+                if (part, name) not in kept:
+                    table[name] = None
+    needed = {above for name in own for above in paths_of(name)}
+    for path, _ in reversed(paths):
+        parent, _, name = path.rpartition(".")
+        if path and path not in needed and not is_used(path, own):
+            del model.get_submodule(parent)._modules[name]
+
+
+__all__ = ["Stage"]

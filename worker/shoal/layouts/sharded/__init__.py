@@ -1,0 +1,1 @@
+"""Parameters cut over the ranks by rows, on torch's fully_shard."""

@@ -1,0 +1,46 @@
+"""All-gathers of fully_shard on a CPU: in shared memory or over Gloo, and never for ever."""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+
+from shoal.backends.abortable.waiter import finish
+from shoal.layouts.sharded.shared_slots import SharedSlots
+
+
+class Gathering(DefaultAllGather):
+    """Gathers in the slots, if there are any with room, and else as torch does."""
+
+    def __init__(self, slots: SharedSlots | None) -> None:
+        self._slots = slots
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._slots is not None:
+            room = self._slots.to_gather(math.prod(size) * dtype.itemsize)
+            if room is not None:
+                return torch.frombuffer(room, dtype=dtype)
+        empty: Tensor = super().allocate(size, dtype=dtype, device=device)
+        return empty
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        # `input_tensor` is this rank's place in `output_tensor`.
+        if self._slots is not None and self._slots.gather(output_tensor):
+            return None
+        work = super().__call__(output_tensor, input_tensor, group, async_op=True)
+        if async_op:
+            return work
+        finish(work, group)
+        return None
+
+
+__all__ = ["Gathering"]

@@ -1,0 +1,262 @@
+"""Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from shoal.backends.abortable.waiter import finish
+from shoal.backends.network.gloo import is_gloo
+from shoal.layouts.base import Layout, World, move_buffers
+from shoal.layouts.buffers import broadcast_packed
+from shoal.layouts.gradients import gradient_not_finite, name_of_fault
+from shoal.layouts.sharded.all_gather import Gathering
+from shoal.layouts.sharded.group_passes import GroupPasses
+from shoal.layouts.sharded.grouping import group_modules
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import Spreading
+from shoal.layouts.sharded.shared_slots import SharedSlots
+from shoal.model.tied_tensors import persistent_buffers
+from shoal.state.shards import MODEL
+from shoal_proto.errors import GenerationBroken
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedOptions:
+    """How a sharded model is gathered and computed."""
+
+    free_after_forward: bool = True
+    """Gathered parameters are freed behind forward and gathered once more for backward (ZeRO-3).
+    Otherwise they stay until their gradients are reduced (ZeRO-2)."""
+    min_group_bytes: int | None = None
+    """See `group_modules`."""
+    param_dtype: torch.dtype | None = None
+    """What layers compute with and all-gathers carry; None: the parameters' own."""
+    reduce_dtype: torch.dtype | None = None
+    """What gradients are summed up in over ranks; None: as they come from backward."""
+
+
+class Sharded(Layout):
+    """One rank's rows of every parameter. A parameter with fewer rows than ranks is nothing on the
+    last of them."""
+
+    def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
+        self.world = world
+        self.data_index, self.data_count = world.rank, world.world_size
+        self._passes: list[GroupPasses] = []
+        self._reductions: list[Spreading] = []
+        self._shard(model, options)
+        self._slots = self._share(model, options)
+        for part in fsdp_parameters(model):
+            _give_memory(part, world.device)
+        move_buffers(model, world.device)
+        self.module = model
+        self._parameters = dict(model.named_parameters())
+        self._buffers = persistent_buffers(model)
+        self._fsdp_parameters = list(fsdp_parameters(model))
+
+    def _shard(self, model: nn.Module, options: ShardedOptions) -> None:
+        mesh = DeviceMesh.from_group(
+            self.world.group, self.world.device.type, mesh_dim_names=(self.world.axis("data"),)
+        )
+        settings: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": _policy(options, None),
+            "reshard_after_forward": options.free_after_forward,
+        }
+        grouping = group_modules(model, options.min_group_bytes)
+        for group in grouping.groups:
+            modules = [model.get_submodule(path) for path in group.modules]
+            fully_shard(modules if len(modules) > 1 else modules[0], **settings)
+            self._reduce_by_spreading(modules[0], group.parameters)
+            if len(modules) > 1:
+                self._passes.append(GroupPasses(modules))
+        # The rest would be gathered again at once: backward begins where forward ends.
+        settings["reshard_after_forward"] = False
+        first = next(model.parameters())
+        fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
+        self._reduce_by_spreading(model, grouping.rest.parameters)
+
+    def _share(self, model: nn.Module, options: ShardedOptions) -> SharedSlots | None:
+        """Collective: let the ranks of one machine gather and sum in memory that they share, and
+        others over Gloo."""
+        world = self.world
+        if world.world_size == 1 or world.device.type != "cpu" or not is_gloo(world.group):
+            return None
+        backend: Any = world.group._get_backend(world.device)
+        heads = [head for head in _heads(model) if any(_parts_of(head))]
+        slots = SharedSlots.open(
+            world.group,
+            max(_whole_bytes(head, world.world_size, options.param_dtype) for head in heads),
+            max(_whole_bytes(head, world.world_size, options.reduce_dtype) for head in heads),
+            backend.options._timeout.total_seconds(),
+        )
+        for head in heads:
+            head.set_custom_all_gather(Gathering(slots))
+        for reduction in self._reductions:
+            reduction.slots = slots
+        return slots
+
+    def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
+        if names:
+            reduction = Spreading(names[0])
+            trained = (each for each in _parts_of(module) if each.sharded_param.requires_grad)
+            reduction.blind = not all(each.sharded_size.numel() for each in trained)
+            self._reductions.append(reduction)
+            module.set_custom_reduce_scatter(reduction)
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._parameters
+
+    def travels(self, name: str) -> bool:
+        """All but buffers: everybody has the same."""
+        return name.removeprefix(MODEL) not in self._buffers
+
+    def watch(self, ours: Callable[[], bool]) -> None:
+        for reduction in self._reductions:
+            reduction.ours = ours
+
+    def begin(self) -> None:
+        for passes in self._passes:
+            passes.begin()
+        for reduction in self._reductions:
+            reduction.forget()
+        self._settle()
+
+    def check(self) -> None:
+        """What is not finite in a rank's own gradients is told on all ranks: NonFiniteGradient to
+        that rank, which leaves with it, and GenerationBroken to the others. NonFiniteGradient to
+        all where nobody knows whose it was; to the ranks concerned where only a sum overflowed."""
+        given = (each.parameter for each in self._reductions if each.given)
+        fault = name_of_fault(self._parameters) or next(given, "")
+        if not fault:
+            return
+        if not self._was_spread(fault):
+            raise gradient_not_finite(fault, self.step)
+        at_fault = torch.zeros(self.world.world_size, device=self.world.device)
+        at_fault[self.world.rank] = any(each.own for each in self._reductions)
+        group = self.world.group
+        finish(dist.all_reduce(at_fault, group=group, async_op=True), group)
+        if not at_fault.any() or at_fault[self.world.rank]:
+            raise gradient_not_finite(fault, self.step)
+        ranks = ", ".join(str(rank) for rank, own in enumerate(at_fault.tolist()) if own)
+        raise GenerationBroken(
+            f"the gradient of rank {ranks} is not finite at step {self.step}; it leaves"
+        )
+
+    def _was_spread(self, name: str) -> bool:
+        """Whether all ranks find a fault in this step, and not this one alone."""
+        gradient: Any = self._parameters[name].grad
+        # An overflow leaves infinities, and seldom everywhere.
+        return gradient is None or bool(gradient.to_local().isnan().all())
+
+    def stepped(self) -> None:
+        """Give everybody the first rank's buffers, such as running means: the ranks have computed
+        their own from their own samples."""
+        self._settle()
+        if self._buffers and self.world.world_size > 1:
+            broadcast_packed(list(self._buffers.values()), self.world.group)
+
+    def _settle(self) -> None:
+        """Free what forward passes without a backward pass left gathered: to evaluate, say.
+
+        Else the next pass would compute with it, though the optimizer has stepped meanwhile.
+        """
+        root: Any = self.module
+        if root._get_fsdp_state()._is_root:  # None before the first pass
+            root.reset_iter_state()
+
+    def synchronised(self) -> bool:
+        """Whether there are gradients and all of them are reduced."""
+        reduced = any(parameter.grad is not None for parameter in self._parameters.values())
+        return reduced and not any(map(_left_over, self._fsdp_parameters))
+
+    def cut(self, reason: str) -> None:
+        if self._slots is not None:
+            self._slots.cut(reason)
+
+    def release(self) -> None:
+        if self._slots is not None:
+            self._slots.close()
+        for part in self._fsdp_parameters:
+            part.mesh_info.shard_process_group = None
+
+
+def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """What torch keeps of each parameter: its `sharded_param`, `all_gather_outputs` and others."""
+    for head in _heads(module):
+        yield from _parts_of(head)
+
+
+def _heads(module: nn.Module) -> list[Any]:
+    """Of the modules that are gathered together, one each."""
+    heads: dict[int, Any] = {}
+    for part in module.modules():
+        if state := _state_of(part):
+            heads.setdefault(id(state), part)
+    return list(heads.values())
+
+
+def _give_memory(part: Any, device: torch.device) -> None:
+    """Memory with nothing in it for what the rank has of a parameter that is on the meta device.
+
+    What `Module.to_empty` comes to, which takes three times as long: DTensor derives for each
+    parameter anew what it means to be empty. What fills the part up to the size of the others'
+    is zero.
+    """
+    meta: Any = part.sharded_param
+    padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)
+    dim, length = part.fsdp_placement.dim, part.sharded_size[part.fsdp_placement.dim]
+    padded.narrow(dim, length, padded.size(dim) - length).zero_()
+    own = padded.narrow(dim, 0, length)
+    parameter = nn.Parameter(part.to_sharded_dtensor(own), requires_grad=meta.requires_grad)
+    part._setattr_on_modules(parameter)
+    part._sharded_param_data = padded.view(-1)
+    part.reset_sharded_param()
+
+
+def _parts_of(module: nn.Module) -> Iterator[Any]:
+    """The same of what is gathered with this module, and no other."""
+    for group in _state_of(module)._fsdp_param_groups:
+        yield from group.fsdp_params
+
+
+def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
+    """What is gathered with this module, at most: in its own dtype, if that is wider."""
+    return sum(
+        world_size
+        * part.padded_sharded_param_size.numel()
+        * max(part.sharded_param.element_size(), dtype.itemsize if dtype else 0)
+        for part in _parts_of(module)
+    )
+
+
+def _state_of(module: nn.Module) -> Any:
+    find: Any = getattr(module, "_get_fsdp_state", None)
+    return find() if find else None
+
+
+def _left_over(parameter: Any) -> bool:
+    """A gradient that came and was not reduced."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    accumulated = parameter.unsharded_accumulated_grad
+    return accumulated is not None or (whole is not None and whole.grad is not None)
+
+
+def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    if options.param_dtype is None:
+        return MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)
+    # The loss is computed in the dtype that the user made the model with.
+    return MixedPrecisionPolicy(
+        param_dtype=options.param_dtype,
+        reduce_dtype=options.reduce_dtype,
+        output_dtype=output_dtype,
+    )
+
+
+__all__ = ["Sharded", "ShardedOptions", "fsdp_parameters"]

@@ -1,0 +1,95 @@
+"""What is not finite in one rank's gradients is seen by all ranks that reduce them together."""
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
+from shoal.layouts.sharded.shared_slots import SharedSlots
+from shoal.strategies.gradients import bare_backward, is_finite
+
+
+class Spreading(DefaultReduceScatter):
+    """Reduces and scatters as torch does, but what is not finite on one rank is NaN on all.
+
+    Each rank is given its own rows of the sum, and one whose rows are sound would train on while
+    another stops. That costs one pass over the gradients, and no message.
+    """
+
+    def __init__(self, parameter: str) -> None:
+        self.parameter = parameter
+        """The first one whose gradients it reduces."""
+        self.blind = False
+        """Whether this rank holds no rows of some of them, but what fills up its part."""
+        self.slots: SharedSlots | None = None
+        """Where all ranks have memory in common."""
+        self._filled: weakref.ref[Tensor] | None = None
+        self.ours: Callable[[], bool] | None = None
+        """Whether gradients that come now are of a pass that they may come of; None: of any."""
+        self.forget()
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for whole gradients, and next for this rank's part of the sum of those."""
+        if self.ours is not None and not self.ours():
+            raise bare_backward()
+        whole = self._filled() if self._filled is not None else None
+        self._filled = None
+        if whole is None and self.slots is not None:
+            room = self.slots.to_sum(math.prod(size) * dtype.itemsize)
+            if room is not None:
+                whole = room.view(dtype)
+                self._filled = weakref.ref(whole)
+                return whole
+        empty: Tensor = super().allocate(size, dtype=dtype, device=device)
+        return empty
+
+    def forget(self) -> None:
+        """A new step begins."""
+        self.own = False
+        """Whether this rank's own gradients were not finite; not known on a GPU, which would have
+        to be waited for."""
+        self.given = False
+        """Whether a blind rank was given what is not finite."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.own = spread(input_tensor) or self.own
+        work = None
+        if not async_op and sends_each_part_once(input_tensor, group, op):
+            slots = self.slots
+            if slots is None or not slots.reduce_scatter(output_tensor, input_tensor, op):
+                reduce_scatter(output_tensor, input_tensor, group, op)
+        else:
+            work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        if self.blind:
+            self.given = not is_finite(output_tensor) or self.given
+        return work
+
+
+def spread(gradients: Tensor) -> bool:
+    """Make all elements NaN if one is NaN or Inf; returns whether one was, as far as that is known
+    without waiting for a GPU."""
+    if gradients.device.type == "cpu":
+        if is_finite(gradients):
+            return False
+        gradients.fill_(float("nan"))
+        return True
+    # In double precision, in which finite numbers have a finite sum.
+    total = gradients.sum(dtype=torch.float64)
+    gradients.add_((total - total).to(gradients.dtype))
+    return False
+
+
+__all__ = ["Spreading", "spread"]

@@ -1,0 +1,135 @@
+"""All-gathers and sums of fully_shard in memory that all ranks share, where one machine has them.
+
+Over Gloo each rank sends its rows to every other one, through the kernel and back. Here it writes
+them where all can read: into its place of a slot for what is gathered, which is then there for all
+ranks at once, or into its own slot for what is summed up, of which each rank adds up its part. No
+byte is sent, and a collective takes one meeting.
+
+A slot is written anew only when no rank has a use for it any more. What was gathered may stay with
+torch for longer than the next collective: so each rank tells at each meeting which slots are still
+in use with it, and all of them choose the next one by that. What is summed up has been read by
+everybody at the meeting after it.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
+from shoal.backends.shared_memory.opening import share_memory
+from shoal_proto.errors import InternalError
+
+NUM_GATHERED = 3
+"""One that is copied from, one that is gathered behind it, and one that torch keeps until then."""
+NUM_SUMMED = 2
+_ELSEWHERE = NUM_GATHERED
+
+
+class SharedSlots:
+    """Of one rank. All ranks call the same methods in the same order."""
+
+    def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
+        self._memory = memory
+        self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
+        end = NUM_GATHERED * gathered_bytes
+        self._gathered = memory.room[:end]
+        self._summed = torch.frombuffer(memory.room[end:], dtype=torch.uint8)
+        self._starts = [
+            torch.frombuffer(self._gathered[slot * gathered_bytes :], dtype=torch.uint8).data_ptr()
+            for slot in range(NUM_GATHERED)
+        ]
+        self._uses: list[weakref.ref[memoryview] | None] = [None] * NUM_GATHERED
+        self._used_anywhere = 0
+        self._num_sums = 0
+
+    @classmethod
+    def open(
+        cls, group: dist.ProcessGroup, gathered_bytes: int, summed_bytes: int, limit_s: float
+    ) -> "SharedSlots | None":
+        """Collective: slots for tensors of at most so many bytes, whole; None, on all ranks alike,
+        where they cannot share memory. For `limit_s` see `share_memory`."""
+        gathered_bytes, summed_bytes = whole_pages(gathered_bytes), whole_pages(summed_bytes)
+        each = dist.get_world_size(group) * NUM_SUMMED
+        size = NUM_GATHERED * gathered_bytes + each * summed_bytes
+        memory = share_memory(group, size, limit_s)
+        return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
+
+    def to_gather(self, num_bytes: int) -> memoryview | None:
+        """Where to put this rank's rows so that `gather` completes them, for as long as anything
+        refers to it. None, on all ranks alike: there is no room."""
+        free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
+        if not free or not 0 < num_bytes <= self._gathered_bytes:
+            return None
+        start = free[0] * self._gathered_bytes
+        room = self._gathered[start : start + num_bytes]
+        self._uses[free[0]] = weakref.ref(room)
+        return room
+
+    def gather(self, output: Tensor) -> bool:
+        """Wait for the other ranks' parts. False, on all ranks alike: the output is not of
+        `to_gather`, and is to be gathered in another way."""
+        start = output.data_ptr()
+        slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
+        self._meet(slot)
+        return slot != _ELSEWHERE
+
+    def to_sum(self, num_bytes: int) -> Tensor | None:
+        """Bytes for what this rank adds to a sum. They are its own until `reduce_scatter`, and are
+        not to be read behind it. None: the sum is too large."""
+        if num_bytes > self._summed_bytes:
+            return None
+        start = self._start_of(self._memory.rank)
+        return self._summed[start : start + num_bytes]
+
+    def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any) -> bool:
+        """Fill `own` with this rank's part of the sum or mean over the ranks of their `whole`,
+        added in their order. False, on all ranks alike: it is too large."""
+        mine = self.to_sum(whole.nbytes)
+        if mine is None:
+            return False
+        if whole.data_ptr() != mine.data_ptr():
+            mine.view(whole.dtype).copy_(whole.view(-1))
+        self._meet(_ELSEWHERE)
+        world_size, width = self._memory.world_size, whole.element_size()
+        parts = self._summed.view(whole.dtype).as_strided(
+            (world_size, own.numel()),
+            (NUM_SUMMED * self._summed_bytes // width, 1),
+            self._start_of(0) // width + self._memory.rank * own.numel(),
+        )
+        torch.sum(parts, dim=0, out=own)
+        if op == dist.ReduceOp.AVG:
+            own.div_(world_size)
+        self._num_sums += 1
+        return True
+
+    def cut(self, reason: str) -> None:
+        """See `SharedMemory.cut`."""
+        self._memory.cut(reason)
+
+    def close(self) -> None:
+        """See `SharedMemory.close`. May be called twice."""
+        self._memory.close()
+
+    def _start_of(self, rank: int) -> int:
+        return (rank * NUM_SUMMED + self._num_sums % NUM_SUMMED) * self._summed_bytes
+
+    def _meet(self, slot: int) -> None:
+        in_use = 0
+        for number, use in enumerate(self._uses):
+            if use is not None and use() is not None:
+                in_use |= 1 << number
+        words = self._memory.meet(slot << NUM_GATHERED | in_use)
+        if len({word >> NUM_GATHERED for word in words}) > 1:
+            raise InternalError(
+                "the ranks do not gather in the same place",
+                seen=f"slots {[word >> NUM_GATHERED for word in words]} by rank",
+            )
+        self._used_anywhere = 0
+        for word in words:
+            self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
+
+
+__all__ = ["NUM_GATHERED", "SharedSlots"]

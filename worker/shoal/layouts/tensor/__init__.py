@@ -1,0 +1,1 @@
+"""Modules split over ranks that work on the same samples."""

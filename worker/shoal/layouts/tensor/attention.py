@@ -1,0 +1,133 @@
+"""torch's MultiheadAttention of which each rank computes some heads."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from shoal.layouts.tensor.parts import Cut, enter, gathered, local, summed, whole_mask
+
+
+class SplitAttention(nn.MultiheadAttention):
+    """Each rank attends with its own heads, and computes its summand of the output projection.
+
+    The packed input projection is cut into even rows, which are no whole heads: its outputs are
+    gathered, and each rank goes on with those of its heads. B samples, T target and S source
+    positions, H own heads of width D, E embedding.
+    """
+
+    rows: Cut
+    """Of the packed projection: query, key and value below each other."""
+    heads: Cut
+    columns: Cut
+    """Of the output projection's inputs."""
+
+    def forward(  # noqa: PLR0917 - torch's own signature
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
+        q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))
+        # A causal hint comes with the mask that it describes; the mask alone says it all.
+        mask = self._mask(attn_mask, key_padding_mask, q, k.shape[-2])
+        p = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights or p:
+            scores = q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)
+            weights = torch.softmax(scores if mask is None else scores + mask, -1)
+            if p:
+                drawn = whole_mask(weights, 1, self.heads, p)
+                weights = weights * self.heads.own(drawn, 1)
+            out = weights @ v
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask)
+        joined = self._joined(out, batched=query.dim() == 3)
+        shown = weights if need_weights else None
+        return joined, self._shown(shown, average_attn_weights, query.dim() == 3)
+
+    def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+        """Query, key and value after their projections, whole."""
+        weight = local(self.in_proj_weight)
+        bias = None if self.in_proj_bias is None else local(self.in_proj_bias)
+        if query is key and key is value:
+            part = F.linear(enter(query, self.rows), weight, bias)
+            yield from gathered(part, self.rows).chunk(3, -1)
+            return
+        for index, given in enumerate((query, key, value)):
+            cut, own = self._third(index)
+            part_bias = None if bias is None else bias[own]
+            yield gathered(F.linear(enter(given, cut), weight[own], part_bias), cut)
+
+    def _third(self, index: int) -> tuple[Cut, slice]:
+        """How one of the three projections lies over the ranks; its part of this rank's rows."""
+        begin, end = index * self.embed_dim, (index + 1) * self.embed_dim
+        starts = [sum(self.rows.sizes[:rank]) for rank in range(len(self.rows.sizes))]
+        spans = [
+            (max(begin, start), min(end, start + size))
+            for start, size in zip(starts, self.rows.sizes, strict=True)
+        ]
+        sizes = tuple(max(0, stop - start) for start, stop in spans)
+        rank = self.rows.rank
+        cut = Cut(group=self.rows.group, rank=rank, sizes=sizes)
+        first = spans[rank][0] - starts[rank] if sizes[rank] else 0
+        return cut, slice(first, first + sizes[rank])
+
+    def _own_heads(self, projected: Tensor) -> Tensor:
+        """[B, T, E], [T, B, E] or [T, E] to [B, H, T, D]."""
+        whole = projected.unsqueeze(0) if projected.dim() == 2 else projected
+        if projected.dim() == 3 and not self.batch_first:
+            whole = whole.transpose(0, 1)
+        own = self.columns.own(enter(whole, self.columns))
+        return own.view(*own.shape[:-1], self.heads.size, self.head_dim).transpose(1, 2)
+
+    def _joined(self, out: Tensor, *, batched: bool) -> Tensor:
+        """[B, H, T, D] to the shape of the query, after the output projection."""
+        # Time first in memory, as torch has it: dropout draws its masks in the order of memory.
+        side_by_side = out.permute(2, 0, 1, 3).flatten(2)
+        total = summed(F.linear(side_by_side, local(self.out_proj.weight)), self.columns)
+        if self.out_proj.bias is not None:
+            total = total + self.out_proj.bias
+        if not batched:
+            return total.squeeze(1)
+        return total.transpose(0, 1) if self.batch_first else total
+
+    def _mask(
+        self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, num_sources: int
+    ) -> Tensor | None:
+        """What is added to the scores of this rank's heads."""
+        found = None
+        if attn_mask is not None:
+            found = _additive(attn_mask, query.dtype)
+            if found.dim() == 3:
+                found = found.view(query.shape[0], self.num_heads, *found.shape[1:])
+                found = self.heads.own(found, 1)
+        if padding is not None:
+            padded = _additive(padding, query.dtype).view(-1, 1, 1, num_sources)
+            found = padded if found is None else found + padded
+        return found
+
+    def _shown(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
+        """The attention weights as the caller asked for them, of all heads."""
+        if weights is None:
+            return None
+        whole = gathered(weights.movedim(1, -1), self.heads).movedim(-1, 1)
+        shown = whole.mean(1) if average else whole
+        return shown if batched else shown.squeeze(0)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype == torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, float("-inf"))
+    return mask.to(dtype)
+
+
+__all__ = ["SplitAttention"]

@@ -1,0 +1,315 @@
+"""Derives how a transformer, or any model of linear and embedding modules, is split over ranks.
+
+Only what is correct whatever the model does with it is split: pairs that were seen to have nothing
+but elementwise work between them, torch's own attention, and single modules whose outputs are
+gathered. All else stays whole, and the plan says why.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+
+from torch import Tensor, nn
+
+from shoal.layouts.tensor.plan import (
+    COLUMN,
+    HEADS,
+    MASK,
+    ROW,
+    VOCAB,
+    WHOLE,
+    Entry,
+    Part,
+    TensorPlan,
+)
+from shoal.layouts.tensor.regions import regions
+from shoal.layouts.tensor.styles import CUT_DIMS, STYLES, odd
+from shoal_proto.errors import InvalidSpec
+
+MIN_SPLIT_BYTES = 64 * 1024
+"""A module or pair with less is left whole: its collectives would cost more than they save."""
+
+
+def derive(
+    model: nn.Module,
+    degree: int,
+    overrides: Mapping[str, str] | None = None,
+    *,
+    min_split_bytes: int = MIN_SPLIT_BYTES,
+) -> TensorPlan:
+    """How the model is split over `degree` ranks.
+
+    `overrides`: patterns of module names (as in a shell) to "column", "row", "vocab", "heads" or
+    "whole"; the last that matches holds. They are right whatever they say: a row without its
+    column takes its part of whole inputs, a column without its row has its outputs gathered.
+    Raises InvalidSpec for a pattern that matches nothing, a style that does not fit its module, a
+    dimension of fewer elements than ranks, or tied weights that would be cut in two ways.
+
+    The model's parameters may be on the meta device. The model is not changed.
+    """
+    if degree < 1:
+        raise InvalidSpec("a model cannot be split", seen=f"degree {degree}", expected="1 or more")
+    return _Derivation(model, degree, overrides or {}, min_split_bytes).plan()
+
+
+class _Derivation:
+    def __init__(
+        self, model: nn.Module, degree: int, overrides: Mapping[str, str], min_split_bytes: int
+    ) -> None:
+        self._modules = dict(model.named_modules())
+        self._degree = degree
+        self._min_bytes = min_split_bytes
+        paths = Counter(id(m) for _, m in model.named_modules(remove_duplicate=False))
+        self._shared = {name for name, m in self._modules.items() if paths[id(m)] > 1}
+        self._owners = _owners(self._modules)
+        self._chosen = self._read(overrides)
+        self._entries: dict[str, Entry] = {}
+        self._counted: set[int] = set()
+
+    def plan(self) -> TensorPlan:
+        for name, reason in self._unsplittable():
+            self._whole(name, reason)
+        self._tied()
+        if self._degree > 1:
+            for name in self._modules:
+                self._pairs(name)
+        for name, module in self._modules.items():
+            if name not in self._entries and type(module) in STYLES:
+                self._alone(name)
+        ordered = [self._entries[name] for name in self._modules if name in self._entries]
+        return TensorPlan(degree=self._degree, entries=tuple(self._count(e) for e in ordered))
+
+    # --- what the user said ---
+
+    def _read(self, overrides: Mapping[str, str]) -> dict[str, str]:
+        chosen: dict[str, str] = {}
+        for pattern, style in overrides.items():
+            matches = [name for name in self._modules if fnmatchcase(name, pattern)]
+            if not matches:
+                raise InvalidSpec(
+                    "the tensor plan names a module that the model does not have",
+                    seen=repr(pattern),
+                    expected="a name or pattern of named_modules()",
+                    fix=f"The model has {', '.join(name for name in self._modules if name)}.",
+                )
+            for name in matches:
+                if style == WHOLE:
+                    below = f"{name}." if name else ""
+                    chosen |= {inner: WHOLE for inner in self._modules if inner.startswith(below)}
+                else:
+                    self._check_fit(name, style)
+                chosen[name] = style
+        return chosen
+
+    def _check_fit(self, name: str, style: str) -> None:
+        module = self._modules[name]
+        fitting = STYLES.get(type(module), ())
+        if style not in fitting:
+            raise InvalidSpec(
+                f"the tensor plan does not fit module {name!r}, a {type(module).__name__}",
+                seen=repr(style),
+                expected=" or ".join(repr(known) for known in (*fitting, WHOLE)),
+            )
+        reason = odd(module) or self._too_small(module, style)
+        if reason:
+            raise InvalidSpec(
+                f"module {name!r} cannot be split over {self._degree} ranks",
+                seen=reason,
+                expected="something to split",
+                fix="Say 'whole', or leave it out of the plan.",
+            )
+
+    # --- what cannot be split, and what must be the same ---
+
+    def _unsplittable(self) -> Iterator[tuple[str, str]]:
+        for name, module in self._modules.items():
+            if self._chosen.get(name) == WHOLE:
+                yield name, "you said so"
+            elif type(module) not in STYLES:
+                yield name, f"no way to split a {type(module).__name__} is known"
+            elif reason := odd(module):
+                yield name, reason
+
+    def _tied(self) -> None:
+        """Modules that share parameters: cut by rows, all of them, or whole."""
+        for names in self._bound_together():
+            styles = {name: self._tied_style(name) for name in names}
+            bad = [n for n, s in styles.items() if self._chosen.get(n, s) not in (s, WHOLE)]
+            if bad:
+                raise InvalidSpec(
+                    f"the weights of {' and '.join(names)} are tied: they are cut in one way",
+                    seen=f"{bad[0]!r}: {self._chosen[bad[0]]!r}",
+                    expected="'vocab' for embeddings and 'column' for linear modules, or 'whole'",
+                )
+            splits = all(
+                styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
+            )
+            # All alike: what is cut in one place and whole in another would be two parameters.
+            splits = splits and any(self._is_big(name) for name in names)
+            for name in names:
+                others = ", ".join(other for other in names if other != name)
+                if splits:
+                    self._split(name, styles[name], f"tied to {others}: all by rows")
+                elif name not in self._entries:
+                    self._whole(name, f"tied to {others}, which cannot be cut in the same way")
+
+    def _bound_together(self) -> Iterator[list[str]]:
+        """The modules that must be cut alike, in the order of the model: those with a parameter in
+        common, and others with another one of theirs in common."""
+        groups = {name: {name} for name in self._modules}
+        for owners in self._owners.values():
+            joint = set().union(*(groups[self._cutter(name)] for name, _ in owners))
+            groups |= dict.fromkeys(joint, joint)
+        seen: set[str] = set()
+        for name, group in groups.items():
+            if len(group) > 1 and name not in seen:
+                seen |= group
+                yield [each for each in self._modules if each in group]
+
+    def _cutter(self, name: str) -> str:
+        """The module with which the parameters of this one are cut."""
+        parent, _, own = name.rpartition(".")
+        above = self._modules.get(parent) if own == "out_proj" else None
+        return parent if isinstance(above, nn.MultiheadAttention) else name
+
+    def _tied_style(self, name: str) -> str:
+        return {nn.Embedding: VOCAB, nn.Linear: COLUMN}.get(type(self._modules[name]), "")
+
+    # --- pairs and single modules ---
+
+    def _pairs(self, parent: str) -> None:
+        if parent in self._shared and not self._modules[parent]._modules:
+            return
+        prefix = f"{parent}." if parent else ""
+        for region in regions(self._modules[parent]):
+            columns = [prefix + name for name in region.columns]
+            row, masks = prefix + region.row, [prefix + name for name in region.dropouts]
+            if not (self._free(row, ROW) and all(self._free(name, COLUMN) for name in columns)):
+                continue
+            if not all(self._has_one_name(name) for name in masks):
+                continue
+            weights = (self._modules[name].weight for name in (*columns, row))
+            num_bytes = sum(w.nbytes for w in weights if isinstance(w, Tensor))
+            asked = any(name in self._chosen for name in (*columns, row))
+            if num_bytes < self._min_bytes and not asked:
+                continue
+            for name in columns:
+                self._split(name, COLUMN, f"its outputs go on to {row}", paired=True)
+            why = f"takes the parts of {', '.join(columns)}"
+            self._split(row, ROW, why, paired=True)
+            width = self._modules[row].in_features
+            assert isinstance(width, int)
+            for name in masks:
+                self._entries[name] = Entry(
+                    module=name, style=MASK, why=f"before {row}", parts={}, width=width
+                )
+
+    def _free(self, name: str, style: str) -> bool:
+        return (
+            name not in self._entries
+            and self._has_one_name(name)
+            and self._chosen.get(name, style) == style
+            and self._fits(name, style)
+        )
+
+    def _has_one_name(self, name: str) -> bool:
+        """Whether the module of this name is used in no other place."""
+        # One of several names is known by its first, and may be called outside of the pair.
+        return name in self._modules and name not in self._shared
+
+    def _alone(self, name: str) -> None:
+        module = self._modules[name]
+        asked = self._chosen.get(name)
+        style = asked or STYLES[type(module)][0]
+        reason = self._too_small(module, style)
+        if self._degree == 1:
+            self._whole(name, "there is one rank")
+        elif reason:
+            self._whole(name, reason)
+        elif not asked and not self._is_big(name):
+            self._whole(name, f"smaller than {self._min_bytes} bytes")
+        elif style == HEADS:
+            self._split(name, style, "each rank has whole heads")
+        elif style == ROW:
+            self._split(name, style, "takes its part of whole inputs; outputs are summed")
+        elif style == VOCAB:
+            self._split(name, style, "each rank looks up its own rows; outputs are summed")
+        else:
+            self._split(name, style, "on its own: outputs are gathered")
+
+    def _is_big(self, name: str) -> bool:
+        count = sum(p.nbytes for p in self._modules[name].parameters())
+        return name in self._chosen or count >= self._min_bytes
+
+    def _fits(self, name: str, style: str) -> bool:
+        return not self._too_small(self._modules[name], style)
+
+    def _too_small(self, module: nn.Module, style: str) -> str:
+        """Why its dimensions do not go over the ranks; empty if they do."""
+        if isinstance(module, nn.MultiheadAttention):
+            if module.num_heads % self._degree:
+                return f"{module.num_heads} heads do not divide by {self._degree}"
+            return ""
+        weight = module.weight
+        assert isinstance(weight, Tensor)
+        size = weight.shape[CUT_DIMS[type(module), style]["weight"]]
+        return f"{size} is fewer than {self._degree} ranks" if size < self._degree else ""
+
+    # --- writing it down ---
+
+    def _split(self, name: str, style: str, why: str, *, paired: bool = False) -> None:
+        dims = CUT_DIMS[type(self._modules[name]), style]
+        self._entries[name] = self._entry(name, style, why, dims, paired=paired)
+        if style == HEADS:
+            self._entries.pop(_under(name, "out_proj"), None)
+
+    def _whole(self, name: str, why: str) -> None:
+        module = self._modules[name]
+        if any(parameter is not None for parameter in module._parameters.values()):
+            self._entries[name] = self._entry(name, WHOLE, why, {})
+
+    def _entry(
+        self, name: str, style: str, why: str, dims: Mapping[str, int], *, paired: bool = False
+    ) -> Entry:
+        module = self._modules[name]
+        held = dict(module.named_parameters(recurse=style == HEADS))
+        parts = {
+            key: Part(shape=tuple(p.shape), dim=dims.get(key), element_bytes=p.element_size())
+            for key, p in held.items()
+        }
+        return Entry(module=name, style=style, paired=paired, why=why, parts=parts)
+
+    def _count(self, entry: Entry) -> Entry:
+        """The entry without parameters that another one has already."""
+        module = self._modules[entry.module]
+        parts = {}
+        for key, part in entry.parts.items():
+            parameter = module.get_parameter(key)
+            if id(parameter) not in self._counted:
+                self._counted.add(id(parameter))
+                parts[key] = part
+        return Entry(
+            module=entry.module,
+            style=entry.style,
+            paired=entry.paired,
+            why=entry.why,
+            parts=parts,
+            width=entry.width,
+        )
+
+
+def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]]:
+    """The modules, and their names for it, that have each parameter."""
+    owners: dict[int, list[tuple[str, str]]] = {}
+    for name, module in modules.items():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((name, key))
+    return owners
+
+
+def _under(parent: str, name: str) -> str:
+    return f"{parent}.{name}" if parent else name
+
+
+__all__ = ["MIN_SPLIT_BYTES", "derive"]

@@ -1,0 +1,213 @@
+"""Tensor parallel: modules are split over the ranks, which all work on the same samples."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from shoal.backends.abortable.waiter import finish
+from shoal.layouts.base import Layout, World, materialise
+from shoal.layouts.non_finite_check import Verdict
+from shoal.layouts.tensor.attention import SplitAttention
+from shoal.layouts.tensor.parts import (
+    ColumnEmbedding,
+    ColumnLinear,
+    Cut,
+    CutDropout,
+    RowLinear,
+    VocabEmbedding,
+)
+from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, Entry, TensorPlan
+from shoal.layouts.tensor.styles import CUT_DIMS
+from shoal.state.shards import MODEL, OPTIM
+
+_Known = dict[int, nn.Parameter]
+
+
+def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
+    """Split the module in place over a mesh of one dimension, as the plan for its size says.
+
+    Nothing is communicated, and the parameters may be on the meta device; real ones must be the
+    same on all ranks. Split parameters become DTensors, all else stays as it is. Afterwards a
+    forward pass gives every rank of the mesh the whole outputs, and a backward pass gives every
+    rank the gradients of what it holds, provided that all were given the same inputs.
+    """
+    assert mesh.size() == plan.degree, "the plan is for the mesh"
+    known: _Known = {}
+    for entry in plan.entries:
+        if entry.style != WHOLE:
+            parallelize_module(module.get_submodule(entry.module), mesh, _Split(entry, known))
+    # For evaluation torch's encoder has kernels that take whole weights; these flags rule them out.
+    for part in module.modules():
+        if isinstance(part, nn.TransformerEncoderLayer) and _is_split(part):
+            part.activation_relu_or_gelu = 0
+        elif isinstance(part, nn.TransformerEncoder) and _is_split(part):
+            part.use_nested_tensor = False
+
+
+def _is_split(module: nn.Module) -> bool:
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+class _Split(ParallelStyle):
+    """Splits one module as its entry in the plan says."""
+
+    def __init__(self, entry: Entry, known: _Known) -> None:
+        super().__init__()
+        self._entry = entry
+        self._known = known
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for key, dim in take_part(module, self._entry, device_mesh.get_group()).items():
+            self._cut(module, key, dim, device_mesh)
+        return module
+
+    def _cut(self, module: nn.Module, path: str, dim: int, mesh: DeviceMesh) -> None:
+        where, _, key = path.rpartition(".")
+        owner = module.get_submodule(where)
+        whole = owner._parameters[key]
+        if whole is None:
+            return
+        # Tied parameters stay one.
+        if id(whole) not in self._known:
+            cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
+            self._known[id(whole)] = nn.Parameter(cut, requires_grad=whole.requires_grad)
+        owner._parameters[key] = self._known[id(whole)]
+
+
+def take_part(module: nn.Module, entry: Entry, group: dist.ProcessGroup) -> Mapping[str, int]:
+    """Let the module compute this rank's part; its parameters are still whole.
+
+    Returns along which dimension each of them is to be cut, by name.
+    """
+    # A dropout may have been keyed, which its class tells.
+    made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
+    kind = made, entry.style
+    _APPLY[kind](module, group, entry)
+    return CUT_DIMS[kind]
+
+
+def _column(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+    module.__class__ = ColumnLinear
+    module.cut = Cut.of(module.out_features, group)
+    module.gathers = not entry.paired
+
+
+def _row(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+    module.__class__ = RowLinear
+    module.cut = Cut.of(module.in_features, group)
+    module.takes_part = entry.paired
+
+
+def _vocab(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+    module.__class__ = VocabEmbedding
+    module.cut = Cut.of(module.num_embeddings, group)
+
+
+def _embedding_column(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+    module.__class__ = ColumnEmbedding
+    module.cut = Cut.of(module.embedding_dim, group)
+
+
+def _heads(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+    module.__class__ = SplitAttention
+    module.rows = Cut.of(3 * module.embed_dim, group)
+    module.heads = Cut.of(module.num_heads, group)
+    module.columns = Cut.of(module.embed_dim, group)
+
+
+def _mask(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+    module.__class__ = CutDropout
+    module.cut = Cut.of(entry.width, group)
+
+
+_APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, dist.ProcessGroup, Entry], None]] = {
+    (nn.Linear, COLUMN): _column,
+    (nn.Linear, ROW): _row,
+    (nn.Embedding, VOCAB): _vocab,
+    (nn.Embedding, COLUMN): _embedding_column,
+    (nn.MultiheadAttention, HEADS): _heads,
+    (nn.Dropout, MASK): _mask,
+}
+
+
+@runtime_checkable
+class SplitsItself(Protocol):
+    """A module of which no plan can be derived, because its layers are no modules of torch."""
+
+    def split_over(self, mesh: DeviceMesh) -> None:
+        """Make DTensors of what is split, and let the module compute with this rank's parts.
+
+        Called in each generation, on a copy whose parameters are on the meta device.
+        """
+
+
+class TensorLayout(Layout):
+    """A whole world as one tensor-parallel group."""
+
+    elementwise = True
+    verdict: Verdict
+
+    def __init__(self, module: nn.Module, world: World, plan: TensorPlan) -> None:
+        self.world = world
+        self.module = module
+        self.plan = plan
+        mesh = DeviceMesh.from_group(
+            world.group, world.device.type, mesh_dim_names=(world.axis("tensor"),)
+        )
+        parallelise(module, mesh, plan)
+        if isinstance(module, SplitsItself):
+            module.split_over(mesh)
+        materialise(module, world.device)
+        self._parameters = dict(module.named_parameters())
+        self.verdict = Verdict(world.group, world.device)
+
+    @property
+    def parameters(self) -> Mapping[str, nn.Parameter]:
+        return self._parameters
+
+    def counts(self, name: str) -> bool:
+        return isinstance(self._parameters.get(name), DTensor) or self.world.rank == 0
+
+    def travels(self, name: str) -> bool:
+        if name.startswith(MODEL):
+            return isinstance(self._parameters.get(name.removeprefix(MODEL)), DTensor)
+        owner, _, _ = name.removeprefix(OPTIM).rpartition("/")
+        return isinstance(self._parameters.get(owner), DTensor)
+
+    def begin(self) -> None:
+        self.verdict.begin()
+
+    def reduce(self) -> None:
+        """Give all ranks the first one's gradients of whole parameters.
+
+        They are the same up to kernels that add in no fixed order, or to machines of two kinds;
+        that is enough for copies to drift apart over many steps.
+        """
+        self.verdict.look(self._parameters)
+        if self.world.world_size == 1:
+            return
+        for gradients in self._whole_gradients():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            message = dist.broadcast(flat, group_src=0, group=self.world.group, async_op=True)
+            finish(message, self.world.group)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def _whole_gradients(self) -> Iterator[list[Tensor]]:
+        """By dtype, in the order of the parameters."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in self._parameters.values():
+            gradient = parameter.grad
+            if gradient is not None and not isinstance(gradient, DTensor):
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        yield from by_dtype.values()
+
+
+__all__ = ["SplitsItself", "TensorLayout", "parallelise", "take_part"]

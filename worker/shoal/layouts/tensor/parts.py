@@ -1,0 +1,225 @@
+"""Linear, embedding and dropout modules of which each rank computes a part.
+
+Outside a split region every value is the same on all ranks of the group. What enters a region has
+its gradient summed over the ranks; what leaves it is gathered or summed. Parameters are DTensors;
+what is computed with them are this rank's local parts, so that sizes need not divide and plain
+kernels run. (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shoal.backends.abortable.waiter import finish
+from shoal.dropout import draw
+from shoal.layouts.tensor.plan import part_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How one dimension lies over the ranks of a group."""
+
+    group: dist.ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]
+    """Of each rank's part; zeros at the end where there are fewer elements than ranks."""
+
+    @classmethod
+    def of(cls, size: int, group: dist.ProcessGroup) -> "Cut":
+        return cls(group=group, rank=group.rank(), sizes=part_sizes(size, group.size()))
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def size(self) -> int:
+        """Of this rank's part."""
+        return self.sizes[self.rank]
+
+    def own(self, whole: Tensor, dim: int = -1) -> Tensor:
+        return whole.narrow(dim, self.start, self.size)
+
+
+class _Enter(torch.autograd.Function):
+    """The same value; its gradient is the sum over the ranks' parts."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        finish(dist.all_reduce(total, group=ctx.group, async_op=True), ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of the ranks' values, on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = value.clone(memory_format=torch.contiguous_format)
+        finish(dist.all_reduce(total, group=group, async_op=True), group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """The ranks' parts of the last dimension, side by side on all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
+        ctx.cut = cut
+        # Equal sizes: not every backend gathers parts of different ones.
+        widest = max(cut.sizes)
+        padded = part.new_zeros((*part.shape[:-1], widest))
+        padded.narrow(-1, 0, cut.size).copy_(part)
+        parts = [torch.empty_like(padded) for _ in cut.sizes]
+        finish(dist.all_gather(parts, padded, group=cut.group, async_op=True), cut.group)
+        return torch.cat([p.narrow(-1, 0, s) for p, s in zip(parts, cut.sizes, strict=True)], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.cut.own(gradients[0]), None
+
+
+def enter(value: Tensor, cut: Cut) -> Tensor:
+    """Take a value that is the same on all ranks into a region where each computes a part."""
+    entered: Tensor = _Enter.apply(value, cut.group)  # type: ignore[no-untyped-call]
+    return entered
+
+
+def summed(value: Tensor, cut: Cut) -> Tensor:
+    """Leave a region: the sum over the ranks."""
+    total: Tensor = _Sum.apply(value, cut.group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def gathered(part: Tensor, cut: Cut) -> Tensor:
+    """Leave a region: the parts of the last dimension side by side."""
+    whole: Tensor = _Gather.apply(part, cut)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def local(parameter: Tensor) -> Tensor:
+    """What this rank holds of a parameter; gradients flow back into it."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part: Tensor = parameter.to_local()
+    return part
+
+
+class ColumnLinear(nn.Linear):
+    """Each rank computes some of the outputs."""
+
+    cut: Cut
+    """Of the outputs."""
+    gathers: bool
+    """Whether it returns all outputs, or its own for a RowLinear to go on with."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        bias = None if self.bias is None else local(self.bias)
+        part = F.linear(enter(input, self.cut), local(self.weight), bias)
+        return gathered(part, self.cut) if self.gathers else part
+
+
+class RowLinear(nn.Linear):
+    """Each rank computes its summand of all outputs, from some of the inputs."""
+
+    cut: Cut
+    """Of the inputs."""
+    takes_part: bool
+    """Whether it is given its own inputs only, by a ColumnLinear that does not gather."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        own = input if self.takes_part else self.cut.own(enter(input, self.cut))
+        total = summed(F.linear(own, local(self.weight)), self.cut)
+        return total if self.bias is None else total + self.bias
+
+
+class VocabEmbedding(nn.Embedding):
+    """Each rank looks up the rows that it holds."""
+
+    cut: Cut
+    """Of the rows."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        weight = local(self.weight)
+        if not self.cut.size:
+            nothing = weight.sum() + weight.new_zeros((*input.shape, self.embedding_dim))
+            return summed(nothing, self.cut)
+        row = input - self.cut.start
+        foreign = (row < 0) | (row >= self.cut.size)
+        padding = self._own_padding()
+        found = F.embedding(row.masked_fill(foreign, 0), weight, padding)
+        return summed(found.masked_fill(foreign.unsqueeze(-1), 0), self.cut)
+
+    def _own_padding(self) -> int | None:
+        if self.padding_idx is None:
+            return None
+        row = self.padding_idx - self.cut.start
+        return row if 0 <= row < self.cut.size else None
+
+
+class ColumnEmbedding(nn.Embedding):
+    """Each rank looks up some of the columns of every row."""
+
+    cut: Cut
+    """Of the columns."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        return gathered(F.embedding(input, local(self.weight), self.padding_idx), self.cut)
+
+
+class CutDropout(nn.Dropout):
+    """Dropout between a ColumnLinear and a RowLinear.
+
+    Draws the mask of the whole width and uses its own part: by place where the module was keyed;
+    else, where the ranks' generators are in the same state, the masks are those of one process, and
+    the generators stay in the same state.
+    """
+
+    cut: Cut
+    """Of the last dimension."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
+        if not self.training or not self.p:
+            return input
+        whole = torch.Size([*input.shape[:-1], sum(self.cut.sizes)])
+        kept = draw(self, whole, input.device, p=self.p)
+        if kept is None:
+            return input * self.cut.own(whole_mask(input, -1, self.cut, self.p))
+        return input * self.cut.own(kept) * (1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+def whole_mask(part: Tensor, dim: int, cut: Cut, p: float) -> Tensor:
+    """What dropout multiplies the whole value with, of which `part` is this rank's."""
+    shape = list(part.shape)
+    shape[dim] = sum(cut.sizes)
+    return F.dropout(part.new_ones(shape), p, training=True)
+
+
+__all__ = [
+    "ColumnEmbedding",
+    "ColumnLinear",
+    "Cut",
+    "CutDropout",
+    "RowLinear",
+    "VocabEmbedding",
+    "enter",
+    "gathered",
+    "local",
+    "summed",
+    "whole_mask",
+]

@@ -1,0 +1,39 @@
+"""Which modules can be split, in which styles, and along which dimensions of their parameters."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB
+
+STYLES: Mapping[type[nn.Module], tuple[str, ...]] = {
+    nn.Linear: (COLUMN, ROW),
+    nn.Embedding: (VOCAB, COLUMN),
+    nn.MultiheadAttention: (HEADS,),
+}
+CUT_DIMS: Mapping[tuple[type[nn.Module], str], Mapping[str, int]] = {
+    (nn.Linear, COLUMN): {"weight": 0, "bias": 0},
+    (nn.Linear, ROW): {"weight": 1},
+    (nn.Embedding, VOCAB): {"weight": 0},
+    (nn.Embedding, COLUMN): {"weight": 1},
+    (nn.MultiheadAttention, HEADS): {"in_proj_weight": 0, "in_proj_bias": 0, "out_proj.weight": 1},
+    (nn.Dropout, MASK): {},
+}
+
+
+def odd(module: nn.Module) -> str:
+    """What is unusual about a module of a class in STYLES, so that it must stay whole."""
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        return "it has hooks, which would see a part"
+    if isinstance(module, nn.MultiheadAttention):
+        plain = module._qkv_same_embed_dim and module.bias_k is None and not module.add_zero_attn
+        return "" if plain else "kdim, vdim, add_bias_kv and add_zero_attn are left whole"
+    if "weight" not in module._parameters:
+        return "its weight is computed"
+    if isinstance(module, nn.Embedding):
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return "" if plain else "max_norm, scale_grad_by_freq and sparse need the whole table"
+    return ""
+
+
+__all__ = ["CUT_DIMS", "STYLES", "odd"]

@@ -1,0 +1,1 @@
+"""A member's place in its job: what it joins with, its generation, validators, leaving."""

@@ -1,0 +1,1 @@
+"""What is asked of a torch module or optimizer, whoever trains it."""

@@ -1,0 +1,132 @@
+"""What the ranks of a tensor-parallel group hold and move, from shapes alone."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from shoal.layouts.tensor.layout import take_part
+from shoal.layouts.tensor.plan import WHOLE, TensorPlan, part_sizes
+from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, RankFigures, Subject
+from shoal.planning.meta_device import on_meta, to_meta
+from shoal.planning.rehearsal import Rehearsed, SilentGroup
+
+NOTE = "without inputs, activations and their gradients, which the ranks exchange, are not counted"
+
+
+def tensor_figures(subject: Subject, tensor_plan: TensorPlan) -> Plan:
+    """Gradients of replicated parameters are whole on every rank."""
+    # Of ranks that hold parts of the same shapes one is enough.
+    firsts = [first_alike(tensor_plan, rank) for rank in range(subject.world_size)]
+    ranks = {first: _rank(subject, tensor_plan, first) for first in set(firsts)}
+    return Plan(
+        strategy="tensor",
+        groups=tensor_groups(tensor_plan),
+        ranks=tuple(ranks[first] for first in firsts),
+        notes=() if subject.inputs is not None else (NOTE,),
+    )
+
+
+def first_alike(tensor_plan: TensorPlan, rank: int) -> int:
+    """The first rank that holds parts of the same shapes as this one, and so does the same."""
+
+    def shapes(of: int) -> list[tuple[int, ...]]:
+        parts = [part for entry in tensor_plan.entries for part in entry.parts.values()]
+        return [part.shape_on(of, tensor_plan.degree) for part in parts]
+
+    return next(other for other in range(rank + 1) if shapes(other) == shapes(rank))
+
+
+def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
+    """Each module, with what becomes of it."""
+    return tuple(
+        GroupFigures(
+            title=f"{entry.module or '(the model)'} ({entry.style})",
+            num_parameters=len(entry.parts),
+            num_bytes=entry.bytes_on(0, 1),
+        )
+        for entry in tensor_plan.entries
+        if entry.parts
+    )
+
+
+def verdict_message(world_size: int) -> Collective:
+    """By which all ranks learn whether the step's gradients are finite; see `Verdict`."""
+    num_bytes = world_size * torch.float32.itemsize
+    return Collective(kind="all_reduce", when=UPDATE, calls=1, num_bytes=num_bytes)
+
+
+def split_alone(module: nn.Module, plan: TensorPlan, group: SilentGroup) -> frozenset[int]:
+    """Make the module, which is on the meta device, the part that the group's rank has of it.
+
+    As `shoal.layouts.tensor.layout.parallelise`, but for a group without peers, and parameters
+    are the rank's own parts as plain tensors. Returns the ids of those that were cut.
+    """
+    # By id of the whole one, which is kept for as long as its id is in use.
+    cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for entry in plan.entries:
+        if entry.style == WHOLE:
+            continue
+        owner = module.get_submodule(entry.module)
+        for path, dim in take_part(owner, entry, group).items():
+            where, _, key = path.rpartition(".")
+            held = owner.get_submodule(where)._parameters
+            whole = held[key]
+            if whole is not None:
+                cut.setdefault(id(whole), (whole, _part(whole, dim, group)))
+                held[key] = cut[id(whole)][1]
+    return frozenset(id(part) for _, part in cut.values())
+
+
+def _part(whole: nn.Parameter, dim: int, group: SilentGroup) -> nn.Parameter:
+    shape = list(whole.shape)
+    shape[dim] = part_sizes(shape[dim], group.size())[group.rank()]
+    empty = torch.empty(shape, dtype=whole.dtype, device="meta")
+    return nn.Parameter(empty, requires_grad=whole.requires_grad)
+
+
+def _rank(subject: Subject, tensor_plan: TensorPlan, rank: int) -> RankFigures:
+    shapes, held, gradients = {}, 0, 0
+    aligned: dict[torch.dtype, int] = {}
+    for entry in tensor_plan.entries:
+        for part_name, part in entry.parts.items():
+            name = f"{entry.module}.{part_name}" if entry.module else part_name
+            shapes[name] = part.shape_on(rank, subject.world_size)
+            num_bytes = part.bytes_on(rank, subject.world_size)
+            held += num_bytes
+            if subject.parameters[name].requires_grad:
+                gradients += num_bytes
+                if part.dim is None:
+                    dtype = subject.parameters[name].dtype
+                    aligned[dtype] = aligned.get(dtype, 0) + num_bytes
+    return RankFigures(
+        parameters=held,
+        parameters_peak=held,
+        gradients=gradients,
+        gradients_peak=gradients,
+        optimizer=subject.state_bytes(shapes),
+        collectives=_collectives(subject, tensor_plan, rank, aligned),
+    )
+
+
+def _collectives(
+    subject: Subject, tensor_plan: TensorPlan, rank: int, aligned: Mapping[torch.dtype, int]
+) -> tuple[Collective, ...]:
+    if subject.world_size == 1:
+        return ()
+    moved: tuple[Collective, ...] = ()
+    if subject.inputs is not None:
+        group = SilentGroup(rank, subject.world_size)
+        model = on_meta(subject.model)
+        split_alone(model, tensor_plan, group)
+        inputs = to_meta(subject.inputs)
+        moved = Rehearsed(group, lambda: model(inputs)).collectives()
+    # Gradients of whole parameters are taken from the first rank, those of a dtype together.
+    taken = Collective(
+        kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
+    )
+    told = verdict_message(subject.world_size)
+    return (*moved, taken, told) if aligned else (*moved, told)
+
+
+__all__ = ["first_alike", "split_alone", "tensor_figures", "tensor_groups", "verdict_message"]

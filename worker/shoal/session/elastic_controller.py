@@ -1,0 +1,336 @@
+"""Keeps a member in a generation that stands: forms it, changes it by plan, recovers."""
+
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+
+import structlog
+import torch
+
+from shoal.membership.draining import drained
+from shoal.membership.validators import Judges
+from shoal.strategies.base import Context, Generation, Strategy
+from shoal_client.connection.reach import ProbeListener, check, peers_to_check
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_session import MemberSession
+from shoal_proto.errors import (
+    BringUpFailed,
+    GenerationBroken,
+    InvalidSpec,
+    RejoinError,
+    RetryError,
+    StateLost,
+)
+from shoal_proto.v1.membership_pb2 import GenerationRecord, Prepare, Rejection
+
+log = structlog.get_logger(__name__)
+
+JUDGING_SHARE = 0.5
+"""Of the time to accept or reject; a quarter is for the peers, the rest for the way there."""
+_WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
+"""Out of memory, a port, a device: what may be otherwise a second later."""
+
+
+class Crew:
+    """One member's membership and its strategy, in step with each other.
+
+    All methods are the trainer's; only `_on_break`, `_judge`, `_find_unreachable` and
+    `_find_checkpoints` run on the membership's thread.
+    """
+
+    def __init__(self, member: Member, *, check_peers: str = "never") -> None:
+        self.member = member
+        self.membership = MemberSession(
+            member,
+            judge=self._judge,
+            find_unreachable=self._find_unreachable,
+            find_checkpoints=self._find_checkpoints,
+            on_break=self._on_break,
+        )
+        self._check_peers = check_peers
+        self._probe: ProbeListener | None = None
+        self._judges = Judges({}, member.member_id)
+        self.generation: Generation | None = None
+        self._strategy: Strategy | None = None
+        self._stands = False
+        self._proposed = False
+        self._seen = 0
+        self._left = False
+
+    def attend(self) -> None:
+        """Become a member. Raises what the coordinator refuses with, or Unavailable."""
+        if self._check_peers != "never":
+            self._listen()
+        try:
+            self.membership.join()
+        except BaseException:
+            self._stop_listening()
+            raise
+        log.info("job_joined", job=self.member.spec.job, member=self.member.member_id)
+
+    def man(self, strategy: Strategy, judges: Judges) -> None:
+        """From now on the crew trains with this strategy, where these judges let it."""
+        self._judges = judges
+        strategy.attach(
+            Context(
+                job=self.member.spec.job,
+                coordinators=self.member.coordinators,
+                token=lambda: self.membership.token,
+                limits=self.membership.limits,
+                held_until_s=lambda: self.membership.held_until_s,
+                is_away=lambda: self.membership.is_away,
+                does=self.membership.does,
+            )
+        )
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        if self._strategy is None:
+            raise InvalidSpec(
+                "nothing is distributed yet",
+                expected="session.distribute(model, optimizer) before batches and steps",
+            )
+        return self._strategy
+
+    def stand(self, fields: dict[str, str]) -> Generation:
+        """The generation in which the next step may begin, formed or changed if need be.
+
+        Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
+        Drained once this member was asked to leave and nothing needs it any more.
+        """
+        with drained():
+            return self._stand(fields)
+
+    def _stand(self, fields: dict[str, str]) -> Generation:
+        strategy = self.strategy
+        if self._left:
+            raise InvalidSpec("the session is over", expected="a new shoal.join")
+        while True:
+            if not self._stands:
+                self._form(fields)
+            strategy.asks(begins=True)
+            try:
+                record = self.membership.begin_step(strategy.step, self._hand_over)
+            finally:
+                strategy.asks(begins=False)
+            generation = self.generation
+            assert generation is not None
+            if record is not None:
+                self._hand_over()
+                strategy.abandon()
+                self._stands = False
+                self._bring_up(record)
+            elif not strategy.synchronous:
+                return self._follow(generation)
+            elif self.membership.is_broken(generation.number):
+                self._fall(GenerationBroken(f"generation {generation.number} was broken"))
+            else:
+                return generation
+
+    def _hand_over(self) -> None:
+        try:
+            self.strategy.hand_over()
+        except (RuntimeError, RetryError, RejoinError) as error:
+            # Somebody is lost just now: the next generation finds out, and starts from less.
+            log.info("hand_over_failed", reason=str(error)[:300])
+
+    def is_break(self, error: BaseException) -> bool:
+        """Whether an error in a step tells of a lost peer, not of the user's own code."""
+        if self.generation is None or not self.strategy.synchronous:
+            return False
+        if isinstance(error, GenerationBroken):
+            return True
+        return isinstance(error, RuntimeError) and (
+            self.membership.is_broken(self.generation.number) or self.strategy.is_failure(error)
+        )
+
+    def fall(self, error: BaseException) -> None:
+        """A peer was lost in the generation: stand still at the last committed step.
+
+        Raises `error` again if nobody else finds the generation broken, and Drained as `stand`.
+        """
+        with drained():
+            self._fall(error)
+
+    def _fall(self, error: BaseException) -> None:
+        generation, strategy = self.generation, self.strategy
+        assert generation is not None
+        self._stands = False
+        started_s = time.perf_counter()
+        # First of all: a member that waits for this one finds out by its connection.
+        strategy.cut(generation.number)
+        strategy.abandon()
+        self._await_break(generation.number, error)
+        noticed_s = time.perf_counter()
+        self.membership.settle(strategy.step, has_state=strategy.has_state)
+        log.info(
+            "generation_left",
+            generation=generation.number,
+            step=strategy.step,
+            notice_s=round(noticed_s - started_s, 4),
+            settle_s=round(time.perf_counter() - noticed_s, 4),
+            reason=str(error)[:300],
+        )
+
+    def pause(self, reason: str, limit_s: float) -> None:
+        """The trainer does something that the others are to wait for."""
+        if self._strategy is not None and not self._strategy.synchronous:
+            # Whoever waits for a clock is not to wait for this member's.
+            self._strategy.rest()
+        self.membership.pause(reason, limit_s)
+
+    def resume(self) -> None:
+        """It is done."""
+        self.membership.resume()
+
+    def leave(self, *, completed: bool, reason: str) -> None:
+        """End the membership. May be called twice; the first call counts."""
+        if self._left:
+            return
+        self._left = True
+        self.membership.leave(completed=completed, reason=reason)
+        self._stop_listening()
+        if self._strategy is not None:
+            self._strategy.close()
+        log.info("job_left", job=self.member.spec.job, completed=completed, reason=reason)
+
+    def _form(self, fields: dict[str, str]) -> None:
+        strategy = self.strategy
+        if not self._proposed:
+            self._proposed = True
+            self.membership.propose(
+                fields,
+                synchronous=strategy.synchronous,
+                step=strategy.step,
+                has_state=strategy.has_state,
+            )
+        while not self._stands:
+            started_s = time.perf_counter()
+            strategy.asks(begins=True)
+            try:
+                record = self.membership.await_generation(above=self._seen)
+            finally:
+                strategy.asks(begins=False)
+            log.info(
+                "generation_agreed",
+                generation=record.roster.generation,
+                wait_s=round(time.perf_counter() - started_s, 4),
+                reason=record.reason,
+            )
+            self._bring_up(record)
+
+    def _bring_up(self, record: GenerationRecord) -> None:
+        """Enter an agreed generation. If that fails, settle for the next one.
+
+        Raises what another try would only meet again.
+        """
+        strategy = self.strategy
+        generation = Generation(record=record, token=self.membership.token)
+        self._seen = generation.number
+        try:
+            strategy.enter(generation)
+        except Exception as error:  # noqa: BLE001 - logged and reported, and most raised again
+            self._fall_from_bring_up(generation.number, error)
+            return
+        self.generation = generation
+        self._stands = True
+        self.membership.progress(strategy.step)
+        if strategy.synchronous:
+            self.membership.ready(record)
+
+    def _fall_from_bring_up(self, number: int, error: Exception) -> None:
+        strategy = self.strategy
+        text = f"{type(error).__name__}: {error}"
+        own = self._is_own(number, error)
+        if own:
+            # Whatever comes of it, a person finds here what happened.
+            log.error("bring_up_failed", generation=number, reason=text[:300], exc_info=True)
+        if own and strategy.synchronous:
+            lost = isinstance(error, StateLost)
+            # First of all: the others go on without this member, and need not wait to find out.
+            self.membership.report_broken(text, own=True, state_lost=lost)
+            # The frames hold what it made so far, which may be just what the next try lacks.
+            traceback.clear_frames(error.__traceback__)
+        strategy.abandon()
+        if own and not (strategy.synchronous and isinstance(error, _WORTH_ANOTHER_TRY)):
+            raise error
+        try:
+            self._await_break(number, error, reported=own)
+            self.membership.settle(strategy.step, has_state=strategy.has_state)
+        except BringUpFailed as left_out:
+            raise left_out from error
+        if not own:
+            log.info("bring_up_broken", generation=number, reason=str(error)[:300])
+
+    def _is_own(self, number: int, error: Exception) -> bool:
+        """Whether a bring-up failed by this member itself, not because another one did."""
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RetryError | RejoinError) or self.membership.is_broken(number):
+            return False
+        return not self.strategy.is_failure(error)
+
+    def _follow(self, generation: Generation) -> Generation:
+        """The newest generation of an asynchronous strategy, which trains on through changes."""
+        token = self.membership.token
+        if token.generation > generation.number:
+            # It is there already: the membership's thread has taken it, and the token moved.
+            record = self.membership.await_generation(above=generation.number, timeout_s=1.0)
+            generation = Generation(record=record, token=token)
+            self.strategy.enter(generation)
+            self.generation, self._seen = generation, generation.number
+        return generation
+
+    def _await_break(self, number: int, error: BaseException, *, reported: bool = False) -> None:
+        membership = self.membership
+        if membership.is_broken(number):
+            return
+        hang = self.strategy.hang_in(number)
+        if not reported:
+            membership.report_broken(hang or f"{type(error).__name__}: {error}")
+        if not membership.await_break(number, membership.limits.collective_s):
+            raise GenerationBroken(f"generation {number} hung", seen=hang) if hang else error
+
+    # --- before a generation ---
+
+    def _judge(self, prepare: Prepare) -> Sequence[Rejection]:
+        world_size = len(prepare.roster.entries)
+        expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
+        if expected:
+            return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
+        limit_s = JUDGING_SHARE * self.membership.limits.prepare_s
+        return self._judges.judge(prepare.roster, limit_s)
+
+    def _find_unreachable(self, prepare: Prepare) -> Mapping[str, str]:
+        peers = peers_to_check(prepare.roster, self.member.member_id, self._check_peers)
+        limit_s = self.membership.limits.probe_s
+        unreachable = check(peers, limit_s) if peers and limit_s > 0 else {}
+        for peer, seen in unreachable.items():
+            log.warning("peer_unreachable", peer=peer, reason=seen)
+        return unreachable
+
+    def _find_checkpoints(self) -> Sequence[int]:
+        return self._strategy.checkpoint_steps() if self._strategy is not None else ()
+
+    def _listen(self) -> None:
+        member = self.member
+        try:
+            self._probe = ProbeListener(member.info.address, member.member_id, member.incarnation)
+        except OSError as error:
+            # A host without a port to spare trains all the same; its peers do not check it.
+            log.warning("no_probe_port", reason=str(error))
+            return
+        member.info.probe_port = self._probe.port
+
+    def _stop_listening(self) -> None:
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.close()
+
+    def _on_break(self, generation: int, reason: str) -> None:
+        if self._strategy is not None and self._strategy.synchronous:
+            self._strategy.cut(generation)
+
+
+__all__ = ["Crew"]

@@ -1,0 +1,152 @@
+"""How batches come: a step at a time for members that train together, by lease for the others."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import structlog
+
+from shoal.data import Batch, Loader, Order
+from shoal.session.elastic_controller import Crew
+from shoal.session.sample_leases import Leases
+from shoal_client.progress.samples import SampleRange, Samples
+from shoal_proto.errors import InvalidSpec, JobFinished
+
+log = structlog.get_logger(__name__)
+
+
+class Feed(ABC):
+    """All batches of a member, from where the job stands to its last."""
+
+    def __init__(self, crew: Crew, fields: dict[str, str], loader: Loader, order: Order) -> None:
+        self._crew = crew
+        self._fields = fields
+        self._loader = loader
+        self._order = order
+        self._num_attempts = 0
+        self.batch: Batch | None = None
+        """What was handed out last."""
+        self.all_trained = False
+        """Whether every step of the job was taken, by this member or another."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def attempted(self) -> None:
+        """The batch is being trained on."""
+        self._num_attempts += 1
+
+    def acknowledged(self) -> Callable[[], None]:
+        """What is to be called once the present batch's step cannot be lost any more."""
+        return _nothing
+
+    def close(self) -> None:  # noqa: B027 - nothing is held by default
+        """Give back what was not trained on."""
+
+    def _offer(self, batch: Batch) -> Iterator[Batch]:
+        self.batch = batch
+        attempts = self._num_attempts
+        yield batch
+        if self._num_attempts == attempts:
+            raise InvalidSpec(
+                f"the batch of step {batch.step} was not trained on",
+                expected="with session.step(): ... for each batch",
+            )
+
+
+class TogetherFeed(Feed):
+    """The position is the committed step, so a step that did not happen comes again."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        crew, num_steps = self._crew, self._order.num_steps
+        while True:
+            try:
+                generation = crew.stand(self._fields)
+                while crew.strategy.step < num_steps:
+                    index, count = crew.strategy.data_share(generation)
+                    yield from self._offer(
+                        self._loader.synchronous(crew.strategy.step, index, count)
+                    )
+                    generation = crew.stand(self._fields)
+                if self._finish():
+                    break
+            except JobFinished:
+                # The others saw the last step committed and left while this one recovered.
+                if crew.strategy.step < num_steps:
+                    raise
+                break
+        self.all_trained = True
+
+    def _finish(self) -> bool:
+        try:
+            self._crew.strategy.finish()
+        except Exception as error:
+            if not self._crew.is_break(error):
+                raise
+            self._crew.fall(error)
+            return False
+        return True
+
+
+class LeasedFeed(Feed):
+    """The coordinator keeps the books; what a lost member held is trained on by another."""
+
+    _leases: Leases | None = None
+    _leased: SampleRange | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        crew, order = self._crew, self._order
+        crew.stand(self._fields)
+        samples = Samples(
+            crew.membership.coordinators,
+            lambda: crew.membership.token,
+            dataset_size=order.num_samples,
+            num_epochs=order.num_epochs,
+        )
+        self._leases = Leases(samples, order.global_batch_size * crew.strategy.steps_per_lease)
+        try:
+            for span in self._leases:
+                crew.stand(self._fields)
+                if span is None:
+                    crew.strategy.rest()
+                    continue
+                yield from self._within(span)
+            crew.strategy.flush()
+            # What the others did last comes too: from here on the model is the job's result.
+            crew.strategy.finish()
+        except JobFinished as finished:
+            # Others saw the last sample completed before this member asked for more.
+            log.info("job_finished_by_others", reason=str(finished))
+        self.all_trained = True
+
+    def _within(self, span: SampleRange) -> Iterator[Batch]:
+        """The batches of a range; with the last one of them it counts."""
+        crew, size = self._crew, self._order.global_batch_size
+        for start in range(span.start, span.stop, size):
+            if start > span.start:
+                crew.stand(self._fields)
+            stop = min(start + size, span.stop)
+            step = crew.strategy.step
+            batch = self._loader.leased(span.epoch, start, stop, step)
+            # A step that was refused comes again, with the same samples.
+            while crew.strategy.step == step:
+                self._leased = span if stop == span.stop else None
+                yield from self._offer(batch)
+
+    def acknowledged(self) -> Callable[[], None]:
+        leased, self._leased = self._leased, None
+        if self._leases is None or leased is None:
+            return _nothing
+        return partial(self._leases.done, leased)
+
+    def close(self) -> None:
+        leases, self._leases = self._leases, None
+        if leases is not None:
+            leases.close()
+
+
+def _nothing() -> None:
+    """Nobody waits to hear of a step that all members took together."""
+
+
+__all__ = ["Feed", "LeasedFeed", "TogetherFeed"]

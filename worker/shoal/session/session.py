@@ -1,0 +1,347 @@
+"""A member of a job as a training script sees it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.backends.process_group.interface import LONGEST_S
+from shoal.checkpoint.background import Checkpoints
+from shoal.data import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
+from shoal.dropout import key_dropout
+from shoal.integrations.adapting import as_torch, fits_by_itself
+from shoal.membership.draining import DrainSignal
+from shoal.membership.join_config import JoinConfig
+from shoal.membership.validators import Judges, Validator, validators_of
+from shoal.session.elastic_controller import Crew
+from shoal.session.feeds import Feed, LeasedFeed, TogetherFeed
+from shoal.session.step import Step, reason_of
+from shoal.session.step_guard import StepGuard
+from shoal.session.step_reports import StepReports
+from shoal.strategies import find_strategy
+from shoal.strategies.base import Generation, LossFunction, Strategy
+from shoal_proto.errors import InvalidSpec, ShoalError
+
+PAUSE_S = 1800.0
+"""What a pause may take that states no limit."""
+
+
+class Session:
+    """Made by `shoal.join`; a member while the `with` block runs.
+
+    Leaving the block normally after the last batch completes the job; leaving it by an exception
+    or before the last batch takes only this member out, and the others go on.
+
+    While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
+    """
+
+    def __init__(self, config: JoinConfig, validators: Iterable[Validator] = ()) -> None:
+        self._config = config
+        self._validators = tuple(validators)
+        self._crew = Crew(config.member(), check_peers=config.check_peers)
+        self._fields: dict[str, str] = {}
+        self._reports: StepReports | None = None
+        self._feed: Feed | None = None
+        self._step: Step | None = None
+        self._guard: StepGuard | None = None
+        self._paused = False
+        self._signal = DrainSignal(self.drain)
+
+    def __enter__(self) -> Self:
+        self._crew.attend()
+        self._signal.install()
+        self._reports = StepReports(self._crew)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._signal.restore()
+        if isinstance(error, ShoalError):
+            self._crew.membership.failed_for_good(error)
+        if error is not None:
+            self.leave(reason=reason_of(error))
+        elif self._feed is not None and not self._feed.all_trained:
+            self.leave(reason="left before the last batch")
+        else:
+            self.leave(reason="all batches were trained on", completed=True)
+
+    def leave(self, *, reason: str, completed: bool = False) -> None:
+        """Stop being a member; `completed` ends the job for all. The first call counts."""
+        reports, self._reports = self._reports, None
+        if self._guard is not None:
+            self._guard.release()
+        try:
+            if self._feed is not None:
+                self._feed.close()
+            if reports is not None and completed:
+                reports.close()
+        finally:
+            self._crew.leave(completed=completed, reason=reason)
+            # After a failure the others wait for this member to leave, so a report comes second.
+            if reports is not None and not completed:
+                reports.close()
+
+    def drain(self, reason: str) -> None:
+        """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.
+
+        Returns at once. The step under way is finished, the others agree on a step from which on
+        they train without this member, and there the batches end with `shoal.Drained`, a
+        SystemExit of code 143. Nobody's generation breaks for it.
+        """
+        self._crew.membership.drain(reason)
+
+    # --- what the training script calls ---
+
+    def distribute(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        strategy: str | Strategy = "ddp",
+        *,
+        checkpoints: Checkpoints | None = None,
+        keyed_dropout: bool = True,
+    ) -> tuple[nn.Module, Optimizer]:
+        """The model and optimizer to train with from now on, the same over all changes.
+
+        With `checkpoints`, the state is written to disk every so many steps while training goes
+        on, and a job that finds no member with state goes on from the newest one there. With
+        `keyed_dropout`, what the model's dropout modules drop depends on seed, step and sample
+        alone, so that it is the same with any number of members.
+
+        A compiled Keras model with its own optimizer goes on training through `fit`: see
+        `shoal.integrations.keras_session`.
+
+        Raises UnknownStrategy, or what the strategy refuses the model or optimizer with.
+        """
+        if self._fields:
+            raise InvalidSpec("a session distributes one model", expected="one distribute()")
+        if fits_by_itself(model, optimizer):
+            from shoal.integrations import keras_session  # noqa: PLC0415 - it is loaded already
+
+            options = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
+            return keras_session.distribute(self, model, strategy, **options), optimizer
+        chosen = find_strategy(strategy)
+        model = as_torch(model)
+        judges = Judges(validators_of(self._validators), self.member_id)
+        if keyed_dropout and chosen.synchronous:
+            key_dropout(model)
+        device = next((parameter.device.type for parameter in model.parameters()), "cpu")
+        chosen.choose_backend(device, self._config.backend)
+        if checkpoints is not None:
+            chosen.keep_checkpoints(checkpoints)
+        distributed = chosen.distribute(model, optimizer)
+        self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
+        if judges.names:
+            self._fields["validators"] = judges.names
+        if chosen.synchronous:
+            # Members that train apart may compute on what they have.
+            self._fields |= _devices_of(model)
+        self._crew.man(chosen, judges)
+        self._guard = StepGuard(optimizer, lambda: chosen.step)
+        return distributed
+
+    def batches(
+        self,
+        dataset: Dataset,
+        *,
+        global_batch_size: int,
+        epochs: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        collate: Collate | None = None,
+    ) -> Iterator[Batch]:
+        """This member's part of every batch from the job's present step to its last.
+
+        Train on each within `session.step()`. After a lost peer the same step comes again, cut for
+        the members that are left. Asynchronous members get whole batches of the size given.
+        """
+        order = Order(
+            num_samples=dataset_size(dataset),
+            global_batch_size=global_batch_size,
+            num_epochs=epochs,
+            seed=seed,
+            shuffle=shuffle,
+        )
+        strategy = self._crew.strategy
+        if self._feed is not None:
+            raise InvalidSpec("a session goes over its batches once", expected="one batches()")
+        samples = {
+            "global_batch": str(global_batch_size),
+            "dataset": describe(dataset),
+            "seed": str(seed),
+            "epochs": str(epochs),
+            "shuffle": str(shuffle).lower(),
+        }
+        self._fields |= samples
+        strategy.trains_on({**samples, "order": str(ORDER)})
+        kind = TogetherFeed if strategy.synchronous else LeasedFeed
+        self._feed = kind(self._crew, self._fields, Loader(dataset, order, collate), order)
+        return iter(self._feed)
+
+    def step(self) -> Step:
+        """One optimizer step: zeroes gradients at its start, applies and commits them at its end.
+
+        A lost peer inside is recovered from and the step did not happen: `committed` of the object
+        stays false. Any other error goes on to the caller, and the member leaves with it.
+        """
+        if self._step is not None and self._step.is_open:
+            raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
+        self._step = Step(
+            self._crew,
+            self._fields,
+            guard=self._guard_of_step(),
+            feed=self._feed,
+            reports=self._reports,
+            leave=self.leave,
+        )
+        return self._step
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute gradients of `loss`, the mean over the batch's samples."""
+        step = self._open_step("backward")
+        step.loss = loss.detach()
+        batch = step.batch
+        with step.guard.computing():
+            self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
+
+    @contextmanager
+    def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> Iterator[None]:
+        """Let the others wait for what this member does in the `with` block, between two steps or
+        before the first batch:
+
+            if session.rank == 0:
+                with session.pause("validation"):
+                    evaluate(model)
+
+        Meanwhile no limit runs by which a hang is found: nobody is expelled, no collective of the
+        others runs out of time, and who joins or is to leave waits. A loss is noticed as ever.
+        After `limit_s` seconds, half an hour unless it is given, this member is taken for hung
+        itself: the others go on without it, and its next step raises DeadlineExceeded. Any members
+        may be paused at a time, all of them too. `reason` is what `shoal why` shows.
+
+        Asynchronous strategies wait for nobody, paused or not.
+        """
+        if not reason.strip():
+            raise InvalidSpec("a pause without a reason", expected='session.pause("validation")')
+        if not 0 < limit_s <= LONGEST_S:
+            raise InvalidSpec(
+                "limit_s is out of range", seen=f"{limit_s:g}", expected=f"up to {LONGEST_S:g} s"
+            )
+        if self._reports is None:
+            raise InvalidSpec(
+                "a pause outside of a session", expected="with shoal.join(...) as session: ..."
+            )
+        if self._paused:
+            raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
+        self._paused = True
+        self._crew.pause(reason, limit_s)
+        try:
+            yield
+        finally:
+            self._paused = False
+            self._crew.resume()
+
+    def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
+        """The forward and backward pass of a batch in one: as
+
+            loss = loss_function(model(batch.inputs), batch.targets)
+            session.backward(loss)
+
+        and what strategies with a pipeline need, which interleave the two. Returns the mean loss
+        over this member's samples, detached.
+        """
+        step = self._open_step("a pass")
+        with step.guard.computing():
+            step.loss = loss = self._crew.strategy.forward_backward(
+                batch.inputs, batch.targets, loss_function, batch.weight
+            )
+        return loss
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
+
+        To be called in the step, behind the last backward pass, by all members. The norm is that of
+        the whole model's gradients, however they are spread over members.
+        """
+        self._open_step("clipping")
+        return self._crew.strategy.clip_grad_norm(max_norm)
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The whole model by name, on the host, with the keys that the undistributed model has.
+
+        Under strategies that spread parameters all members must call it, at the same step: between
+        two batches, or behind the last one within the `with` block.
+        """
+        return self._crew.strategy.state_dict()
+
+    def _guard_of_step(self) -> StepGuard:
+        _ = self._crew.strategy  # raises where nothing is distributed
+        assert self._guard is not None, "made with what is distributed"
+        return self._guard
+
+    def _open_step(self, call: str) -> Step:
+        if self._step is None or not self._step.is_open:
+            raise InvalidSpec(f"{call} outside of a step", expected="with session.step(): ...")
+        return self._step
+
+    # --- where it stands ---
+
+    @property
+    def job(self) -> str:
+        return self._config.job
+
+    @property
+    def member_id(self) -> str:
+        return self._crew.member.member_id
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that `distribute` chose."""
+        return self._crew.strategy
+
+    @property
+    def generation(self) -> int:
+        """Number of the present generation; 0 before the first."""
+        return self._crew.generation.number if self._crew.generation else 0
+
+    @property
+    def rank(self) -> int:
+        return self._present().rank
+
+    @property
+    def world_size(self) -> int:
+        return self._present().world_size
+
+    @property
+    def step_number(self) -> int:
+        """Steps committed so far."""
+        return self._crew.strategy.step
+
+    def _present(self) -> Generation:
+        if self._crew.generation is None:
+            raise InvalidSpec(
+                "there is no generation yet",
+                expected="rank and world size to be asked for from the first batch on",
+            )
+        return self._crew.generation
+
+
+def _devices_of(model: nn.Module) -> dict[str, str]:
+    """What the members' collectives depend on: the kind of the model's devices, and NCCL's version
+    where that is what they run over."""
+    kinds = sorted({parameter.device.type for parameter in model.parameters()})
+    fields = {"device": ",".join(kinds)}
+    if "cuda" in kinds and torch.distributed.is_nccl_available():
+        fields["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return fields
+
+
+__all__ = ["Session", "Step"]

@@ -1,0 +1,137 @@
+"""One step of a session: how it begins, how it is committed, and what becomes of it otherwise."""
+
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor
+
+from shoal import randomness
+from shoal.data import Batch
+from shoal.membership.draining import Drained
+from shoal.session.elastic_controller import Crew
+from shoal.session.feeds import Feed
+from shoal.session.step_guard import StepGuard
+from shoal.session.step_reports import StepReports
+
+
+class Step:
+    """One attempt at an optimizer step; see `Session.step`."""
+
+    def __init__(
+        self,
+        crew: Crew,
+        fields: dict[str, str],
+        *,
+        guard: StepGuard,
+        feed: Feed | None,
+        reports: StepReports | None,
+        leave: Callable[..., None],
+    ) -> None:
+        """`fields` are the proposal's; `leave(reason=...)` ends the membership."""
+        self._crew = crew
+        self._fields = fields
+        self.guard = guard
+        self._feed = feed
+        self._reports = reports
+        self._leave = leave
+        self._started_s = 0.0
+        self.is_open = False
+        """Whether it has begun and not yet ended."""
+        self.committed = False
+        self.loss: Tensor | None = None
+
+    def __enter__(self) -> Self:
+        self._started_s = time.perf_counter()
+        if self._feed is None:
+            self._crew.stand(self._fields)
+        else:
+            self._feed.attempted()
+        strategy = self._crew.strategy
+        strategy.begin_step()
+        self.is_open = True
+        self.guard.open()
+        batch = self.batch
+        if batch is not None and strategy.synchronous:
+            self._draw_by_sample(batch)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool:
+        self.is_open = False
+        self.guard.close()
+        randomness.put(None)
+        if error is None:
+            try:
+                self._commit()
+            except BaseException as failure:
+                if not self._recovers(failure):
+                    raise
+            else:
+                self.committed = True
+            return True
+        return self._recovers(error)
+
+    @property
+    def batch(self) -> Batch | None:
+        """What is trained on, where the session hands out batches."""
+        return self._feed.batch if self._feed is not None else None
+
+    def _draw_by_sample(self, batch: Batch) -> None:
+        """Let what is drawn at random in this step depend on its samples, not on who is there."""
+        seed = int(self._fields["seed"])
+        randomness.seed_torch(seed, batch.step, batch.first)
+        randomness.put(
+            randomness.Place(
+                seed=seed, step=batch.step, first=batch.first, count=max(len(batch.indices), 1)
+            )
+        )
+
+    def _commit(self) -> None:
+        crew, feed = self._crew, self._feed
+        with self.guard.committing():
+            crew.strategy.end_step(feed.acknowledged() if feed is not None else _nothing)
+        crew.membership.progress(crew.strategy.step)
+        if self._reports is not None:
+            batch = self.batch
+            num_samples = len(batch.indices) if batch is not None else 0
+            seconds = time.perf_counter() - self._started_s
+            self._reports.step_done(crew.strategy, self.loss, seconds, num_samples)
+
+    def _recovers(self, error: BaseException) -> bool:
+        """True: the step did not happen, and this member stands ready for it to come again; if a
+        peer was lost, in the next generation."""
+        if self._crew.strategy.redoes(error):
+            return True
+        if self._crew.is_break(error):
+            # The frames below hold the wrapped model and with it the group that is to go.
+            traceback.clear_frames(error.__traceback__)
+            try:
+                self._crew.fall(error)
+            except BaseException as refusal:
+                self._leave(reason=reason_of(refusal))
+                raise
+            return True
+        # At once, so that the others need not find out by waiting for this member.
+        self._leave(reason=reason_of(error))
+        return False
+
+
+def reason_of(error: BaseException) -> str:
+    """What the others are told of a member that leaves with this error."""
+    if isinstance(error, Drained):
+        return f"drained: {error.reason}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _nothing() -> None:
+    """A step outside of `batches` has no samples to account for."""
+
+
+__all__ = ["Step", "reason_of"]

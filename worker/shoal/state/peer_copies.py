@@ -1,0 +1,241 @@
+"""What members keep in host memory so that the state outlives some of them.
+
+Every few steps each rank copies its part of the state, keeps the copy, and gives it to the next
+ranks while training goes on.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.state.catalogue import Catalogue
+from shoal.state.host_buffers import Slot
+from shoal.state.shards import Holding
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""A copy travels in messages of this size, each of which must come within a time limit."""
+
+
+class PeerCopies:
+    """The copies of one generation.
+
+    Each rank keeps a snapshot of its own holding, and of `copies` other ranks (those before it,
+    round the ring) what is lost with them: as long as no more than `copies` ranks that follow each
+    other are lost, the rest hold a whole step. Of two copies that are kept the older one is written
+    over by the next, and only once the newer one is complete on every rank: at each moment there is
+    a step that is complete everywhere, from the end of the first copy on. Until then the last
+    generation's remain.
+
+    **How old.** With a copy offered every K steps: as copying must end before the next is offered,
+    what a loss finds is at most 2 K steps behind the newest step that any rank has committed, and
+    at most K steps if the last copy was complete already.
+
+    **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks before
+    it). Until a generation's first copy is complete, up to four copies of generations before it and
+    one of its own; no more than three unless several generations in a row end that soon.
+
+    The group must be for nothing else: it is used from a thread, at the same time as others. A
+    state's names, shapes and boxes are sent only when they have changed.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        copies: int,
+        every_steps: int,
+        before: "PeerCopies | None" = None,
+        travels: Callable[[str], bool] = lambda _: True,
+        limit_s: float | None = None,
+    ) -> None:
+        """`travels` says of each name, on all ranks alike, whether it is lost with its rank.
+
+        A message that takes longer than `limit_s` fails the copy. None: than the group's own limit
+        for messages, which for a Gloo group of a session is a sixth of the limit of its bring-up.
+        """
+        if copies < 0 or every_steps < 1:
+            raise InvalidSpec(
+                "the copies' settings are out of range",
+                seen=f"copies={copies} every_steps={every_steps}",
+                expected="copies of at least 0, every 1 or more steps",
+            )
+        rank, world_size = group.rank(), group.size()
+        distances = range(1, min(copies, world_size - 1) + 1)
+        self._targets = [(rank + distance) % world_size for distance in distances]
+        self._sources = [(rank - distance) % world_size for distance in distances]
+        self._every_steps = every_steps
+        self._travels = travels
+        self._remains: tuple[Slot, ...] = before._left() if before is not None else ()
+        self._slots = (Slot(), Slot())
+        """The older one first."""
+        self._changed = threading.Condition()
+        self.num_moved = 0
+        """Messages that have come through. Any thread."""
+        self._busy = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._queue: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._catalogue = Catalogue(world_size)
+        self._limit = None if limit_s is None else timedelta(seconds=limit_s)
+        self._thread: threading.Thread | None = None
+        if self._targets:
+            # It alone has the group: whoever is the last to hold one must wait for its threads.
+            self._thread = threading.Thread(
+                target=self._serve, args=(group,), name="peer-copies", daemon=True
+            )
+            self._thread.start()
+
+    # --- the trainer's side ---
+
+    def due(self, step: int) -> bool:
+        """Whether the state after `step` committed steps is to be offered."""
+        return bool(self._targets) and step % self._every_steps == 0
+
+    def offer(self, holding: Holding) -> None:
+        """Copy this rank's holding; on return it may change. All ranks offer the same steps.
+
+        What goes to peers goes in the background. Waits for the copy before to be complete on all
+        ranks: no longer than the time limits of its messages. Raises what that copy failed
+        with, as a collective of the group would, and GenerationBroken after `close`. Also in a
+        world of one, which forgets what is left of the last generation: nobody needs it any more.
+        """
+        if not self._targets:
+            self._remains = ()
+            return
+        self.flush()
+        slot, newer = self._slots
+        slot.clear()
+        self._slots = (newer, slot)
+        slot.take(holding, self._travels)
+        self._busy = True
+        self._queue.put(slot)
+
+    def flush(self) -> None:
+        """Return once the copy under way is complete on all ranks. Raises as `offer`."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._busy or self._failure or self._closed)
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise GenerationBroken("the copies of this generation were given up")
+
+    def held(self) -> Sequence[Holding]:
+        """All that this rank could give to others: its own snapshots and its peers' copies.
+
+        Any thread. What is still on its way never shows. Valid until the next `offer`; for good
+        after `close`.
+        """
+        return [holding for slot in (*self._remains, *self._slots) for holding in slot.shown()]
+
+    @property
+    def complete_step(self) -> int | None:
+        """The newest step that is complete on all ranks of this generation, as far as known."""
+        complete = [slot.step for slot in self._slots if slot.everywhere and slot.step is not None]
+        return max(complete, default=None)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors of the state, as of the last copy that began."""
+        return self._catalogue.names
+
+    @property
+    def num_bytes(self) -> int:
+        """Host memory that is taken now."""
+        return sum(slot.num_bytes for slot in (*self._remains, *self._slots))
+
+    def close(self) -> None:
+        """Offer and receive no more. Quick, waits for nobody, may be called twice.
+
+        A copy under way goes on, for peers that are still at it, until it ends or its group is cut.
+        What is held stays.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._queue.put(None)
+
+    def join(self, limit_s: float) -> None:
+        """Behind `close`: return once the copy under way has ended, or after this time."""
+        if self._thread is not None:
+            self._thread.join(limit_s)
+
+    def _left(self) -> tuple[Slot, ...]:
+        """What the next generation is to hold.
+
+        Where no copy was seen to be complete everywhere, that is what this generation was given of
+        such copies, the newest that is complete on this rank (it may be so on all, and be all that
+        they kept), and the one that was begun.
+        """
+        own = tuple(slot for slot in self._slots if slot.step is not None)
+        if any(slot.everywhere for slot in own):
+            return own
+        known = [slot for slot in self._remains if slot.everywhere]
+        perhaps = [slot for slot in self._remains if slot.full and not slot.everywhere]
+        return (*known, *perhaps[-1:], *own)
+
+    # --- the thread's side ---
+
+    def _serve(self, group: dist.ProcessGroup) -> None:
+        try:
+            while (slot := self._queue.get()) is not None:
+                self._copy(slot, group)
+                with self._changed:
+                    slot.everywhere = True
+                    self._remains = ()
+                    self._busy = False
+                    self._changed.notify_all()
+        except Exception as error:  # noqa: BLE001 - raised to the trainer by its next offer
+            log.info("copies_ended", reason=str(error), closed=self._closed)
+            with self._changed:
+                # Without its frames, which hold the group.
+                self._failure = error.with_traceback(None)
+                self._changed.notify_all()
+
+    def _copy(self, slot: Slot, group: dist.ProcessGroup) -> None:
+        """Give the slot's own part to the peers of this rank, and take theirs."""
+        own = slot.own
+        assert own is not None
+        values = self._catalogue.announce(own, group)
+        slot.know(self._catalogue.names)
+        arriving = {}
+        for peer in self._sources:
+            boxes, metas = self._catalogue.of(peer)
+            coming = {name: box for name, box in boxes.items() if self._travels(name)}
+            pieces, memory = slot.room_for(peer, coming, metas)
+            works = [dist.irecv(chunk, group=group, group_src=peer) for chunk in _chunks(memory)]
+            arriving[peer] = (pieces, works)
+        leaving = [
+            dist.isend(chunk, group=group, group_dst=peer)
+            for peer in self._targets
+            for chunk in _chunks(slot.travelling)
+        ]
+        for peer, (pieces, works) in arriving.items():
+            self._wait(works)
+            slot.show(peer, pieces, values[peer])
+        slot.full = True
+        self._wait(leaving)
+        # Behind this every rank has all that it is to have of this step.
+        dist.all_reduce(torch.zeros(1), group=group)
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            work.wait() if self._limit is None else work.wait(self._limit)
+            self.num_moved += 1
+
+
+def _chunks(memory: Tensor) -> list[Tensor]:
+    starts = range(0, memory.numel(), CHUNK_BYTES)
+    return [memory[start : start + CHUNK_BYTES] for start in starts]
+
+
+__all__ = ["PeerCopies"]

@@ -1,0 +1,223 @@
+"""The state of a replicated model and its optimizer, by name, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.model.tied_tensors import persistent_buffers, tied
+from shoal.state.shards import MODEL, OPTIM, Holding, Piece
+from shoal.strategies.base import Json, State
+from shoal_proto.errors import (
+    DtypeMismatch,
+    InvalidSpec,
+    ShapeMismatch,
+    UnsupportedOptimizer,
+)
+
+
+class ReplicatedState:
+    """Reads and writes everything that training changes in a model and its optimizer.
+
+    Raises InvalidSpec if the optimizer holds a parameter that is not the model's: nobody would
+    keep that one the same on all members.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = dict(model.named_parameters())
+        self._model = model
+        self._names = {parameter: name for name, parameter in self._parameters.items()}
+        for index, group in enumerate(optimizer.param_groups):
+            for position, parameter in enumerate(group["params"]):
+                if parameter not in self._names:
+                    raise InvalidSpec(
+                        "the optimizer holds a parameter that is not the model's",
+                        seen=f"parameter {position} of group {index}: {tuple(parameter.shape)}",
+                        expected="parameters of the model that is distributed with it",
+                        fix="Distribute one module that holds them all.",
+                    )
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The parameter's name in the model."""
+        return self._names[parameter]  # type: ignore[index]
+
+    def collect(self, step: int) -> State:
+        """The state as it stands, not copied: valid until the next step."""
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            tensors[f"parameter/{name}"] = parameter.detach()
+        for name, buffer in self._model.named_buffers():
+            tensors[f"buffer/{name}"] = buffer.detach()
+        scalars: dict[str, Json] = {}
+        for owner, slots in self._optimizer.state.items():
+            name = self.name_of(owner)
+            scalars[name] = own = {}
+            for key, value in slots.items():
+                if isinstance(value, Tensor):
+                    tensors[f"optimizer/{name}/{key}"] = value.detach()
+                else:
+                    own[key] = as_json(value, f"state {key!r} of {name}", self._optimizer)
+        groups: list[Json] = []
+        for index, group in enumerate(self._optimizer.param_groups):
+            settings: dict[str, Json] = {}
+            for key, value in group.items():
+                if key == "params":
+                    continue
+                if isinstance(value, Tensor):
+                    tensors[f"group/{index}/{key}"] = value.detach()
+                else:
+                    settings[key] = as_json(value, f"setting {key!r}", self._optimizer)
+            groups.append(settings)
+        return State(step=step, tensors=tensors, values={"scalars": scalars, "groups": groups})
+
+    def capture(self, step: int) -> State:
+        """The state as it stands, copied."""
+        now = self.collect(step)
+        copies = {name: tensor.clone() for name, tensor in now.tensors.items()}
+        return State(step=step, tensors=copies, values=now.values)
+
+    @torch.no_grad()
+    def restore(self, state: State) -> None:
+        """Make `state` the model's and the optimizer's. Changes nothing if it does not fit."""
+        own = dict(self._own())
+        for name in own.keys() | {n for n in state.tensors if not n.startswith("optimizer/")}:
+            _check(name, own.get(name), state.tensors.get(name))
+        for name, tensor in own.items():
+            tensor.copy_(state.tensors[name])
+        self._restore_optimizer(state)
+
+    # --- under the names that every strategy has for it ---
+
+    def holding(self, step: int) -> Holding:
+        """The state as it stands, not copied, as a member holds it that holds all."""
+        now = self.collect(step)
+        scalars: Any = now.values["scalars"]
+        settings: Any = now.values["groups"]
+        pieces: dict[str, Piece] = {}
+        for name, tensor in self._persistent().items():
+            pieces[MODEL + name] = Piece.whole(tensor.detach())
+        for path, tensor in now.tensors.items():
+            if path.startswith("optimizer/"):
+                pieces[OPTIM + path.removeprefix("optimizer/")] = Piece.whole(tensor)
+        for name, values in scalars.items():
+            for key, value in values.items():
+                if value is not None:
+                    pieces[f"{OPTIM}{name}/{key}#{type(value).__name__}"] = Piece.whole(
+                        torch.tensor(value)
+                    )
+        groups: list[Json] = []
+        for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+            tensors = {k: v for k, v in group.items() if isinstance(v, Tensor)}
+            names: list[Json] = [self.name_of(parameter) for parameter in group["params"]]
+            numbers: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
+            groups.append({"params": names, **own, **numbers})
+        common: dict[str, Json] = {"groups": groups, "tied": dict(tied(self._model))}
+        return Holding(step=step, pieces=pieces, values=common)
+
+    @torch.no_grad()
+    def adopt(self, holding: Holding) -> None:
+        """Make a whole holding this state. Changes nothing if it is that of another model.
+
+        Raises ShapeMismatch or DtypeMismatch.
+        """
+        own = self._persistent()
+        for name, tensor in own.items():
+            given = holding.pieces.get(MODEL + name)
+            _check(name, tensor, given.tensor if given is not None else None)
+        for name, tensor in own.items():
+            tensor.copy_(holding.pieces[MODEL + name].tensor)
+        self._optimizer.state.clear()
+        for path, piece in holding.pieces.items():
+            if path.startswith(OPTIM):
+                name, _, key = path.removeprefix(OPTIM).rpartition("/")
+                key, _, kind = key.partition("#")
+                own_parameter = self._parameters[name]
+                value = piece.tensor.item() if kind else beside(own_parameter, piece.tensor)
+                self._optimizer.state[own_parameter][key] = value
+        take_settings(self._optimizer, holding)
+
+    def _persistent(self) -> Mapping[str, Tensor]:
+        return {**self._parameters, **persistent_buffers(self._model)}
+
+    def _own(self) -> Mapping[str, Tensor]:
+        """What exists before any training: parameters, buffers, settings that are tensors."""
+        named = self.collect(0).tensors
+        return {name: t for name, t in named.items() if not name.startswith("optimizer/")}
+
+    def _restore_optimizer(self, state: State) -> None:
+        scalars: Any = state.values["scalars"]
+        groups: Any = state.values["groups"]
+        self._optimizer.state.clear()
+        for name, values in scalars.items():
+            self._optimizer.state[self._parameters[name]].update(values)
+        for path, tensor in state.tensors.items():
+            if path.startswith("optimizer/"):
+                name, _, key = path.removeprefix("optimizer/").rpartition("/")
+                # A copy: the sender of the state goes on with its own.
+                own = self._parameters[name]
+                self._optimizer.state[own][key] = beside(own, tensor)
+        for group, settings in zip(self._optimizer.param_groups, groups, strict=True):
+            for key, value in settings.items():
+                # JSON has no tuples; betas are one.
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def beside(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """A copy where torch's optimizers keep it: with the parameter, but for counts of steps."""
+    return tensor.to(parameter.device, copy=True) if tensor.ndim else tensor.clone()
+
+
+def take_settings(optimizer: Optimizer, holding: Holding) -> None:
+    """Take over the settings of the optimizer's groups, such as learning rates.
+
+    JSON has no tuples (betas are one) and no tensors.
+    """
+    groups: Any = holding.values.get("groups", ())
+    for group, settings in zip(optimizer.param_groups, groups, strict=False):
+        for key, value in settings.items():
+            if key == "params":
+                continue
+            if isinstance(value, dict):
+                group[key] = torch.tensor(value["tensor"])
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def as_json(value: Any, what: str, optimizer: Optimizer) -> Json:
+    """The value of an optimizer's state or setting, if JSON has it; else UnsupportedOptimizer."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, tuple | list):
+        return [as_json(item, what, optimizer) for item in value]
+    raise UnsupportedOptimizer(
+        f"the state of {type(optimizer).__name__} cannot be handed to another member",
+        seen=f"{what} of type {type(value).__name__}",
+        expected="tensors, numbers, strings and lists of these",
+    )
+
+
+def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
+    if own is None or given is None:
+        raise ShapeMismatch(
+            f"the state does not fit the model at {name}",
+            seen="missing" if given is None else f"shape {tuple(given.shape)}",
+            expected="nothing of that name" if own is None else f"shape {tuple(own.shape)}",
+        )
+    if own.shape != given.shape:
+        raise ShapeMismatch(
+            f"the state does not fit the model at {name}",
+            seen=str(tuple(given.shape)),
+            expected=str(tuple(own.shape)),
+        )
+    if own.dtype != given.dtype:
+        raise DtypeMismatch(
+            f"the state does not fit the model at {name}",
+            seen=str(given.dtype),
+            expected=str(own.dtype),
+        )
+
+
+__all__ = ["ReplicatedState", "as_json", "beside", "take_settings"]

@@ -1,0 +1,310 @@
+"""State of a generation from what its members hold: each rank gets the boxes that it needs.
+
+Two small collectives (what everybody holds, what everybody needs; the second falls away where
+everybody holds everything), then bytes from rank to rank. Nothing is unpickled.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.abortable.p2p import Awaited, Courier
+from shoal.backends.abortable.waiter import finish
+from shoal.state.inventory import (
+    MAX_TEXT_BYTES,
+    Meta,
+    boxes_from_json,
+    boxes_to_json,
+    from_json,
+    inventory_of,
+    malformed,
+    pack,
+    to_json,
+    unpack,
+)
+from shoal.state.shards import Box, Holding, Piece
+from shoal.state.step_choice import Chosen, choose
+from shoal.state.transfer_plan import Part, Plan, plan
+from shoal_proto.errors import InvalidSpec
+
+Needs = Callable[[str, tuple[int, ...], torch.dtype], Box | None]
+"""(name, whole shape, dtype) -> the box that the rank needs of the tensor; None: nothing."""
+Place = Callable[[str, Box], Tensor | None]
+"""(name, the box that the rank needs) -> host memory of that size and dtype to put it into, in any
+strides; None: memory is made for it."""
+
+FIRST_BYTES = 16 * 1024
+"""A rank's word up to this long takes one collective, a longer one two."""
+IN_FLIGHT_BYTES = 64 * 1024 * 1024
+"""Bounds what one rank has in buffers; shared among its peers."""
+MIN_BUCKET_BYTES = 256 * 1024
+MAX_BUCKET_BYTES = 8 * 1024 * 1024
+ROUNDS_IN_FLIGHT = 2
+# Every part starts at a multiple of this in its bucket, so that any dtype can be viewed there.
+_ALIGNMENT_BYTES = 16
+_LENGTH_BYTES = 8
+
+
+def reshard(
+    group: dist.ProcessGroup,
+    held: Sequence[Holding],
+    needs: Needs,
+    *,
+    borrow: bool = False,
+    place: Place | None = None,
+) -> Holding:
+    """What this rank needs of the newest state that is whole on the group's ranks together.
+
+    Collective: all ranks call it at the same time, each with all that it holds, of one step or
+    several. `needs` is called for every tensor that exists at the chosen step, and for no other.
+    The result lies in host memory of its own, or where `place` puts it: then once nothing can be
+    refused any more. With `borrow`, other pieces that this rank holds in one are views of what it
+    holds.
+
+    Raises on all ranks alike: StateLost if no step is whole, ShapeMismatch or DtypeMismatch if
+    they contradict each other, MalformedMessage for what is no list. What `needs` raises, or an
+    error of the group, is this rank's alone: cut the group, so that the others do not wait.
+    """
+    rank, world_size = group.rank(), group.size()
+    words = gather(pack(to_json(inventory_of(held))), group)
+    chosen = choose([from_json(unpack(word, r), r) for r, word in enumerate(words)])
+    own = _asked(chosen, needs)
+    if chosen.on_each(world_size):  # whatever others need, they have
+        wanted: list[Mapping[str, Box]] = [{}] * world_size
+        wanted[rank] = own
+    else:
+        names = list(chosen.metas)
+        words = gather(pack(boxes_to_json(own, names, chosen.metas)), group)
+        wanted = [_needs_of(word, r, chosen.metas) for r, word in enumerate(words)]
+    bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
+    bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
+    todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
+    transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes)
+    pieces = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, place=place or _nowhere)
+    return Holding(
+        step=chosen.step,
+        pieces=pieces,
+        values=dict(chosen.values),
+        elsewhere=frozenset(chosen.metas) - pieces.keys(),
+    )
+
+
+def gather(word: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """What each rank says, by rank; all say something at the same time.
+
+    Raises MalformedMessage, on all ranks, if one says more than MAX_TEXT_BYTES.
+    """
+    words = _gather(len(word).to_bytes(_LENGTH_BYTES, "big") + word, FIRST_BYTES, group)
+    lengths = [int.from_bytes(each[:_LENGTH_BYTES], "big") for each in words]
+    for rank, length in enumerate(lengths):
+        if length > MAX_TEXT_BYTES:
+            raise malformed(rank, f"{length} bytes")
+    begun = [each[_LENGTH_BYTES:] for each in words]
+    rest_bytes = max(lengths) - (FIRST_BYTES - _LENGTH_BYTES)
+    if rest_bytes > 0:
+        rests = _gather(word[FIRST_BYTES - _LENGTH_BYTES :], rest_bytes, group)
+        begun = [first + rest for first, rest in zip(begun, rests, strict=True)]
+    return [each[:length] for each, length in zip(begun, lengths, strict=True)]
+
+
+def _gather(word: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[bytes]:
+    own = bytearray(padded_bytes)
+    own[: min(len(word), padded_bytes)] = word[:padded_bytes]
+    sent = torch.frombuffer(own, dtype=torch.uint8)
+    received = [torch.empty(padded_bytes, dtype=torch.uint8) for _ in range(group.size())]
+    finish(dist.all_gather(received, sent, group=group, async_op=True), group)
+    return [each.numpy().tobytes() for each in received]
+
+
+def _asked(chosen: Chosen, needs: Needs) -> dict[str, Box]:
+    found: dict[str, Box] = {}
+    for name, meta in chosen.metas.items():
+        box = needs(name, meta.shape, meta.dtype)
+        if box is None or not box.num_elements:
+            continue
+        if len(box.sizes) != len(meta.shape) or box.overlap(Box.whole(meta.shape)) != box:
+            raise InvalidSpec(
+                f"a box that is needed of {name} is not within it",
+                seen=str(box),
+                expected=f"a part of {meta.shape}",
+            )
+        found[name] = box
+    return found
+
+
+def _nowhere(name: str, box: Box) -> None:
+    return None
+
+
+def _needs_of(word: bytes, rank: int, metas: Mapping[str, Meta]) -> dict[str, Box]:
+    try:
+        return boxes_from_json(unpack(word, rank), list(metas), metas)
+    except (TypeError, ValueError, LookupError) as error:
+        raise malformed(rank, f"{type(error).__name__}: {error}") from error
+
+
+# --- bytes ---
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The contiguous tensor's memory as bytes."""
+    # One element out of a row counts as contiguous with the strides of the row.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+@dataclass
+class _Round:
+    """One bucket to and from each peer."""
+
+    works: list[Awaited] = field(default_factory=list)
+    arriving: list[tuple[Tensor, list[Part]]] = field(default_factory=list)
+    """Buckets to be unpacked, with what is in them."""
+    kept: list[Tensor] = field(default_factory=list)
+    """Memory that is being sent from."""
+
+
+class _Transfer:
+    """Moves the parts of one plan.
+
+    All ranks go through the rounds in order; in a round a rank first says what it will receive,
+    then sends, and waits for the round before the last. So whoever waits for a round waits for
+    ranks that are as far or behind, the hindmost waits for nobody, and there is no deadlock.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, held: Sequence[Holding], bucket_bytes: int
+    ) -> None:
+        self._courier = Courier(group, torch.device("cpu"))
+        self._held = held
+        self._bucket_bytes = bucket_bytes
+        self._metas: Mapping[str, Meta] = {}
+        self._pieces: dict[str, Piece] = {}
+
+    def carry_out(
+        self,
+        todo: Plan,
+        own: Mapping[str, Box],
+        metas: Mapping[str, Meta],
+        *,
+        borrow: bool,
+        place: Place,
+    ) -> dict[str, Piece]:
+        """The pieces that this rank needs, in memory of their own unless placed or borrowed."""
+        self._metas = metas
+        placed = {name: place(name, box) for name, box in own.items()}
+        borrowed = {
+            part.name: self._source(part)
+            for part in todo.kept
+            if borrow and placed[part.name] is None and part.box == own[part.name]
+        }
+        for name, box in own.items():
+            tensor = borrowed.get(name, placed[name])
+            if tensor is None:
+                tensor = torch.empty(box.sizes, dtype=metas[name].dtype)
+            self._pieces[name] = Piece(shape=metas[name].shape, box=box, tensor=tensor)
+        self._move(todo)
+        for part in todo.kept:
+            if part.name not in borrowed:
+                self._target(part).copy_(self._source(part))
+        return self._pieces
+
+    def _move(self, todo: Plan) -> None:
+        sends = {peer: self._buckets(parts) for peer, parts in todo.sends.items()}
+        receives = {peer: self._buckets(parts) for peer, parts in todo.receives.items()}
+        num_rounds = max(map(len, [*sends.values(), *receives.values()]), default=0)
+        pending: deque[_Round] = deque()
+        for number in range(num_rounds):
+            current = _Round()
+            for peer, buckets in sorted(receives.items()):
+                if number < len(buckets):
+                    self._receive(peer, buckets[number], current)
+            for peer, buckets in sorted(sends.items()):
+                if number < len(buckets):
+                    self._send(peer, buckets[number], current)
+            pending.append(current)
+            if len(pending) == ROUNDS_IN_FLIGHT:
+                self._complete(pending.popleft())
+        for each in pending:
+            self._complete(each)
+        self._courier.close()
+
+    def _receive(self, peer: int, parts: list[Part], current: _Round) -> None:
+        target = self._target(parts[0])
+        if len(parts) == 1 and target.is_contiguous():
+            buffer = _flat(target)
+        else:
+            buffer = torch.empty(self._places(parts)[-1][1], dtype=torch.uint8)
+            current.arriving.append((buffer, parts))
+        current.works.append(self._courier.recv([buffer], peer))
+
+    def _send(self, peer: int, parts: list[Part], current: _Round) -> None:
+        source = self._source(parts[0])
+        if len(parts) == 1 and source.is_contiguous() and source.device.type == "cpu":
+            buffer = _flat(source)
+        else:
+            places = self._places(parts)
+            buffer = torch.empty(places[-1][1], dtype=torch.uint8)
+            for part, place in zip(parts, places, strict=True):
+                self._view(buffer, part, place).copy_(self._source(part))
+        current.kept.append(buffer)
+        current.works.append(self._courier.send([buffer], peer))
+
+    def _complete(self, over: _Round) -> None:
+        for work in over.works:
+            work.wait()
+        for buffer, parts in over.arriving:
+            for part, place in zip(parts, self._places(parts), strict=True):
+                self._target(part).copy_(self._view(buffer, part, place))
+
+    # --- where parts lie ---
+
+    def _buckets(self, parts: Sequence[Part]) -> list[list[Part]]:
+        buckets: list[list[Part]] = []
+        room_bytes = 0
+        for part in parts:
+            padded_bytes = _padded(self._num_bytes(part))
+            if padded_bytes > room_bytes:
+                buckets.append([])
+                room_bytes = self._bucket_bytes
+            buckets[-1].append(part)
+            room_bytes -= padded_bytes
+        return buckets
+
+    def _places(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
+        """Where each part starts and stops in its bucket; a part alone fills it exactly."""
+        places: list[tuple[int, int]] = []
+        start = 0
+        for part in parts:
+            num_bytes = self._num_bytes(part)
+            places.append((start, start + num_bytes))
+            start += _padded(num_bytes)
+        return places
+
+    def _num_bytes(self, part: Part) -> int:
+        return part.box.num_elements * self._metas[part.name].dtype.itemsize
+
+    def _view(self, buffer: Tensor, part: Part, place: tuple[int, int]) -> Tensor:
+        raw = buffer[place[0] : place[1]]
+        return raw.view(self._metas[part.name].dtype).view(part.box.sizes)
+
+    def _target(self, part: Part) -> Tensor:
+        piece = self._pieces[part.name]
+        return piece.tensor[part.box.within(piece.box)]
+
+    def _source(self, part: Part) -> Tensor:
+        for holding in self._held:
+            piece = holding.pieces.get(part.name)
+            if piece is not None and piece.box.overlap(part.box) == part.box:
+                return piece.tensor.detach()[part.box.within(piece.box)]
+        raise AssertionError(f"planned to send {part}, which is not held")
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+__all__ = ["FIRST_BYTES", "Needs", "Place", "gather", "reshard"]

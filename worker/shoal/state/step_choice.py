@@ -1,0 +1,139 @@
+"""Which step all ranks go on from.
+
+Pure: every rank computes it from the same inventories and comes to the same end.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from shoal.state.grid import grid_of
+from shoal.state.inventory import Inventory, Meta, add_meta
+from shoal.state.shards import MODEL, Box
+from shoal.strategies.base import Json
+from shoal_proto.errors import StateLost
+
+MAX_NAMED = 3
+"""So many parts that nobody holds are named in an error, for each step."""
+MAX_STEPS_NAMED = 4
+"""So many of the steps that were looked at are in the error's text; all are in its details."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A step whose state is whole on the ranks together."""
+
+    step: int
+    metas: Mapping[str, Meta]
+    """Every tensor that exists at the step, in the order of names."""
+    holders: Mapping[str, Mapping[Box, Sequence[int]]]
+    """By name: which boxes of it there are, and the ranks that hold each."""
+    values: Mapping[str, Json]
+
+    def on_each(self, world_size: int) -> bool:
+        """Whether every rank holds all of every tensor."""
+        return all(
+            len(self.holders[name].get(Box.whole(meta.shape), ())) == world_size
+            for name, meta in self.metas.items()
+        )
+
+
+def choose(inventories: Sequence[Inventory]) -> Chosen:
+    """The newest step at which every element of every tensor is held by some rank.
+
+    A tensor exists at a step if anybody says so. A tensor of the model exists at every step, and
+    what an optimizer has begun to keep it does not let go of again: so a tensor that is known of
+    an earlier step is missed at a later one. Raises StateLost if no step is whole, and
+    ShapeMismatch or DtypeMismatch if ranks contradict each other.
+    """
+    metas: dict[str, Meta] = {}
+    for inventory in inventories:
+        for name, meta in inventory.metas.items():
+            add_meta(metas, name, meta)
+    missing: dict[int, list[str]] = {}
+    steps = {listing.step for inventory in inventories for listing in inventory.listings}
+    for step in sorted(steps, reverse=True):
+        holders = _holders(inventories, step)
+        names = _expected(inventories, step)
+        missing[step] = _missing(names, metas, holders)
+        if not missing[step]:
+            return Chosen(
+                step=step,
+                metas={name: metas[name] for name in names},
+                holders=holders,
+                values=_values(inventories, step),
+            )
+    raise _lost(missing)
+
+
+def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Box, list[int]]]:
+    found: dict[str, dict[Box, list[int]]] = {}
+    for rank, inventory in enumerate(inventories):
+        for listing in inventory.listings:
+            if listing.step == step:
+                for name, box in listing.boxes.items():
+                    ranks = found.setdefault(name, {}).setdefault(box, [])
+                    if not ranks or ranks[-1] != rank:
+                        ranks.append(rank)
+    return found
+
+
+def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
+    names: set[str] = set()
+    for inventory in inventories:
+        for listing in inventory.listings:
+            for found in (listing.boxes, listing.elsewhere):
+                names.update(
+                    name for name in found if listing.step <= step or name.startswith(MODEL)
+                )
+    return sorted(names)
+
+
+def _missing(
+    names: Sequence[str], metas: Mapping[str, Meta], holders: Mapping[str, Mapping[Box, object]]
+) -> list[str]:
+    """The first parts that nobody holds, in words."""
+    found: list[str] = []
+    for name in names:
+        if name not in metas:
+            found.append(name)
+        else:
+            whole = Box.whole(metas[name].shape)
+            boxes = holders.get(name, {})
+            if whole not in boxes:
+                grid = grid_of(whole.sizes, tuple(boxes))
+                found += [f"{name} {_words(gap)}" for gap in islice(grid.gaps(), MAX_NAMED + 1)]
+        if len(found) > MAX_NAMED:
+            break
+    return found
+
+
+def _words(box: Box) -> str:
+    spans = zip(box.offsets, box.sizes, strict=True)
+    return "[" + ", ".join(f"{start}:{start + size}" for start, size in spans) + "]"
+
+
+def _values(inventories: Sequence[Inventory], step: int) -> Mapping[str, Json]:
+    for inventory in inventories:
+        for listing in inventory.listings:
+            if listing.step == step and listing.values:
+                return listing.values
+    return {}
+
+
+def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:
+    details = {
+        str(step): ", ".join(parts[:MAX_NAMED]) + (", ..." if len(parts) > MAX_NAMED else "")
+        for step, parts in missing.items()
+    }
+    newest = [f"at step {step} nobody has {parts}" for step, parts in details.items()]
+    return StateLost(
+        "no step's state is whole on the members that are left",
+        seen="; ".join(newest[:MAX_STEPS_NAMED]) or "members that hold nothing at all",
+        expected="one step at which every element of every tensor is held by some member",
+        fix="Go on from a checkpoint; more copies in host memory bear the loss of more members.",
+        details=details,
+    )
+
+
+__all__ = ["Chosen", "choose"]

@@ -1,0 +1,127 @@
+"""State from one member to others over their group: a manifest in JSON, then raw bytes.
+
+Nothing is unpickled. The receiver takes shapes and dtypes from the manifest within bounds and lets
+the model judge whether they fit.
+"""
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal.backends.abortable.p2p import Awaited, Courier
+from shoal.state.dtypes import DTYPES, name_of
+from shoal.strategies.base import State
+from shoal_proto.errors import MalformedMessage
+
+MAX_MANIFEST_BYTES = 64 * 1024 * 1024
+BUCKET_BYTES = 32 * 1024 * 1024
+CHUNK_BYTES = 4 * 1024 * 1024
+"""What travels in one message: over 1 Mb/s it takes half a minute."""
+CHUNKS_IN_FLIGHT = 2
+# Every tensor starts at a multiple of this in its bucket, so that any dtype can be viewed there.
+_ALIGNMENT_BYTES = 16
+
+
+def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
+    """Give `state` to the members of these ranks, who call `receive` at the same time."""
+    entries = [
+        [name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()
+    ]
+    manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
+    text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
+    courier = Courier(group, torch.device("cpu"))
+    courier.exchange([(torch.tensor([text.numel()]), rank) for rank in receivers])
+    _send(text, receivers, courier)
+    tensors = list(state.tensors.values())
+    for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
+        packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
+        for index, start, stop in bucket:
+            raw = tensors[index].contiguous().reshape(-1).view(torch.uint8)
+            packed[start : start + raw.numel()].copy_(raw)
+            assert start + raw.numel() <= stop
+        _send(packed, receivers, courier)
+
+
+def receive(source: int, group: dist.ProcessGroup) -> State:
+    """The state that the member of rank `source` sends."""
+    length = torch.zeros(1, dtype=torch.int64)
+    courier = Courier(group, torch.device("cpu"))
+    courier.exchange([], [(length, source)])
+    num_bytes = int(length)
+    if not 0 < num_bytes <= MAX_MANIFEST_BYTES:
+        raise MalformedMessage(
+            f"rank {source} announced a manifest of impossible size",
+            seen=f"{num_bytes} bytes",
+            expected=f"1 to {MAX_MANIFEST_BYTES}",
+        )
+    text = torch.zeros(num_bytes, dtype=torch.uint8)
+    _receive(text, source, courier)
+    manifest: Any = json.loads(text.numpy().tobytes())
+    entries = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
+    tensors: dict[str, Tensor] = {}
+    for bucket in _buckets([_num_bytes(dtype, shape) for _, dtype, shape in entries]):
+        packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
+        _receive(packed, source, courier)
+        for index, start, _ in bucket:
+            name, dtype, shape = entries[index]
+            stop = start + _num_bytes(dtype, shape)
+            tensors[name] = packed[start:stop].view(dtype).reshape(shape)
+    return State(step=int(manifest["step"]), tensors=tensors, values=manifest["values"])
+
+
+def _send(tensor: Tensor, receivers: Sequence[int], courier: Courier) -> None:
+    _in_turn([courier.send([chunk], rank) for rank in receivers] for chunk in _chunks(tensor))
+
+
+def _receive(tensor: Tensor, source: int, courier: Courier) -> None:
+    _in_turn([courier.recv([chunk], source)] for chunk in _chunks(tensor))
+
+
+def _in_turn(begun: Iterable[Sequence[Awaited]]) -> None:
+    """Wait for messages, which begin as they are asked for, a few at a time.
+
+    Each that ends shows that the transfer gets on.
+    """
+    under_way: deque[Sequence[Awaited]] = deque()
+    for messages in begun:
+        under_way.append(messages)
+        if len(under_way) == CHUNKS_IN_FLIGHT:
+            _await(under_way.popleft())
+    for messages in under_way:
+        _await(messages)
+
+
+def _await(messages: Sequence[Awaited]) -> None:
+    for message in messages:
+        message.wait()
+
+
+def _chunks(tensor: Tensor) -> Sequence[Tensor]:
+    starts = range(0, tensor.numel(), CHUNK_BYTES)
+    return [tensor[start : start + CHUNK_BYTES] for start in starts]
+
+
+def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _buckets(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Cut the tensors, in order, into runs of (index, start, stop in the run's buffer)."""
+    run: list[tuple[int, int, int]] = []
+    for index, size in enumerate(sizes_bytes):
+        start = run[-1][2] if run else 0
+        padded = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        if run and start + padded > BUCKET_BYTES:
+            yield run
+            run, start = [], 0
+        run.append((index, start, start + padded))
+    if run:
+        yield run
+
+
+__all__ = ["receive", "send"]

@@ -1,0 +1,57 @@
+"""The whole model of what ranks hold."""
+
+import copy
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shoal.backends.abortable.waiter import finish
+from shoal.model.tied_tensors import under_all_names
+from shoal.state.resharding import reshard
+from shoal.state.shards import MODEL, Box, Holding
+
+log = structlog.get_logger(__name__)
+
+
+def whole_model(group: dist.ProcessGroup, holding: Holding) -> dict[str, Tensor]:
+    """Every parameter and persistent buffer by its names in the user's model, on the host.
+
+    Collective: each rank gives what it holds, and each gets all; tied tensors are one under several
+    names. Raises as `reshard`.
+    """
+    whole = reshard(group, [holding], _needed)
+    try:
+        # So that no rank leaves while another still waits for its pieces.
+        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+    except RuntimeError as error:
+        # Somebody has left behind it: then all have everything, this rank too.
+        log.info("left_behind_whole_model", reason=str(error)[:300])
+    further: Any = holding.values["tied"]
+    tensors = {name.removeprefix(MODEL): piece.tensor for name, piece in whole.pieces.items()}
+    return under_all_names(tensors, further)
+
+
+def on_host(model: nn.Module) -> dict[str, Tensor]:
+    """The model's own state_dict, copied into host memory; tied tensors are one in it too."""
+    copies: dict[int, Any] = {}
+    for tensor in (held := model.state_dict(keep_vars=True)).values():
+        if id(tensor) not in copies:
+            copies[id(tensor)] = _copied(tensor)
+    return {name: copies[id(tensor)] for name, tensor in held.items()}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    # What a module adds by get_extra_state.
+    return copy.deepcopy(value)
+
+
+def _needed(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
+    return Box.whole(shape) if name.startswith(MODEL) else None
+
+
+__all__ = ["on_host", "whole_model"]

@@ -1,0 +1,1 @@
+"""Members at their own pace, over the parameter servers."""

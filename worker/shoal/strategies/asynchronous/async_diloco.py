@@ -1,0 +1,128 @@
+"""The strategy `async-diloco`: members step by themselves for a round, then push how far they came.
+
+The outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) is taken by the parameter servers
+on each member's round as it comes, not on the mean of all; nobody waits for anybody (as in Liu et
+al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member goes
+on from the values of right after its own push, which have what the others pushed meanwhile.
+
+- The optimizer is the member's own: any that torch has, its state too, stepped in the member.
+- A round's samples count once its push is acknowledged. What a member that is lost had seen since
+  its last push is lost with it, and trained on by others.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
+from shoal.strategies.asynchronous.gradients import gradients_of
+from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.synchronous.strategy import refuse_lbfgs
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+
+KINDS = ("none", "scale")
+
+
+class AsyncDiLoCo(AsyncSGD):
+    name: ClassVar[str] = "async-diloco"
+    pushes_rows: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        every_steps: int = 100,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        staleness: str = "none",
+    ) -> None:
+        """A round is `every_steps` steps, fewer where samples run out. Every member's push moves
+        the values by itself, so with n members `outer_lr` should be near 1/n of what it is for
+        "diloco". `staleness`: "none", or "scale" to divide it by the rounds that others pushed
+        since.
+
+        Raises InvalidSpec for what is out of range.
+        """
+        if staleness not in KINDS:
+            raise InvalidSpec(
+                "rounds cannot be treated in this way when they are stale",
+                seen=repr(staleness),
+                expected=f"one of {', '.join(map(repr, KINDS))}",
+            )
+        if every_steps < 1:
+            raise InvalidSpec(
+                "every_steps is out of range", seen=f"{every_steps}", expected="at least 1"
+            )
+        super().__init__(staleness=staleness)
+        self._every_steps = every_steps
+        self._outer = OuterStep(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+        self._steps_of_round = 0
+        self._began: dict[str, Tensor] = {}
+        self._unacknowledged: list[Callable[[], None]] = []
+
+    def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
+        refuse_lbfgs(self.name, optimizer)
+        outer = HyperParameters(
+            lr=self._outer.lr, momentum=self._outer.momentum, nesterov=self._outer.nesterov
+        )
+        return OptimizerSpec(kind="outer", groups=[outer] * len(optimizer.param_groups))
+
+    def _own_fields(self) -> Mapping[str, str]:
+        return {"rounds": f"{self._every_steps} steps, {self._outer}"}
+
+    @property
+    def steps_per_lease(self) -> int:
+        return self._every_steps
+
+    def _rates(self) -> list[float]:
+        return []
+
+    def begin_step(self) -> None:
+        super().begin_step()
+        if not self._began:
+            self._began = {n: _on_host(p) for n, p in self._values.parameters.items()}
+
+    def end_step(self, acknowledged: Callable[[], None]) -> None:
+        # Raises for what is not finite, before it is in the member's own values.
+        gradients_of(self._values.parameters, self._step)
+        self._optimizer.step()
+        self._step += 1
+        self._steps_of_round += 1
+        self._unacknowledged.append(acknowledged)
+        if self._steps_of_round == self._every_steps:
+            self._end_round()
+        self._watch_loss()
+
+    def _end_round(self) -> None:
+        """Push what the round has changed, and go on from what the servers make of it."""
+        if not self._steps_of_round:
+            return
+        gone = {n: self._began[n] - _on_host(p) for n, p in self._values.parameters.items()}
+        self._count(self._push(gone))
+        self._began, self._steps_of_round = {}, 0
+        while self._unacknowledged:
+            self._unacknowledged.pop(0)()
+
+    def rest(self) -> None:
+        # Others wait for this member's samples, which count once they are pushed.
+        self._end_round()
+        super().rest()
+
+    def flush(self) -> None:
+        self._end_round()
+
+    def finish(self) -> None:
+        self._end_round()
+        super().finish()
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    """A copy of the values."""
+    return parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+__all__ = ["AsyncDiLoCo"]

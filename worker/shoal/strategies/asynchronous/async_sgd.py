@@ -1,0 +1,367 @@
+"""The strategy `async-sgd`: every member trains at its own pace against the parameter servers.
+
+A step computes gradients on the values in hand, pushes them, and takes back the values of right
+after the push, in one exchange with every server. The optimizer runs there, once for all members;
+what the user holds is the model, whose parameters are overwritten in place, and the optimizer
+object, whose learning rates travel with every push, unless a schedule of them was given to the job.
+
+- A parameter without gradient in a step is left alone by the optimizer, as `torch.optim` does: no
+  weight decay, no momentum, no step counted. What other members changed in it still comes back.
+- What becomes of gradients of values that others have changed since: `async_staleness`.
+- Buffers, such as running means, are no parameters: each member keeps its own.
+- The values that training starts from are those of rank 0 of the first generation. Should it die
+  half-way through, another member creates what is missing, from its own initial values.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import ClassVar, NoReturn
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shoal.embedding.exchange import TableExchange
+from shoal.state.whole_model import on_host
+from shoal.strategies.asynchronous.first_values import first_values
+from shoal.strategies.asynchronous.gradients import gradients_of
+from shoal.strategies.asynchronous.loss_watch import WINDOW_STEPS, LossWatch
+from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
+from shoal.strategies.asynchronous.pace import Pace
+from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
+from shoal.strategies.asynchronous.staleness_policy import to_policy
+from shoal.strategies.base import (
+    Context,
+    Generation,
+    Strategy,
+    optimizer_digest,
+    schema_digest,
+)
+from shoal_client.parameters.dense import ParameterClient, PushResult
+from shoal_client.parameters.joint_step import JointStep
+from shoal_proto.errors import (
+    InternalError,
+    InvalidSpec,
+    StalePush,
+)
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+
+log = structlog.get_logger(__name__)
+
+MAX_REDONE = 16
+"""So often one step is taken anew on fresh values before its member gives up."""
+
+LEVELS = ("applied", "replicated", "durable")
+
+BEGINNING_UPDATES = 100
+"""Who first gets values with more updates behind them came to a job that trains already: whether
+the loss falls is not for it to tell."""
+
+
+class AsyncSGD(Strategy):
+    name: ClassVar[str] = "async-sgd"
+    synchronous: ClassVar[bool] = False
+    pushes_rows: ClassVar[bool] = True
+    """Whether each step pushes the rows of embedding tables."""
+
+    def __init__(
+        self,
+        *,
+        consistency: str = "async",
+        staleness_bound: int | None = None,
+        staleness: str = "damp",
+        reject_above: int | None = None,
+        compensation: float | None = None,
+        adaptive: bool = True,
+        schedule: LRScheduler | None = None,
+        acknowledge: str = "replicated",
+    ) -> None:
+        """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `Pace`.
+
+        `staleness`: "damp", "none", "scale", "compensate" or "reject", see
+        `staleness_policy.py`; `reject_above` is a number of updates, with any of these, and
+        `compensation` is lambda_0, or lambda where it is not `adaptive`.
+
+        `schedule`: one of torch's, of the optimizer that is distributed. It travels with the job:
+        the servers set the rates by the number of updates that all members have made together, and
+        the script does not step it.
+
+        `acknowledge`: what a push waits for. "replicated": every backup of the shards, where there
+        is one; "durable": the disk of the shard's server too; "applied": neither, so that it may be
+        lost with its server.
+
+        Raises InvalidSpec for options that contradict each other.
+        """
+        self._policy = to_policy(staleness, reject_above, compensation, adaptive=adaptive)
+        self._schedule = schedule
+        self._acknowledgement = _level(acknowledge)
+        self._refused: frozenset[int] = frozenset()
+        self._redone = 0
+        self._rejected = 0
+        self._pace = Pace(consistency, staleness_bound)
+        self._tables = TableExchange(nn.Module())
+        self._step = 0
+        self._has_state = False
+        self._cut_generation = 0
+        self._client: ParameterClient | None = None
+        self._last_push: PushResult | None = None
+        self._pushes = 0
+        self._lock = threading.Lock()
+        self._watch: LossWatch | None = None
+        self._losses: list[Tensor] = []
+        self._warning = ""
+
+    def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        self._spec = self._servers_spec(optimizer)
+        self._spec.staleness.CopyFrom(self._policy)
+        self._model = model
+        self._optimizer = optimizer
+        self._values = SharedValues(model, optimizer)
+        self._fields = {
+            "schema": schema_digest(model),
+            "optimizer": optimizer_digest(optimizer),
+            "staleness": in_words(self._policy),
+            "schedule": in_words(self._spec.schedule) or "with each push",
+            **self._pace.fields(),
+            **self._own_fields(),
+        }
+        self._tables = TableExchange(model)
+        if self._tables and not self.pushes_rows:
+            raise InvalidSpec(
+                f"strategy {self.name} does not train embedding tables",
+                seen=", ".join(spec.name for spec in self._tables.specs),
+                expected="a model without them, or the strategy async-sgd",
+            )
+        self._fields |= self._tables.fields()
+        log.info("staleness_policy_chosen", strategy=self.name, policy=in_words(self._policy))
+        return model, optimizer
+
+    def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
+        """What the servers do with what they are pushed."""
+        return to_spec(optimizer, self._schedule)
+
+    def _own_fields(self) -> Mapping[str, str]:
+        """What else all members must have in common."""
+        return {}
+
+    def _rates(self) -> list[float]:
+        """What goes with a push; empty where the servers know the rates."""
+        if self._schedule is not None:
+            return []
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
+    def attach(self, context: Context) -> None:
+        super().attach(context)
+        self._client = ParameterClient(
+            context.coordinators,
+            context.token,
+            timeout_s=context.limits.collective_s or 60.0,
+            acknowledgement=self._acknowledgement,
+        )
+        self._pace.attach(context)
+        self._tables.attach(context, self._acknowledgement)
+
+    def enter(self, generation: Generation) -> None:
+        """The first one brings the values; a later one changes nothing, training goes on."""
+        if self._has_state:
+            return
+        client = self._connected()
+        client.place(self._values.schema, self._tables.specs)
+        self._tables.enter()
+        first_values(
+            client,
+            self._values,
+            self._spec,
+            creates=generation.rank == 0,
+            limit_s=self.context.limits.bring_up_s,
+            is_broken=lambda: generation.number <= self._cut_generation,
+        )
+        self._has_state = True
+        if self._num_updates < BEGINNING_UPDATES:
+            self._watch = LossWatch()
+
+    def cut(self, generation: int) -> None:
+        self._cut_generation = max(self._cut_generation, generation)
+
+    def abandon(self) -> None:
+        """Nothing ties this member to a generation."""
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._tables.begin_step()
+        if self._pace.begin():
+            self._refresh()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        if self._watch is not None:
+            # Read later: on a GPU that would wait for the device.
+            self._losses.append(loss.detach().float().reshape(()))
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def module(self) -> nn.Module:
+        return self._model
+
+    def end_step(self, acknowledged: Callable[[], None]) -> None:
+        gradients = gradients_of(self._values.parameters, self._step)
+        rows = self._tables.gather()
+        self._pace.before_push()
+        # A step that is taken anew has brought its rows to the tables already.
+        step, push_of_rows = None, None
+        if rows and not self._redone:
+            step = self._connected().joint_step(self._tables.shard_ids(rows))
+            push_of_rows = self._tables.start_push(rows, step)
+        result = self._push(gradients, step)
+        if push_of_rows is not None:
+            push_of_rows.result()
+        if result.stale:
+            self._begin_anew(result)
+        self._refused, self._redone = frozenset(), 0
+        self._pace.pushed()
+        # The servers stepped for it; else a learning-rate schedule warns that nobody did.
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._step += 1
+        self._count(result)
+        self._watch_loss()
+        acknowledged()
+
+    def _watch_loss(self) -> None:
+        """Say, once each time that it begins, that the loss does not fall."""
+        if self._watch is None or not self._losses or self._step % WINDOW_STEPS:
+            return
+        mean = torch.stack(self._losses).mean().item()
+        self._losses.clear()
+        stagnation = self._watch.see(mean, self._num_updates)
+        if stagnation is not None and not self._warning:
+            log.warning(
+                "loss_not_falling",
+                reason=str(stagnation),
+                policy=in_words(self._policy),
+                fix="Lower the learning rate or the momentum, or train with fewer members:"
+                " docs/parameter-server.md, Staleness.",
+            )
+        self._warning = str(stagnation) if stagnation is not None else ""
+
+    @property
+    def _num_updates(self) -> int:
+        """Of the shard that has had most, as far as this member knows."""
+        return max(self._connected().versions.values(), default=0)
+
+    @property
+    def warning(self) -> str:
+        return self._warning
+
+    def _count(self, result: PushResult) -> None:
+        with self._lock:
+            self._last_push = result
+            self._pushes += 1
+
+    def _push(self, gradients: Mapping[str, Tensor], step: JointStep | None = None) -> PushResult:
+        compensates = self._spec.staleness.kind == "compensate"
+        # Copied: a retry must send the same, and by then some of the new values may be there.
+        bases = self._values.copies() if compensates else None
+        result = self._connected().push(
+            {name: bytes_of(gradient) for name, gradient in gradients.items()},
+            lr=self._rates(),
+            into=self._values.writable() if self._pace.wants_values else None,
+            bases=bases,
+            only=self._refused or None,
+            step=step,
+        )
+        if self._pace.wants_values:
+            self._values.adopt()
+        return result
+
+    def _begin_anew(self, result: PushResult) -> NoReturn:
+        """Get fresh values for the shards that refused the step; what the others have counts."""
+        self._refused = frozenset(result.stale)
+        self._redone += 1
+        with self._lock:
+            self._rejected += 1
+        self._refresh()
+        refusal = next(iter(result.stale.values()))
+        if self._redone <= MAX_REDONE:
+            raise refusal
+        raise StalePush(
+            f"step {self._step} was refused as too stale again and again",
+            seen=f"{self._redone} times, at last with {refusal.seen}",
+            expected=refusal.expected,
+            fix="Raise reject_above, or let this member have smaller batches.",
+        )
+
+    def redoes(self, error: BaseException) -> bool:
+        return isinstance(error, StalePush) and self._redone <= MAX_REDONE
+
+    def finish(self) -> None:
+        """Take the values as they are now: once all samples are done, the job's final ones."""
+        self._pace.rest()
+        # Rows that are looked up from here on are those of now as well.
+        self._tables.begin_step()
+        self._refresh()
+
+    def rest(self) -> None:
+        self._pace.rest()
+
+    def _refresh(self) -> None:
+        """Take the values as they are now."""
+        self._connected().pull(self._values.writable(), wait_s=0.0)
+        self._values.adopt()
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def has_state(self) -> bool:
+        return self._has_state
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The values this member computes with, on the host: behind the last sample those of the
+        job, before that as of its last push. Buffers are its own; the optimizer's state lives on
+        the servers."""
+        return on_host(self._model)
+
+    def metrics(self) -> Mapping[str, float]:
+        with self._lock:
+            if self._last_push is None:
+                return {}
+            return {
+                "staleness": self._last_push.staleness_mean,
+                "staleness_max": float(self._last_push.staleness_max),
+                "pushes": float(self._pushes),
+                "rejected": float(self._rejected),
+                **self._pace.metrics(),
+                **self._tables.metrics(),
+            }
+
+    def close(self) -> None:
+        self._pace.close()
+        self._tables.close()
+        if self._client is not None:
+            self._client.close()
+
+    def _connected(self) -> ParameterClient:
+        if self._client is None:
+            raise InternalError("the strategy was not attached", expected="attach() before enter()")
+        return self._client
+
+
+def _level(acknowledge: str) -> Acknowledgement.ValueType:
+    name = f"ACKNOWLEDGEMENT_{acknowledge.upper()}"
+    if acknowledge not in LEVELS:
+        raise InvalidSpec(
+            "no such level of acknowledgement",
+            seen=repr(acknowledge),
+            expected=" or ".join(LEVELS),
+        )
+    # Where a shard has no backup, "replicated" is what its primary alone can give.
+    return Acknowledgement.Value(name)
+
+
+__all__ = ["AsyncSGD"]

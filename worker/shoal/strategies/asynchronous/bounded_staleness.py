@@ -1,0 +1,29 @@
+"""The strategies `ssp` and `bsp`: `async-sgd` with a bound on how far members may drift apart."""
+
+from typing import Any, ClassVar
+
+from shoal.strategies.asynchronous.async_sgd import AsyncSGD
+from shoal.strategies.asynchronous.pace import DEFAULT_BOUND
+
+
+class SSP(AsyncSGD):
+    """Stale synchronous parallel: no member is more than `staleness_bound` rounds ahead."""
+
+    name: ClassVar[str] = "ssp"
+
+    def __init__(self, *, staleness_bound: int = DEFAULT_BOUND, **options: Any) -> None:
+        """`options`: those of `async-sgd`. Raises InvalidSpec."""
+        super().__init__(consistency="ssp", staleness_bound=staleness_bound, **options)
+
+
+class BSP(AsyncSGD):
+    """Bulk synchronous parallel: every member's pushes of a round before anyone's next pull."""
+
+    name: ClassVar[str] = "bsp"
+
+    def __init__(self, **options: Any) -> None:
+        """`options`: those of `async-sgd`. Raises InvalidSpec."""
+        super().__init__(consistency="bsp", **options)
+
+
+__all__ = ["BSP", "SSP"]

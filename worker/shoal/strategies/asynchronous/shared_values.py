@@ -1,0 +1,119 @@
+"""Where the parameters of a member at its own pace lie: by name, and as bytes to send and fill."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.model.tied_tensors import refuse_hidden_ties
+from shoal_client.shards.blocks import Buffers
+from shoal_proto.errors import DtypeMismatch, InvalidSpec
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Slot:
+    """Where a parameter's bytes lie for reading and writing: in place, or staged beside it."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self._parameter = parameter
+        self._pointer = 0
+        self._staged: Tensor | None = None
+        self._view = memoryview(b"")
+
+    def writable_bytes(self) -> memoryview:
+        """Write the new values here, then call `adopt`."""
+        data = self._parameter.detach()
+        # A user may have moved the model since: the storage then is another one.
+        if data.data_ptr() != self._pointer or not self._view.nbytes:
+            in_place = data.device.type == "cpu" and data.is_contiguous()
+            self._staged = None if in_place else torch.empty(data.shape, dtype=data.dtype)
+            self._view = bytes_of(data if self._staged is None else self._staged)
+            self._pointer = data.data_ptr()
+        return self._view
+
+    def value_bytes(self) -> memoryview:
+        """The parameter's values as they are now."""
+        view = self.writable_bytes()
+        if self._staged is not None:
+            self._staged.copy_(self._parameter.detach())
+        return view
+
+    def copied_bytes(self) -> memoryview:
+        """The values as they are now, whatever becomes of the parameter."""
+        return memoryview(bytes(self.value_bytes()))
+
+    def adopt(self) -> None:
+        """Make what was written the parameter's values."""
+        if self._staged is not None:
+            with torch.no_grad():
+                self._parameter.copy_(self._staged)
+
+
+class SharedValues:
+    """The parameters that all members train, as one member holds them."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raises InvalidSpec or DtypeMismatch for parameters that cannot be shared."""
+        refuse_hidden_ties(model)
+        found = _trained(model, optimizer)
+        self.parameters = {name: parameter for name, (parameter, _) in found.items()}
+        self.schema = [
+            ParameterSpec(
+                name=name,
+                shape=parameter.shape,
+                dtype=str(parameter.dtype).removeprefix("torch."),
+                group=group,
+            )
+            for name, (parameter, group) in found.items()
+        ]
+        self._slots = {name: Slot(parameter) for name, parameter in self.parameters.items()}
+
+    def writable(self) -> Buffers:
+        """Write new values here, then call `adopt`."""
+        return {name: slot.writable_bytes() for name, slot in self._slots.items()}
+
+    def present(self) -> Buffers:
+        """The values as they are now, not to be kept."""
+        return {name: slot.value_bytes() for name, slot in self._slots.items()}
+
+    def copies(self) -> Buffers:
+        """The values as they are now, to be kept."""
+        return {name: slot.copied_bytes() for name, slot in self._slots.items()}
+
+    def adopt(self) -> None:
+        """Make what was written the parameters' values."""
+        for slot in self._slots.values():
+            slot.adopt()
+
+
+def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
+    """The optimizer's parameters by their names in the model, each with its group."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    found: dict[str, tuple[nn.Parameter, int]] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names.get(parameter)
+            if name is None:
+                raise InvalidSpec(
+                    "the optimizer holds a parameter that is not the model's",
+                    seen=f"a parameter of shape {tuple(parameter.shape)} in group {index}",
+                    expected="parameters of the model that is distributed",
+                    fix="Make the optimizer from model.parameters().",
+                )
+            if parameter.dtype not in DTYPES:
+                raise DtypeMismatch(
+                    f"parameter {name} has a dtype that no optimizer kernel takes",
+                    seen=str(parameter.dtype),
+                    expected=", ".join(map(str, DTYPES)),
+                )
+            found[name] = (parameter, index)
+    return found
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The flat bytes of a contiguous CPU tensor, shared with it."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+__all__ = ["SharedValues", "bytes_of"]

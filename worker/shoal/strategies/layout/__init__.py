@@ -1,0 +1,1 @@
+"""Strategies that lay the model out anew in each generation: sharded, split, staged."""

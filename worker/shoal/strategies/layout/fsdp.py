@@ -1,0 +1,124 @@
+"""Fully sharded data parallel: every member holds a part of everything, on torch's fully_shard."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.layouts.base import Layout, World
+from shoal.layouts.sharded.grouping import group_modules
+from shoal.layouts.sharded.layout import Sharded, ShardedOptions
+from shoal.model.elementwise_optimizers import refuse_unless_elementwise
+from shoal.planning.figures import Plan, Subject
+from shoal.planning.sharded import ShardedFigures
+from shoal.strategies.layout.strategy import LaidOut
+from shoal_proto.errors import InvalidSpec
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+class FSDP(LaidOut):
+    """Strategy "fsdp": a layer's parameters are put together for its pass, then freed again.
+
+    `min_group_bytes`: layers are gathered in groups of at least so many bytes; by itself it suits
+    the model, 0 gathers each module alone. `param_dtype` ("bf16", "fp16"): what layers compute in
+    while the optimizer keeps the parameters' own dtype; `reduce_dtype` ("fp32", ...): what
+    gradients are summed up in, by itself the one they come in. `elementwise_optimizer=True` vouches
+    for an optimizer that is not torch's: each element is updated from its own gradient and state.
+    `copies` and `copy_every_steps`: see `LaidOut`.
+
+    All members run the same modules in the same order in each step.
+    """
+
+    name = "fsdp"
+    free_after_forward = True
+
+    def __init__(
+        self,
+        *,
+        min_group_bytes: int | None = None,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        elementwise_optimizer: bool = False,
+        copies: int = 1,
+        copy_every_steps: int = 10,
+    ) -> None:
+        super().__init__(copies=copies, copy_every_steps=copy_every_steps)
+        self._elementwise_optimizer = elementwise_optimizer
+        self._options = ShardedOptions(
+            free_after_forward=self.free_after_forward,
+            min_group_bytes=min_group_bytes,
+            param_dtype=_dtype("param_dtype", param_dtype),
+            reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
+        )
+
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        refuse_unless_elementwise(self.name, optimizer, self._elementwise_optimizer)
+        self._check_parameters(model)
+
+    def _check_parameters(self, model: nn.Module) -> None:
+        for name, parameter in model.named_parameters():
+            if not parameter.ndim:
+                raise InvalidSpec(
+                    f"{self.name} cannot cut the parameter {name}",
+                    seen="a scalar",
+                    expected="at least one dimension",
+                    fix="Make it a tensor of one element: torch.zeros(1).",
+                )
+        group_modules(model, self._options.min_group_bytes)
+
+    def lay_out(self, model: nn.Module, world: World) -> Layout:
+        return Sharded(model, world, self._options)
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        if subject.optimizer is not None:
+            self.check(subject.model, subject.optimizer)
+        self._check_parameters(subject.model)
+        return ShardedFigures(subject, self._options).plan(self.name)
+
+    def options(self) -> Mapping[str, str]:
+        options = self._options
+        return {
+            "min_group_bytes": str(options.min_group_bytes),
+            "param_dtype": str(options.param_dtype),
+            "reduce_dtype": str(options.reduce_dtype),
+        }
+
+
+class Zero3(FSDP):
+    """Strategy "zero3": the other name of "fsdp"."""
+
+    name = "zero3"
+
+
+class Zero2(FSDP):
+    """Strategy "zero2": gathered parameters stay from forward until their gradients are reduced.
+
+    Gradients and optimizer state are cut as with "fsdp", and so are parameters between steps: the
+    optimizer writes only this member's part, which the next step gathers. One all-gather a group
+    less in each step, for whole parameters in memory while it runs. Options as those of `FSDP`.
+    """
+
+    name = "zero2"
+    free_after_forward = False
+
+
+def _dtype(option: str, name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise InvalidSpec(
+            f"{option} is unknown",
+            seen=repr(name),
+            expected=f"None or one of {', '.join(map(repr, DTYPES))}",
+        )
+    return DTYPES[name]
+
+
+__all__ = ["FSDP", "Zero2", "Zero3"]

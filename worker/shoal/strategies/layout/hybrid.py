@@ -1,0 +1,136 @@
+"""Pipeline, data and tensor parallel at once, over a mesh that is chosen from the world size."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+from torch import nn
+
+from shoal.layouts.base import Layout, World
+from shoal.layouts.hybrid.layout import HybridLayout, HybridPlan
+from shoal.layouts.hybrid.mesh import Fixed, MeshShape, ModelFacts, divisors_of, mesh_for
+from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
+from shoal.planning.figures import Plan, Subject
+from shoal.planning.mesh import MeshFigures
+from shoal.strategies.layout.pipeline import Cutting, course_of
+from shoal.strategies.layout.strategy import LaidOut
+from shoal_proto.errors import InvalidSpec
+
+log = structlog.get_logger(__name__)
+
+STATE_FACTOR = 4
+"""Parameters, gradients and two moments (AdamW) take so many times the parameters' bytes."""
+
+
+class Hybrid(LaidOut):
+    """Strategy "hybrid": stages of the model, each split and copied, on torch's DeviceMesh.
+
+    `pipeline`, `data`, `tensor`: sizes of the mesh. What is left open follows from the world size,
+    see `shoal.layouts.hybrid.mesh.mesh_for`; `max_rank_bytes` is what a member may hold of
+    parameters, gradients and optimizer state. `plan` and `min_split_bytes`: see `TensorParallel`;
+    the others:
+    see `Pipeline`.
+
+    `session.forward_backward(batch, loss_function)` works on every mesh; without stages
+    (pipeline=1) a step may also call the model and `session.backward(loss)`.
+    """
+
+    name = "hybrid"
+
+    def __init__(
+        self,
+        *,
+        pipeline: int | None = None,
+        data: int | None = None,
+        tensor: int | None = None,
+        max_rank_bytes: int | None = None,
+        plan: Mapping[str, str] | None = None,
+        min_split_bytes: int = MIN_SPLIT_BYTES,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        balance: str = "bytes",
+        split_at: Sequence[str] | None = None,
+        example: Any = None,
+        copies: int = 1,
+        copy_every_steps: int = 10,
+    ) -> None:
+        super().__init__(copies=copies, copy_every_steps=copy_every_steps)
+        self._fixed = Fixed(
+            pipeline=pipeline, data=data, tensor=tensor, max_rank_bytes=max_rank_bytes
+        )
+        self._overrides = dict(plan or {})
+        self._min_split_bytes = min_split_bytes
+        self._course = course_of(schedule, microbatches)
+        self._cutting = Cutting(balance=balance, split_at=split_at, example=example)
+
+    def mesh(self, model: nn.Module, world_size: int) -> MeshShape:
+        """The mesh that so many members form. Raises InvalidSpec if there is none."""
+        sizes = divisors_of(world_size)
+        facts = ModelFacts(
+            state_bytes=STATE_FACTOR * sum(p.nbytes for p in model.parameters()),
+            pipeline_sizes=frozenset(size for size in sizes if self._cuts(model, size)),
+            tensor_sizes=frozenset(size for size in sizes if self._splits(model, size)),
+        )
+        return mesh_for(world_size, facts, self._fixed)
+
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        self.mesh(model, world_size)
+
+    def _cuts(self, model: nn.Module, num_stages: int) -> bool:
+        try:
+            self._cutting.cutter.outline(model, num_stages)
+        except InvalidSpec:
+            return False
+        return True
+
+    def _splits(self, model: nn.Module, degree: int) -> bool:
+        try:
+            return derive(
+                model, degree, self._overrides, min_split_bytes=self._min_split_bytes
+            ).splits
+        except InvalidSpec:
+            return False
+
+    def lay_out(self, model: nn.Module, world: World) -> Layout:
+        mesh = self.mesh(model, world.world_size)
+        plan = HybridPlan(
+            mesh=mesh,
+            cut=self._cutting.cut(model, world, mesh.pipeline) if mesh.pipeline > 1 else None,
+            tensor=derive(
+                model, mesh.tensor, self._overrides, min_split_bytes=self._min_split_bytes
+            ),
+            course=self._course,
+        )
+        log.info("mesh_chosen", pipeline=mesh.pipeline, data=mesh.data, tensor=mesh.tensor)
+        return HybridLayout(model, world, plan)
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        mesh = self.mesh(subject.model, subject.world_size)
+        several = mesh.pipeline > 1
+        plan = HybridPlan(
+            mesh=mesh,
+            cut=self._cutting.by_bytes(subject.model, mesh.pipeline) if several else None,
+            tensor=derive(
+                subject.model, mesh.tensor, self._overrides, min_split_bytes=self._min_split_bytes
+            ),
+            course=self._course,
+        )
+        notes = self._cutting.notes if several else ()
+        return MeshFigures(subject, plan).plan(self.name, notes)
+
+    def options(self) -> Mapping[str, str]:
+        chosen = {
+            "mesh": str(self._fixed),
+            "max_rank_bytes": self._fixed.max_rank_bytes,
+            "plan": self._overrides,
+            "min_split_bytes": self._min_split_bytes,
+            "schedule": self._course.schedule,
+            "microbatches": self._course.microbatches,
+            **self._cutting.options(),
+        }
+        return {"hybrid": json.dumps(chosen, sort_keys=True)}
+
+
+__all__ = ["Hybrid"]

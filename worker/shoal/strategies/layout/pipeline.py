@@ -1,0 +1,138 @@
+"""Pipeline parallel: the members hold stages of the model; micro-batches pass through them all."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from shoal.layouts.base import Layout, World
+from shoal.layouts.hybrid.layout import HybridPlan
+from shoal.layouts.hybrid.mesh import MeshShape
+from shoal.layouts.pipeline.layer_profiler import Clockwork
+from shoal.layouts.pipeline.layout import Course, PipelineLayout
+from shoal.layouts.pipeline.outline import Outline
+from shoal.layouts.pipeline.schedules import SCHEDULES
+from shoal.layouts.pipeline.stage_splitter import Cutter
+from shoal.layouts.tensor.derivation import derive
+from shoal.planning.figures import Plan, Subject
+from shoal.planning.mesh import MeshFigures
+from shoal.strategies.layout.strategy import LaidOut
+from shoal_proto.errors import InvalidSpec
+
+
+class Cutting:
+    """How a model is cut, as the user chose it. One object for all generations of a session."""
+
+    def __init__(
+        self, *, balance: str = "bytes", split_at: Sequence[str] | None = None, example: Any = None
+    ) -> None:
+        if balance not in ("bytes", "time"):
+            raise InvalidSpec(
+                "balance is unknown", seen=repr(balance), expected="'bytes' or 'time'"
+            )
+        if balance == "time" and example is None:
+            raise InvalidSpec(
+                "stages cannot be balanced by time without something to measure with",
+                seen="no example",
+                expected="the inputs of a micro-batch",
+                fix="Give example=, for instance the first inputs of the dataset, stacked.",
+            )
+        self._balance, self._split_at = balance, split_at
+        self._clockwork = Clockwork(example) if balance == "time" else None
+        self.cutter = Cutter(split_at)
+
+    def cut(self, model: nn.Module, world: World, num_stages: int) -> tuple[Outline, Sequence[int]]:
+        """An outline and the stage of each segment. By time it is collective over the world."""
+        outline = self.cutter.outline(model, num_stages)
+        costs = None if self._clockwork is None else self._clockwork.costs(model, outline, world)
+        return outline, self.cutter.stage_of(outline, num_stages, costs)
+
+    def by_bytes(self, model: nn.Module, num_stages: int) -> tuple[Outline, Sequence[int]]:
+        """The same for a plan, before anything can be measured: see `notes`."""
+        outline = self.cutter.outline(model, num_stages)
+        return outline, self.cutter.stage_of(outline, num_stages)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a plan of the stages takes for granted."""
+        if self._clockwork is None:
+            return ()
+        return ("the stages shown are balanced by bytes; those of a run are by measured time",)
+
+    def options(self) -> dict[str, Any]:
+        return {"balance": self._balance, "split_at": self._split_at and list(self._split_at)}
+
+
+def course_of(schedule: str, microbatches: int) -> Course:
+    """Raises InvalidSpec for a schedule that there is none of, or less than one micro-batch."""
+    if schedule not in SCHEDULES:
+        raise InvalidSpec(
+            "schedule is unknown",
+            seen=repr(schedule),
+            expected=f"one of {', '.join(map(repr, SCHEDULES))}",
+        )
+    if microbatches < 1:
+        raise InvalidSpec(
+            "microbatches is out of range", seen=str(microbatches), expected="at least 1"
+        )
+    return Course(schedule=schedule, microbatches=microbatches)
+
+
+class Pipeline(LaidOut):
+    """Strategy "pipeline": one stage a member, on torch.distributed.pipelining.
+
+    A step calls `session.forward_backward(batch, loss_function)`; to evaluate, all members call the
+    model within torch.no_grad(), each with the same inputs, and all get the outputs.
+
+    `schedule`: "1f1b", or "gpipe", which keeps the activations of the whole batch. `microbatches`:
+    a batch is cut into so many parts of one size, or into the next smaller number that divides it.
+    `balance`: stages of nearly the same "bytes" of parameters, or "time", measured by the first
+    member on `example`, inputs as large as a micro-batch. `split_at`: names of layers, the only
+    ones before which the model may be cut. `copies` and `copy_every_steps`: see `LaidOut`.
+    """
+
+    name = "pipeline"
+
+    def __init__(
+        self,
+        *,
+        schedule: str = "1f1b",
+        microbatches: int = 4,
+        balance: str = "bytes",
+        split_at: Sequence[str] | None = None,
+        example: Any = None,
+        copies: int = 1,
+        copy_every_steps: int = 10,
+    ) -> None:
+        super().__init__(copies=copies, copy_every_steps=copy_every_steps)
+        self._course = course_of(schedule, microbatches)
+        self._cutting = Cutting(balance=balance, split_at=split_at, example=example)
+
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        self._cutting.cutter.outline(model, world_size)
+
+    def lay_out(self, model: nn.Module, world: World) -> Layout:
+        cut = self._cutting.cut(model, world, world.world_size)
+        return PipelineLayout(model, world, cut, self._course)
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        plan = HybridPlan(
+            mesh=MeshShape(pipeline=subject.world_size, data=1, tensor=1),
+            cut=self._cutting.by_bytes(subject.model, subject.world_size),
+            tensor=derive(subject.model, 1),
+            course=self._course,
+        )
+        return MeshFigures(subject, plan).plan(self.name, self._cutting.notes)
+
+    def options(self) -> Mapping[str, str]:
+        chosen = {
+            "schedule": self._course.schedule,
+            "microbatches": self._course.microbatches,
+            **self._cutting.options(),
+        }
+        return {"pipeline": json.dumps(chosen, sort_keys=True)}
+
+
+__all__ = ["Cutting", "Pipeline", "course_of"]

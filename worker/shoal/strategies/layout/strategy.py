@@ -1,0 +1,299 @@
+"""The elastic life around a layout: new in each generation, filled with what members hold."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.optim import Optimizer
+
+from shoal.layouts import local_step
+from shoal.layouts.base import Layout, LossFunction, World
+from shoal.layouts.gradients import check_loss, clip
+from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.model.module_proxy import replica_of, retarget, take_modes
+from shoal.state.peer_checkpoints import Keeping
+from shoal.state.resharding import reshard
+from shoal.state.shards import Holding
+from shoal.state.whole_model import whole_model
+from shoal.strategies.base import Generation, optimizer_digest, schema_digest
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.strategy import (
+    GroupedStrategy,
+    check_same_step,
+    receivers_of,
+    refuse_lbfgs,
+)
+from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
+
+
+class LaidOut(GroupedStrategy):
+    """A synchronous strategy in terms of how it lays a model over the ranks of a generation.
+
+    What a lost member held comes from copies that its peers keep in host memory. They are made
+    every `copy_every_steps` steps, each on `copies` other members, while training goes on; so after
+    a loss all members go back by at most twice as many steps and train them again, on the same
+    samples. Without copies (0) a loss is survived only from a checkpoint.
+    """
+
+    def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
+        super().__init__()
+        self._keeping = Keeping(copies=copies, every_steps=copy_every_steps)
+        self._bound: Bound | None = None
+        self._begun = False
+        self._reduced = False
+        self._whole = True
+        self._copy_due = False
+
+    @abstractmethod
+    def lay_out(self, model: nn.Module, world: World) -> Layout:
+        """See `shoal.layouts.base.LayOut`. Called anew for each generation."""
+
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Raise what this model or optimizer is to be refused with. Called once, on whole weights.
+
+        The base has checked that there is something to train and whose the parameters are.
+        """
+
+    def try_lay_out(self, model: nn.Module, world_size: int) -> None:
+        """Raise InvalidSpec if so many members cannot train the model. Quick; any thread."""
+
+    def refuses(self, world_size: int) -> str:
+        try:
+            self.try_lay_out(self._blueprint.model, world_size)
+        except InvalidSpec as error:
+            return str(error)
+        return ""
+
+    def options(self) -> Mapping[str, str]:
+        """The strategy's options that all members must have in common, for the proposal."""
+        return {}
+
+    # --- before any generation ---
+
+    def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        refuse_lbfgs(self.name, optimizer)
+        self._blueprint = Blueprint(model, optimizer)
+        self.check(model, optimizer)
+        self._fields = {
+            "schema": schema_digest(model),
+            "optimizer": optimizer_digest(optimizer),
+            "backend": self._backend.name,
+            **self.options(),
+        }
+        self._device = next(model.parameters()).device
+        self._optimizer = optimizer
+        self._hyperparameters = Hyperparameters(optimizer)
+        self._replica = replica_of(model, lambda: self.module)
+        return self._replica, optimizer
+
+    def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
+        refuse_lbfgs(self.name, optimizer)
+        self.check(blueprint.model, optimizer)
+        return self.lay_out(blueprint.copy(), world)
+
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
+    # --- generations ---
+
+    def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
+        world = World(
+            rank=generation.rank,
+            world_size=generation.world_size,
+            device=self._device,
+            group=group,
+            generation=generation.number,
+        )
+        # What DTensor has derived for the meshes of old generations is of no use any more.
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        bound = Bound(self._blueprint, self._optimizer, self.lay_out(self._blueprint.copy(), world))
+        members = frozenset(entry.member_id for entry in generation.entries)
+        held = self._keeping.held(members)
+        source, _ = receivers_of(generation)
+        if not held and not self._has_state and world.rank == source:
+            held.append(self._blueprint.initial())
+        holding = self._found(generation, group, held, bound)
+        bound.fill(holding)
+        take_modes(self._replica, bound.layout.plain)
+        bound.layout.watch(self._ours)
+        self._bound, self._step = bound, holding.step
+        retarget(self._replica, bound.layout.plain)
+        filled = replace(bound.collect(self._step), elsewhere=bound.known)
+        self._keeping.start(filled, members, dist.new_group, bound.layout.travels)
+        self._join_writers(world.world_size)
+        check_same_step(generation.number, self._step, group)
+        self._blueprint.forget_weights()
+
+    def _found(
+        self,
+        generation: Generation,
+        group: dist.ProcessGroup,
+        held: list[Holding],
+        bound: Bound,
+    ) -> Holding:
+        """The newest state that the members hold together, or else that a checkpoint holds."""
+        try:
+            # Everything is copied once, into the layout, also where that has to be on a device.
+            holding = reshard(group, held, bound.needs, borrow=True, place=bound.place)
+        except StateLost:
+            path = self._newest_checkpoint(generation, group)
+            if path is None:
+                raise
+        else:
+            fresh = holding.step == 0
+            path = self._newest_checkpoint(generation, group) if fresh else None
+            if path is None:
+                return holding
+        return self._read_checkpoint(path, bound.needs)
+
+    def cut(self, generation: int) -> None:
+        super().cut(generation)
+        if self._cut_up_to >= self._number:
+            # Gloo may leave a message of a group that is cut until its limit: wait for none.
+            self._keeping.interrupt()
+            bound = self._bound
+            if bound is not None:
+                bound.layout.cut(f"generation {generation} is over")
+
+    def _let_go(self) -> None:
+        bound, self._bound = self._bound, None
+        self._copy_due = False
+        if bound is None:
+            return
+        self._optimizer.zero_grad(set_to_none=True)
+        # In the midst of an update there is neither the old state nor the new.
+        self._keeping.stop(bound.collect(self._step) if self._whole else None)
+        self._whole = True
+        bound.layout.release()
+
+    def num_moved(self) -> int:
+        return self._keeping.num_moved
+
+    def _hand_over(self) -> None:
+        if self._bound is not None:
+            self._keeping.hand_over(self._bound.collect(self._step))
+
+    # --- steps ---
+
+    @property
+    def module(self) -> nn.Module:
+        layout = self._layout()
+        if not self._in_step or not torch.is_grad_enabled():
+            return layout.plain
+        self._begin()
+        first = self._accord is not None and self._accord.is_first_step
+        if layout.meets_in_forward(is_first_step=first):
+            self._announce()
+        return layout.module
+
+    def _layout(self) -> Layout:
+        if self._bound is None:
+            raise InvalidSpec(
+                f"a model that is laid out by {self.name} has no weights outside a generation",
+                expected="forward passes from the first batch on, on all members alike",
+            )
+        return self._bound.layout
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        layout = self._layout()
+        layout.step = self._step
+        self._open_step(layout.plain)
+        self._begun = self._reduced = False
+
+    def _begin(self) -> None:
+        """With the first forward pass, where an error of the group is the step's."""
+        if self._begun:
+            return
+        self._begun = True
+        layout = self._layout()
+        if self._copy_due and self._bound is not None:
+            self._copy_due = False
+            self._keeping.offer(self._bound.collect(self._step))
+        layout.begin()
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        check_loss(loss, self._step)
+        with self._weighing():
+            self._layout().backward(loss, weight)
+
+    def forward_backward(
+        self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
+    ) -> Tensor:
+        self._begin()
+        with self._weighing():
+            loss = self._layout().forward_backward(inputs, targets, loss_function, weight)
+        check_loss(loss, self._step)
+        return loss
+
+    def _reduce(self) -> Layout:
+        layout = self._layout()
+        if not self._reduced:
+            self._propose()
+            if layout.verdict is not None:
+                # Reducing means meeting others, and perhaps not all of them.
+                self._settle()
+            layout.reduce()
+            self._reduced = True
+        return layout
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        layout = self._reduce()
+        self._settle()
+        return clip(layout, max_norm)
+
+    def end_step(self, acknowledged: Callable[[], None]) -> None:
+        bound = self._bound
+        if bound is None:
+            raise GenerationBroken(f"step {self._step} was begun outside any generation")
+        self._check_weighted()
+        layout = self._reduce()
+        if not layout.synchronised():
+            raise InvalidSpec(
+                f"the gradients of step {self._step} were not reduced",
+                seen="a loss that the distributed model did not compute, or a second backward pass"
+                " behind one forward pass",
+                expected="the model that session.distribute returned to be called in the step,"
+                " before each session.backward",
+                fix="Of several losses, pass the sum to session.backward.",
+            )
+        layout.check()
+        self._settle()
+        self._whole = False
+        local_step.step(self._optimizer)
+        layout.stepped()
+        self._whole = True
+        self._commit_step()
+        if self._step == 1:
+            # Before any copy: an optimizer whose state cannot travel is refused at once.
+            bound.collect(self._step)
+        # Made when the next step begins: the members' report of this one does not wait for it.
+        self._copy_due = self._keeping.due(self._step)
+        self._write_checkpoint(lambda: bound.collect(self._step), bound.writes)
+        acknowledged()
+        self._backend.tidy()
+
+    # --- state ---
+
+    def data_share(self, generation: Generation) -> tuple[int, int]:
+        layout = self._layout()
+        return layout.data_index, layout.data_count
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The whole model on the host, the same on every member; all call it at the same step."""
+        bound, group = self._bound, self._process_group
+        if bound is None or group is None:
+            raise GenerationBroken("there is no generation to take the state of")
+        return whole_model(group, bound.model(self._step))
+
+    def close(self) -> None:
+        super().close()
+        self._keeping.close()
+
+
+__all__ = ["LaidOut"]

@@ -1,0 +1,98 @@
+"""Tensor parallel: the members hold parts of the model's modules and work on the same samples."""
+
+import json
+from collections.abc import Mapping
+
+import structlog
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.layouts.base import Layout, World
+from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
+from shoal.layouts.tensor.layout import SplitsItself, TensorLayout
+from shoal.layouts.tensor.plan import TensorPlan
+from shoal.model.elementwise_optimizers import refuse_unless_elementwise
+from shoal.planning.figures import Plan, Subject
+from shoal.planning.tensor import tensor_figures
+from shoal.strategies.layout.strategy import LaidOut
+from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
+
+log = structlog.get_logger(__name__)
+
+
+class TensorParallel(LaidOut):
+    """Strategy "tensor", on torch's DTensor and parallelize_module.
+
+    The plan is derived anew for each world size. `plan`: what you want otherwise, patterns of
+    module names to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
+    pairs with smaller weights stay whole on every member. `elementwise_optimizer=True` vouches for
+    an optimizer that is not torch's own: that it treats each element of a parameter by itself.
+    """
+
+    name = "tensor"
+
+    def __init__(
+        self,
+        plan: Mapping[str, str] | None = None,
+        *,
+        min_split_bytes: int = MIN_SPLIT_BYTES,
+        elementwise_optimizer: bool = False,
+        copies: int = 1,
+        copy_every_steps: int = 10,
+    ) -> None:
+        super().__init__(copies=copies, copy_every_steps=copy_every_steps)
+        if min_split_bytes < 0:
+            raise InvalidSpec(
+                "min_split_bytes is out of range", seen=str(min_split_bytes), expected="0 or more"
+            )
+        self._elementwise_optimizer = elementwise_optimizer
+        self._overrides = dict(plan or {})
+        self._min_split_bytes = min_split_bytes
+
+    def plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        """How the model would be split over so many members: print it before anything runs."""
+        return derive(model, degree, self._overrides, min_split_bytes=self._min_split_bytes)
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`."""
+        if isinstance(subject.model, SplitsItself):
+            raise InvalidSpec(
+                "this model's layers are split by itself, which is not told beforehand",
+                seen=type(subject.model).__name__,
+                expected="a model of torch's own layers",
+            )
+        if subject.optimizer is not None:
+            self.check(subject.model, subject.optimizer)
+        return tensor_figures(subject, self.plan(subject.model, subject.world_size))
+
+    def lay_out(self, model: nn.Module, world: World) -> Layout:
+        plan = self.plan(model, world.world_size)
+        whole = not plan.splits and not isinstance(model, SplitsItself)
+        if world.world_size > 1 and whole:
+            log.warning(
+                "tensor_plan_splits_nothing",
+                degree=plan.degree,
+                bytes_per_rank=plan.whole_bytes,
+                hint="every member holds and computes everything; print the plan to see why",
+            )
+        return TensorLayout(model, world, plan)
+
+    def check(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self.plan(model, 1)
+        refuse_unless_elementwise(self.name, optimizer, self._elementwise_optimizer)
+        for group in optimizer.param_groups:
+            for option in ("foreach", "fused"):
+                if group.get(option):
+                    raise UnsupportedOptimizer(
+                        f"strategy 'tensor' cannot run an optimizer with {option}=True",
+                        seen=f"{type(optimizer).__name__}({option}=True)",
+                        expected="None or False",
+                        fix="torch's grouped kernels refuse split parameters beside whole ones.",
+                    )
+
+    def options(self) -> Mapping[str, str]:
+        chosen = {"plan": self._overrides, "min_split_bytes": self._min_split_bytes}
+        return {"tensor": json.dumps(chosen, sort_keys=True)}
+
+
+__all__ = ["TensorParallel"]

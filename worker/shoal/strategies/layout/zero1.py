@@ -1,0 +1,64 @@
+"""ZeRO-1: parameters whole on every member, the optimizer's state spread over them."""
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from shoal.compression import find_compression
+from shoal.compression.base import Compression
+from shoal.layouts import replicated
+from shoal.layouts.base import Layout, World
+from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.planning.replicated import ReplicatedFigures
+from shoal.strategies.layout.strategy import LaidOut
+
+
+class Zero1(LaidOut):
+    """Strategy "zero1": as "ddp", with 1/n of the optimizer's state on each of n members.
+
+    Every optimizer works, as parameters stay whole; see `shoal.layouts.replicated.Zero1`.
+
+    `bucket_mb`: gradients travel in buckets of this size while backward still runs.
+    `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
+    `compression`: how gradients are made small for a slow network, as for `shoal.DDP`.
+    `copies`, `copy_every_steps`: what others keep of a member's optimizer state, see `LaidOut`.
+    """
+
+    name = "zero1"
+
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        compression: str | Compression | None = None,
+        copies: int = 1,
+        copy_every_steps: int = 10,
+    ) -> None:
+        super().__init__(copies=copies, copy_every_steps=copy_every_steps)
+        replicated.check_bucket(bucket_mb)
+        self._bucket_mb = bucket_mb
+        self._find_unused_parameters = find_unused_parameters
+        self._compression = None if compression is None else find_compression(compression)
+        self._compressor = self._compression.compressor() if self._compression else None
+
+    def options(self) -> Mapping[str, str]:
+        return {"compression": str(self._compression or "none")}
+
+    def lay_out(self, model: nn.Module, world: World) -> Layout:
+        return replicated.Zero1(
+            model,
+            world,
+            bucket_mb=self._bucket_mb,
+            find_unused_parameters=self._find_unused_parameters,
+            compressor=self._compressor,
+        )
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
+        return ReplicatedFigures(
+            subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
+        ).zero1(uncompressed(self._compression))
+
+
+__all__ = ["Zero1"]

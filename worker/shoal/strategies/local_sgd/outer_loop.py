@@ -1,0 +1,279 @@
+"""What members that step apart agree on at the end of a round.
+
+Each has moved from the same parameters, by its own steps on its own samples. The changes are
+averaged, and an outer step takes all of them from where they all were to where they all go on.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.backends.abortable.waiter import Gates
+from shoal.compression.base import Compressor, Packed
+from shoal.compression.wire import Traffic, Wire
+from shoal.state.replicated import ReplicatedState
+from shoal.state.shards import OPTIM, Holding, Piece
+from shoal.strategies.base import State
+from shoal.strategies.gradients import is_finite
+from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal_proto.errors import InternalError, NonFiniteGradient
+
+BUCKET_BYTES = 32 * 1024 * 1024
+_OUTER = "outer/"
+_VELOCITY = "/outer_velocity"
+"""In a checkpoint it stands beside the state of the parameter's own optimizer."""
+
+
+class Rounds(Gates):
+    """One member's side of its rounds, and the state at the end of the last.
+
+    That state is kept as a copy: model, optimizer and the outer velocity. It is what a change is
+    counted from, what a round that breaks goes back to, and what a joiner is given.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        outer: OuterStep,
+        compressor: Compressor | None,
+    ) -> None:
+        super().__init__()
+        self.state = ReplicatedState(model, optimizer)
+        self.traffic = Traffic()
+        self._model, self._optimizer, self._outer = model, optimizer, outer
+        self._compressor = compressor
+        self._agreed: State | None = None
+        self._velocity: dict[str, Tensor] = {}
+
+    # --- where all of them were ---
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether there is a state that all members had."""
+        return self._agreed is not None
+
+    @property
+    def agreed(self) -> State:
+        """The state that all members had last, apart from the optimizer's, which is each one's."""
+        if self._agreed is None:
+            raise InternalError("no state was agreed on yet", expected="a generation entered")
+        return self._agreed
+
+    def agree(self, step: int) -> None:
+        """All members have the present state."""
+        self._agreed = self.state.capture(step)
+
+    def go_back(self) -> None:
+        """Make the state agreed on last the present one."""
+        self.state.restore(self.agreed)
+
+    def regroup(self) -> None:
+        """Others than before take part from now on."""
+        if self._compressor is not None:
+            self._compressor.regroup()
+
+    def outgoing(self) -> State:
+        """For a member that has nothing yet: not copied, valid until the next round ends."""
+        agreed = self.agreed
+        velocity = {_OUTER + name: tensor for name, tensor in self._velocity.items()}
+        tensors = {**agreed.tensors, **velocity}
+        # The groups as they are now: a schedule may have moved them since the round ended.
+        groups = self.state.collect(agreed.step).values["groups"]
+        return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
+
+    def take(self, given: State) -> None:
+        """Make another member's `outgoing` the present state, its optimizer's included.
+
+        Raises ShapeMismatch or DtypeMismatch if it does not fit.
+        """
+        own = {name: t for name, t in given.tensors.items() if not name.startswith(_OUTER)}
+        self.state.restore(State(step=given.step, tensors=own, values=given.values))
+        self.agree(given.step)
+        self._velocity = {
+            # In memory of its own, beside its parameter.
+            name.removeprefix(_OUTER): tensor.to(self._device_of(name), copy=True)
+            for name, tensor in given.tensors.items()
+            if name.startswith(_OUTER)
+        }
+
+    def holding(self) -> Holding:
+        """The present state, just agreed on, for a checkpoint; not copied."""
+        held = self.state.holding(self.agreed.step)
+        velocity = {}
+        for path, tensor in self._velocity.items():
+            shaped = tensor.view_as(_real(self.agreed.tensors[path]))
+            velocity[_kept_as(path)] = Piece.whole(shaped)
+        return replace(held, pieces={**held.pieces, **velocity})
+
+    def adopt(self, holding: Holding) -> None:
+        """Make a whole holding the present state, also one that another strategy wrote.
+
+        Raises ShapeMismatch or DtypeMismatch.
+        """
+        own = {n: piece for n, piece in holding.pieces.items() if not n.endswith(_VELOCITY)}
+        self.state.adopt(replace(holding, pieces=own))
+        self.agree(holding.step)
+        self._velocity = {
+            path: holding.pieces[_kept_as(path)].tensor.reshape(-1).to(parameter.device, copy=True)
+            for path, parameter in self._parameters().items()
+            if _kept_as(path) in holding.pieces
+        }
+
+    def _device_of(self, outer: str) -> torch.device:
+        return self.agreed.tensors[outer.removeprefix(_OUTER)].device
+
+    # --- where they go on ---
+
+    @torch.no_grad()
+    def synchronise(self, step: int, weight: float, group: dist.ProcessGroup) -> None:
+        """End a round at `step`: all members of the group call this, and have one state after it.
+
+        `weight` is this member's part in the mean, times the number of members. What fails before
+        the last collective is through leaves a state to go back from. Raises NonFiniteGradient,
+        on the member at fault or, where only the sum is not finite, on all.
+        """
+        if self._compressor is not None:
+            # What the last round left out counts if that round was agreed on.
+            self._compressor.begin(self.agreed.step)
+        wire = Wire(group, self.traffic)
+        parameters, buffers = self._parameters(), self._buffers()
+        means = {
+            **self._means(self._changes(parameters, step, weight), wire, self._compressor),
+            **self._means(self._changes(buffers, step, weight), wire, None),
+        }
+        self._share_counters(group)
+        for name, mean in means.items():
+            if not is_finite(mean):
+                raise _not_finite(name, step, "the mean of all members' changes")
+        self._apply(parameters, buffers, means)
+        self.traffic.end_step()
+        self.agree(step)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """By name in a state: what the optimizer may have changed."""
+        stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
+        found = self._model.named_parameters()
+        return {f"parameter/{name}": p.detach() for name, p in found if p in stepped}
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Running statistics: each member's are of its own samples, so the mean is of all."""
+        found = self._model.named_buffers()
+        return {f"buffer/{name}": b.detach() for name, b in found if has_mean(b)}
+
+    def _share_counters(self, group: dist.ProcessGroup) -> None:
+        """Whole numbers have no mean: they are those of the first rank, which had most samples."""
+        for buffer in self._model.buffers():
+            if not has_mean(buffer):
+                self.wait(dist.broadcast(buffer.detach(), group=group, group_src=0, async_op=True))
+
+    def _changes(self, tensors: Mapping[str, Tensor], step: int, weight: float) -> Iterator[Packed]:
+        """What this member has changed, times its weight, a bucket at a time."""
+        before = self.agreed.tensors
+        for names in buckets(tensors):
+            changes = [_change(tensors[name], before[name]) * weight for name in names]
+            for name, change in zip(names, changes, strict=True):
+                if not is_finite(change):
+                    raise _not_finite(name, step, "this member's own change")
+            flat = torch.cat([change.reshape(-1) for change in changes])
+            yield Packed(flat, names, [change.shape for change in changes])
+
+    def _means(
+        self, changes: Iterator[Packed], wire: Wire, compressor: Compressor | None
+    ) -> dict[str, Tensor]:
+        """Of all members' changes, by name, flat."""
+        means: dict[str, Tensor] = {}
+        for packed in changes:
+            self._average(packed, wire, compressor)
+            means |= {name: packed.flat[place] for name, place in packed.slots()}
+        return means
+
+    def _average(self, packed: Packed, wire: Wire, compressor: Compressor | None) -> None:
+        if compressor is not None:
+            for work in compressor.averaging(packed, wire):
+                self.wait(work)
+            return
+        wire.traffic.count_plain(packed.flat, wire.world_size)
+        packed.flat.div_(wire.world_size)
+        self.wait(wire.all_reduce(packed.flat))
+
+    def _apply(
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        means: Mapping[str, Tensor],
+    ) -> None:
+        before = self.agreed.tensors
+        for name, parameter in parameters.items():
+            change, velocity = self._outer.change(means[name], self._velocity.get(name))
+            if velocity is not None:
+                self._velocity[name] = velocity
+            _move(parameter, before[name], change)
+        for name, buffer in buffers.items():
+            _move(buffer, before[name], means[name])
+
+
+def _kept_as(path: str) -> str:
+    return f"{OPTIM}{path.removeprefix('parameter/')}{_VELOCITY}"
+
+
+def has_mean(tensor: Tensor) -> bool:
+    """Whether the mean of several members' is of the same kind: whole numbers have none."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def summing_dtype(tensor: Tensor) -> torch.dtype:
+    """What changes are summed in: half precision would lose small ones."""
+    doubles = (torch.float64, torch.complex128)
+    return torch.float64 if tensor.dtype in doubles else torch.float32
+
+
+def _change(now: Tensor, before: Tensor) -> Tensor:
+    wide = summing_dtype(now)
+    change = _real(now).to(wide) - _real(before).to(wide)
+    # A mask's infinities have not changed.
+    return change.masked_fill_(_real(now) == _real(before), 0.0)
+
+
+def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:
+    own = _real(tensor)
+    own.copy_(_real(before).to(change.dtype) + change.view_as(own))
+
+
+def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Names, in order, in runs of one device and dtype and of a bounded size."""
+    run: list[str] = []
+    size, kind = 0, None
+    for name, tensor in tensors.items():
+        wide = summing_dtype(tensor)
+        num_bytes = _real(tensor).numel() * wide.itemsize
+        if run and ((tensor.device, wide) != kind or size + num_bytes > BUCKET_BYTES):
+            yield run
+            run, size = [], 0
+        kind = (tensor.device, wide)
+        run.append(name)
+        size += num_bytes
+    if run:
+        yield run
+
+
+def _not_finite(name: str, step: int, what: str) -> NonFiniteGradient:
+    kind, _, own = name.partition("/")
+    return NonFiniteGradient(
+        f"{kind} {own} is not finite at the end of the round, at step {step}",
+        seen=f"NaN or Inf in {what}",
+        expected="finite numbers",
+        fix="Lower the learning rate, clip gradients, or look at the samples.",
+        details={"parameter": own, "step": str(step)},
+    )
+
+
+__all__ = ["Rounds", "buckets", "has_mean", "summing_dtype"]

@@ -1,0 +1,277 @@
+"""Local SGD and DiLoCo: each member steps its own replica; they meet every so many steps.
+
+A round is what is agreed on. It ends where the number of steps is a multiple of `every_steps`, at
+the last step, where a checkpoint is due, and where the generation stops by agreement: a round of
+fewer steps is a round too, with weights to match, whereas going back for a joiner would cost all
+members its steps. A loss in
+the middle of a round is another matter: the survivors' replicas differ, and what the lost member
+has seen since the last meeting is lost with it. So all go back there, and train the same samples
+again; each counts once in the steps that are agreed on.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from shoal.backends.abortable.waiter import finish
+from shoal.checkpoint.reading import everything
+from shoal.compression import find_compression
+from shoal.compression.base import Compression
+from shoal.layouts.gradients import name_of_fault
+from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.state.transfer import receive, send
+from shoal.strategies.base import (
+    Generation,
+    optimizer_digest,
+    schema_digest,
+)
+from shoal.strategies.gradients import watch_parameters
+from shoal.strategies.local_sgd.figures import RoundsFigures
+from shoal.strategies.local_sgd.outer_loop import Rounds
+from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
+from shoal.strategies.synchronous.strategy import GroupedStrategy, receivers_of, refuse_lbfgs
+from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
+from shoal_proto.v1 import membership_pb2 as pb
+
+_PLAIN = OuterStep()
+
+
+class LocalSGD(GroupedStrategy):
+    """Strategy "local-sgd": every `every_steps` steps the members' parameters are averaged.
+
+    Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member
+    counts for as much as it had of the round's batches, on the average over its steps. Running
+    statistics of the model are averaged with the parameters; the optimizer's state is each member's
+    own, and a joiner starts with that of another.
+
+    A step that is committed may be gone back on until its round ends, so `session.step_number` may
+    fall after a loss: let a learning rate depend on it rather than on a count of the script's own.
+
+    `compression`: how the changes of a round are made small, as those of `shoal.DDP`.
+    """
+
+    name = "local-sgd"
+    passes_meet = False
+
+    def __init__(
+        self, *, every_steps: int = 16, compression: str | Compression | None = None
+    ) -> None:
+        super().__init__()
+        if every_steps < 1:
+            raise InvalidSpec(
+                "every_steps is out of range", seen=f"{every_steps}", expected="at least 1"
+            )
+        self._every_steps = every_steps
+        self._outer = _PLAIN
+        self._compression = None if compression is None else find_compression(compression)
+        self._weight = 0.0
+        self._weights = 0.0
+        self._applied: dict[int, Values] = {}
+        """In each step of the round so far."""
+        self._conflict = ""
+        self._rank = 0
+        self._watching: list[RemovableHandle] = []
+        self._unacknowledged: list[Callable[[], None]] = []
+
+    def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        refuse_lbfgs(self.name, optimizer)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise InvalidSpec(
+                "the model has nothing to train", expected="a parameter that requires a gradient"
+            )
+        compressor = self._compression.compressor() if self._compression else None
+        self._rounds = Rounds(model, optimizer, self._outer, compressor)
+        self._fields = {
+            "schema": schema_digest(model),
+            "optimizer": optimizer_digest(optimizer),
+            "backend": self._backend.name,
+            "compression": str(self._compression or "none"),
+            "rounds": f"{self._every_steps} steps, {self._outer}",
+        }
+        self._model, self._optimizer = model, optimizer
+        self._hyperparameters = Hyperparameters(optimizer)
+        self._watching = watch_parameters(model.parameters(), self._ours)
+        return model, optimizer
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`; changes are counted as without compression."""
+        found = RoundsFigures(subject, self._every_steps, keeps_velocity=bool(self._outer.momentum))
+        return found.plan(self.name, uncompressed(self._compression))
+
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
+    # --- generations ---
+
+    def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
+        """Give the newest state that all members had once to those that are not there."""
+        source, _ = receivers_of(generation)
+        keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._rounds.has_agreed
+        steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
+        steps[generation.rank] = self._step if keeps or generation.rank == source else -1
+        self._rounds.attach(group)
+        finish(dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group)
+        newest = int(steps.max())
+        if int(steps[source]) != newest:
+            # Not all came through the last meeting, and the agreement could not know.
+            source = int(steps.argmax())
+        receivers = [rank for rank, step in enumerate(steps.tolist()) if step != newest]
+        if generation.rank == source:
+            if not self._rounds.has_agreed:
+                self._rounds.agree(self._step)
+            if receivers:
+                send(self._rounds.outgoing(), receivers, group)
+        elif generation.rank in receivers:
+            given = receive(source, group)
+            self._rounds.take(given)
+            self._step = given.step
+        self._join_writers(generation.world_size)
+        if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
+            self._rounds.adopt(holding := self._read_checkpoint(path, everything))
+            self._step = holding.step
+        self._rank = generation.rank
+        self._rounds.regroup()
+        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+
+    def _let_go(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _hand_over(self) -> None:
+        if self._process_group is not None:
+            self._meet(self._process_group)
+
+    def close(self) -> None:
+        super().close()
+        while self._watching:
+            self._watching.pop().remove()
+
+    def abandon(self) -> None:
+        moved = self._in_step
+        super().abandon()
+        self._weights = 0.0
+        self._applied.clear()
+        self._conflict = ""
+        self._unacknowledged.clear()
+        if self._rounds.has_agreed and (moved or self._step != self._rounds.agreed.step):
+            self._rounds.go_back()
+            self._step = self._rounds.agreed.step
+
+    # --- steps ---
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._in_step, self._weighted, self._weight = True, False, 0.0
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        self._weight = weight
+        with self._weighing():
+            # A member without a share holds another's sample: its replica stays where it is.
+            if weight:
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def module(self) -> nn.Module:
+        return self._model
+
+    def end_step(self, acknowledged: Callable[[], None]) -> None:
+        group = self._process_group
+        if group is None:
+            raise GenerationBroken(f"step {self._step} was begun outside any generation")
+        self._check_weighted()
+        fault = name_of_fault(dict(self._model.named_parameters()))
+        if fault:
+            raise NonFiniteGradient(
+                f"the gradient of {fault} is not finite at step {self._step}",
+                seen="NaN or Inf in this member's own gradient",
+                expected="finite numbers",
+                fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
+                details={"parameter": fault, "step": str(self._step)},
+            )
+        self._note_hyperparameters()
+        self._optimizer.step()
+        self._weights += self._weight
+        self._commit_step()
+        self._unacknowledged.append(acknowledged)
+        checkpoints = self._checkpoints
+        due = checkpoints is not None and checkpoints.due(self._step)
+        if due or self._step % self._every_steps == 0:
+            self._meet(group)
+        # With the optimizer's state of the first member: who resumes is a joiner.
+        self._write_checkpoint(self._rounds.holding, lambda _: self._rank == 0)
+        self._backend.tidy()
+
+    def _note_hyperparameters(self) -> None:
+        hyper = self._hyperparameters
+        assert hyper is not None, "distribute made it"
+        self._conflict = self._conflict or hyper.conflict(self._step)
+        hyper.apply(self._step)
+        self._applied[self._step] = hyper.now()
+
+    def _meet(self, group: dist.ProcessGroup) -> None:
+        """End the round here, if it has any steps."""
+        num_steps = self._step - self._rounds.agreed.step
+        if not num_steps:
+            return
+        if self._accord is not None:
+            self._accord.settle_round(self._applied, self._conflict)
+        self._applied.clear()
+        # In each step the members' weights average to one, and so do these.
+        self._rounds.synchronise(self._step, self._weights / num_steps, group)
+        self._weights = 0.0
+        while self._unacknowledged:
+            self._unacknowledged.pop(0)()
+
+    def finish(self) -> None:
+        if self._process_group is not None:
+            self._meet(self._process_group)
+        super().finish()
+
+    # --- state ---
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """As of the last meeting: in between there is no state that is the job's."""
+        agreed = self._rounds.agreed.tensors
+        names: dict[Tensor, str] = {}
+        for kind, tensors in (
+            ("parameter", self._model.named_parameters()),
+            ("buffer", self._model.named_buffers()),
+        ):
+            names |= {tensor: f"{kind}/{name}" for name, tensor in tensors}
+        held = self._model.state_dict(keep_vars=True)
+        copies = {name: agreed[name].to("cpu", copy=True) for name in names.values()}
+        return {name: copies[names[tensor]] for name, tensor in held.items()}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Bytes that this member sent for its rounds, and how many times less than plainly."""
+        return self._rounds.traffic.metrics()
+
+
+class DiLoCo(LocalSGD):
+    """Strategy "diloco": as "local-sgd", with an outer step on the mean change of a round.
+
+    Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language Models",
+    arXiv:2311.08105: AdamW within the rounds, SGD with Nesterov's momentum between them, and rounds
+    of hundreds of steps.
+    """
+
+    name = "diloco"
+
+    def __init__(
+        self,
+        *,
+        every_steps: int = 100,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        compression: str | Compression | None = None,
+    ) -> None:
+        super().__init__(every_steps=every_steps, compression=compression)
+        self._outer = OuterStep(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
+
+
+__all__ = ["DiLoCo", "LocalSGD"]

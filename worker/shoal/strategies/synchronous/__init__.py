@@ -1,0 +1,1 @@
+"""Strategies whose members take each step together."""

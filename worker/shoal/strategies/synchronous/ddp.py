@@ -1,0 +1,249 @@
+"""Data parallel: every member holds the whole model; gradients are averaged in each step."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from shoal.checkpoint.reading import everything
+from shoal.compression import find_compression
+from shoal.compression.base import Compression
+from shoal.compression.exchange import exchange_for
+from shoal.compression.wire import Traffic
+from shoal.layouts.base import Layout, World
+from shoal.layouts.buffers import RunningBuffers
+from shoal.layouts.optimizer_binding import Blueprint
+from shoal.layouts.replicated import Replicated, meets_in_forward
+from shoal.model.module_proxy import replica_of
+from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.planning.replicated import ReplicatedFigures
+from shoal.state.replicated import ReplicatedState
+from shoal.state.transfer import receive, send
+from shoal.state.whole_model import on_host
+from shoal.strategies.base import (
+    Generation,
+    State,
+    optimizer_digest,
+    schema_digest,
+)
+from shoal.strategies.gradients import GradientExchange, watch_parameters
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.strategy import (
+    GroupedStrategy,
+    check_same_step,
+    receivers_of,
+    refuse_lbfgs,
+)
+from shoal_proto.errors import GenerationBroken, InvalidSpec
+
+
+class DDP(GroupedStrategy):
+    """Strategy "ddp", on torch's DistributedDataParallel, which is made anew each generation.
+
+    `bucket_mb`: gradients travel in buckets of this size while backward still runs.
+    `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
+    `compression`: how gradients are made small for a slow network: "fp16", "bf16", "int8",
+    "one-bit", "top-k", "powersgd", or an object such as `shoal.TopK(ratio=0.01)`. See
+    docs/compression.md.
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 25.0,
+        find_unused_parameters: bool = False,
+        compression: str | Compression | None = None,
+    ) -> None:
+        super().__init__()
+        if not bucket_mb > 0:
+            raise InvalidSpec("bucket_mb is out of range", seen=f"{bucket_mb}", expected="above 0")
+        self._bucket_mb = bucket_mb
+        self._find_unused_parameters = find_unused_parameters
+        self._compression = None if compression is None else find_compression(compression)
+        # Lives over all generations: what it holds back is this member's own.
+        self._compressor = self._compression.compressor() if self._compression else None
+        self._traffic = Traffic()
+        self._ddp: DistributedDataParallel | None = None
+        self._exchange: GradientExchange | None = None
+        self._watching: list[RemovableHandle] = []
+        self._rank = 0
+
+    def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
+        refuse_lbfgs(self.name, optimizer)
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise InvalidSpec(
+                "the model has nothing to train", expected="a parameter that requires a gradient"
+            )
+        self._state = ReplicatedState(model, optimizer)
+        self._fields = {
+            "schema": schema_digest(model),
+            "optimizer": optimizer_digest(optimizer),
+            "backend": self._backend.name,
+            "compression": str(self._compression or "none"),
+        }
+        self._model, self._optimizer = model, optimizer
+        self._hyperparameters = Hyperparameters(optimizer)
+        return replica_of(model, lambda: self.module), optimizer
+
+    def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
+        refuse_lbfgs(self.name, optimizer)
+        return Replicated(
+            blueprint.copy(),
+            world,
+            bucket_mb=self._bucket_mb,
+            find_unused_parameters=self._find_unused_parameters,
+            compressor=self._compressor,
+        )
+
+    def figures(self, subject: Subject) -> Plan:
+        """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
+        return ReplicatedFigures(
+            subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
+        ).ddp(uncompressed(self._compression))
+
+    def fields(self) -> Mapping[str, str]:
+        return self._fields
+
+    # --- generations ---
+
+    def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
+        self._align(generation, group)
+        self._join_writers(generation.world_size)
+        if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
+            self._state.adopt(holding := self._read_checkpoint(path, everything))
+            self._step = holding.step
+        self._rank = generation.rank
+        self._wrap(group)
+
+    def _let_go(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        while self._watching:
+            self._watching.pop().remove()
+        ddp, self._ddp, self._exchange = self._ddp, None, None
+        if ddp is not None:
+            # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it has
+            # hooks on the parameters, and it would join Gloo's threads if it were last to go.
+            del ddp.logger, ddp.reducer
+
+    @torch.no_grad()
+    def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
+        """Give every member the state of the source. Also the generation's first collective."""
+        source, receivers = receivers_of(generation)
+        if generation.rank == source and receivers:
+            send(self._state.collect(self._step), receivers, group)
+        elif generation.rank in receivers:
+            state = receive(source, group)
+            held, self._has_state = self._has_state, False
+            # In place: if it fails half-way, this is neither the old state nor the new.
+            self.restore(state)
+            self._has_state = held
+        check_same_step(generation.number, self._step, group)
+
+    def _wrap(self, group: dist.ProcessGroup) -> None:
+        # Everybody has the source's state already: DDP need not compare and send it once more.
+        self._ddp = DistributedDataParallel(
+            self._model,
+            process_group=group,
+            init_sync=False,
+            bucket_cap_mb=self._bucket_mb,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=self._find_unused_parameters,
+        )
+        self._running = RunningBuffers(self._model)
+        self._exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
+        self._watching = watch_parameters(self._model.parameters(), self._ours)
+        self._ddp.register_comm_hook(None, self._exchange.average)
+
+    # --- steps ---
+
+    def begin_step(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+        self._open_step(self._model)
+        if self._exchange is not None:
+            self._exchange.begin(self._step)
+
+    @property
+    def module(self) -> nn.Module:
+        """DDP within a step; else the plain model, so that evaluating needs no other member."""
+        if self._in_step and self._ddp is not None and torch.is_grad_enabled():
+            first = self._accord is not None and self._accord.is_first_step
+            if meets_in_forward(self._ddp, is_first_step=first):
+                self._announce()
+            return self._ddp
+        return self._model
+
+    def backward(self, loss: Tensor, weight: float) -> None:
+        with self._weighing():
+            if self._exchange is not None:
+                self._exchange.begin_pass()
+            (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
+        return norm
+
+    def end_step(self, acknowledged: Callable[[], None]) -> None:
+        group = self._process_group
+        if self._exchange is None or group is None:
+            raise GenerationBroken(f"step {self._step} was begun outside any generation")
+        self._check_weighted()
+        if not self._exchange.complete:
+            raise self._not_averaged()
+        # On its way while this member looks at its gradients.
+        self._propose()
+        self._exchange.check(self._step)
+        self._settle()
+        # Before the optimizer steps: what fails here leaves the state of the last step.
+        self._running.share(group)
+        self._optimizer.step()
+        self._commit_step()
+        self._write_checkpoint(lambda: self._state.holding(self._step), lambda _: self._rank == 0)
+        acknowledged()
+        self._backend.tidy()
+
+    def _not_averaged(self) -> InvalidSpec:
+        """Why some gradients are this member's alone: the step would let the members drift."""
+        names = [
+            self._state.name_of(parameter)
+            for parameter in self._model.parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        if names:
+            return InvalidSpec(
+                f"parameters without a gradient in step {self._step}",
+                seen=", ".join(names[:5]),
+                expected="every parameter to take part in the loss",
+                fix="If the model leaves some out on purpose: "
+                "session.distribute(..., strategy=shoal.DDP(find_unused_parameters=True)).",
+            )
+        return InvalidSpec(
+            f"the gradients of step {self._step} were not averaged",
+            seen="a loss that the distributed model did not compute, or a second backward pass"
+            " behind one forward pass",
+            expected="the model that session.distribute returned to be called in the step, before"
+            " each session.backward",
+            fix="Of several losses, pass the sum to session.backward.",
+        )
+
+    def metrics(self) -> Mapping[str, float]:
+        """Bytes that this member sent for its gradients, and how many times less than plainly."""
+        return self._traffic.metrics()
+
+    # --- state ---
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """The whole model on the host; the same on every member behind the same step."""
+        return on_host(self._model)
+
+    def restore(self, state: State) -> None:
+        self._state.restore(state)
+        self._step = state.step
+
+
+__all__ = ["DDP"]

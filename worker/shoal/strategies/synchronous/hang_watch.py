@@ -1,0 +1,220 @@
+"""What a trainer does, looked at a few times a second: it waits for others, or it does not.
+
+Gloo's own time limits cannot be moved while a collective is under way, so groups of a session have
+none that matters, and this finds a hang: a collective that does not end though no limit is held up
+by a pause. What it sees goes out with the heartbeats too, so that the coordinator can tell who
+holds the others up, and that a bring-up gets on.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import structlog
+import torch.distributed as dist
+
+import shoal
+from shoal.backends.abortable.waiter import Gates, gates_in
+from shoal_client.liveness.beat_board import Doing
+
+log = structlog.get_logger(__name__)
+
+MAX_LOOK_S = 0.5
+LOOKS_PER_LIMIT = 20
+_SHOAL = Path(shoal.__file__).parent
+_TORCH = Path(dist.__file__).parent.parent
+_PLACES = tuple(
+    str(place)
+    for place in (
+        *(_SHOAL / "backends", _SHOAL / "layouts", _SHOAL / "state"),
+        *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
+    )
+)
+"""Code in which a thread that does not run waits for other ranks."""
+_THREADING = threading.__file__
+_CPU_FIELDS = slice(11, 13)
+"""Of /proc/PID/task/TID/stat behind the name: user and system time, in ticks of 10 ms."""
+
+
+class Stage(Enum):
+    """Where a trainer stands, as its strategy says."""
+
+    AWAY = "in no generation"
+    BRINGING_UP = "brings a generation up, or hands over"
+    TRAINING = "takes steps"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a watch is told and tells."""
+
+    limit_s: float
+    """A wait for others that lasts longer is a hang."""
+    leaderless_s: float
+    """A bring-up goes on for so long without a coordinator, which else ends it."""
+    is_away: Callable[[], bool]
+    """Whether no coordinator is there."""
+    num_moved: Callable[[], int]
+    """Counts what moves between members in the background."""
+    held_until_s: Callable[[], float]
+    """Up to when no limit ran, by `time.monotonic`: now, while somebody is paused."""
+    does: Callable[[Doing], None]
+    """Takes what the trainer does, for the heartbeats."""
+    hung: Callable[[int, str], None]
+    """(generation, reason): cuts the group of the generation."""
+
+
+class HangWatch:
+    """One trainer's, from a thread of its own. The methods are the trainer's."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._lock = threading.Lock()
+        self._stage = Stage.AWAY
+        self._generation = 0
+        self._group: dist.ProcessGroup | None = None
+        self._trainer: tuple[int, int] = (0, 0)
+        self._connects = False
+        self._inside = 0
+        self._sign_s = time.monotonic()
+        # What only the watch's own thread touches.
+        self._gates: dict[int, tuple[object, float]] = {}
+        self._blocked: tuple[int, float] | None = None
+        self._counted: tuple[int, ...] = ()
+        self._moved = 0
+        self._leaderless_since_s: float | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="shoal-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more. May be called twice."""
+        self._closing.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def stage(
+        self, stage: Stage, generation: int = 0, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """The trainer, which calls, is there now. Without a group while one is connected."""
+        with self._lock:
+            self._stage, self._generation, self._group = stage, generation, group
+            self._connects = stage is Stage.BRINGING_UP and group is None
+            self._trainer = (threading.get_ident(), threading.get_native_id())
+        self.sign()
+
+    def sign(self) -> None:
+        """The trainer has come to another place. Free to call."""
+        self._sign_s = time.monotonic()
+
+    def waits_inside(self, *, begins: bool) -> None:
+        """The trainer asks the coordinator what comes next, or has the answer. Free to call."""
+        self._inside += 1 if begins else -1
+        self.sign()
+
+    # --- the watch's thread ---
+
+    def _watch(self) -> None:
+        every_s = min(MAX_LOOK_S, self._around.limit_s / LOOKS_PER_LIMIT)
+        while not self._closing.wait(every_s):
+            self._look(time.monotonic())
+
+    def _look(self, now_s: float) -> None:
+        with self._lock:
+            stage, generation, group = self._stage, self._generation, self._group
+        since_s = self._waits_since_s(group, now_s)
+        waits = since_s is not None or self._connects or self._inside > 0
+        if waits:
+            self._sign_s = max(self._sign_s, now_s)
+        own_code_ns = 0 if waits or stage is Stage.AWAY else int(self._sign_s * 1e9)
+        self._around.does(Doing(moved=self._moved, waits=waits, own_code_since_ns=own_code_ns))
+        if stage is Stage.BRINGING_UP:
+            self._check_leader(generation, now_s)
+        if stage is not Stage.TRAINING or since_s is None:
+            return
+        waited_s = now_s - max(since_s, self._around.held_until_s())
+        if waited_s > self._around.limit_s:
+            self._gates.clear()
+            self._blocked = None
+            self._around.hung(
+                generation,
+                f"nothing came of a collective for {waited_s:.3g} s; expected the other members in"
+                f" it within {self._around.limit_s:g} s (collective_s)",
+            )
+
+    def _check_leader(self, generation: int, now_s: float) -> None:
+        """A bring-up is ended by the coordinator; without one, by this member."""
+        if not self._around.is_away():
+            self._leaderless_since_s = None
+            return
+        self._leaderless_since_s = self._leaderless_since_s or now_s
+        if now_s - self._leaderless_since_s > self._around.leaderless_s:
+            self._leaderless_since_s = None
+            limit = f"{self._around.leaderless_s:g} s"
+            self._around.hung(generation, f"no coordinator was there for {limit} of the bring-up")
+
+    def _waits_since_s(self, group: dist.ProcessGroup | None, now_s: float) -> float | None:
+        """Since when the trainer has waited for others; None: it does not wait."""
+        if group is None:
+            self._gates, self._blocked, self._counted = {}, None, ()
+            return None
+        gates = gates_in(group)
+        self._count(gates)
+        found = self._oldest_gate_s(gates, now_s), self._blocked_since_s(now_s)
+        return min((since_s for since_s in found if since_s is not None), default=None)
+
+    def _count(self, gates: Iterable[Gates]) -> None:
+        """Note whether anything has ended since the last look."""
+        counted = (self._around.num_moved(), *sorted(each.num_ended for each in gates))
+        if counted != self._counted:
+            self._counted = counted
+            self._moved += 1
+            self._blocked = None
+
+    def _oldest_gate_s(self, gates: Iterable[Gates], now_s: float) -> float | None:
+        known = self._gates
+        # Kept until the next look, so that no other gate can have its number.
+        self._gates = {
+            id(gate): known.get(id(gate), (gate, now_s)) for each in gates for gate in each.shut()
+        }
+        return min((since_s for _, since_s in self._gates.values()), default=None)
+
+    def _blocked_since_s(self, now_s: float) -> float | None:
+        """Since when the trainer has stood still in code that waits for other ranks.
+
+        What waits at no gate of ours is seen by this alone: torch's own collectives, memory that
+        ranks share, copies at peers.
+        """
+        ident, native_id = self._trainer
+        ticks = _cpu_ticks(native_id)
+        if ticks is None or not _is_in_collective(ident):
+            self._blocked = None
+        elif self._blocked is None or self._blocked[0] != ticks:
+            self._blocked = (ticks, now_s)
+            return None  # it runs; at the next look it may stand
+        return self._blocked[1] if self._blocked is not None else None
+
+
+def _cpu_ticks(native_id: int) -> int | None:
+    """How long a thread has run; None if it is gone."""
+    try:
+        stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
+    except OSError:
+        return None
+    return sum(map(int, stat.rpartition(")")[2].split()[_CPU_FIELDS]))
+
+
+def _is_in_collective(ident: int) -> bool:
+    frame = sys._current_frames().get(ident)
+    while frame is not None and frame.f_code.co_filename == _THREADING:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_PLACES)
+
+
+__all__ = ["HangWatch", "Stage", "Surroundings"]

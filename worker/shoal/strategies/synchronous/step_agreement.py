@@ -1,0 +1,221 @@
+"""Whether all members take a step in the same way: one small message before it is committed.
+
+A member with another number of backward passes would have its collectives paired with others' next
+step; one with another learning rate would drift away. Neither is an error to anybody by itself. So
+before any further pass, and before the step is applied, each member says how many passes it has
+begun, whether these were all, and a digest of its hyperparameters. Whoever says something else than
+the others is met by them there, and by nothing else.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from shoal.backends.abortable.waiter import finish
+from shoal.state.resharding import gather
+from shoal.strategies.synchronous.hyperparameters import (
+    Hyperparameters,
+    Values,
+    by_value,
+    differences,
+    digest_of,
+    in_words,
+)
+from shoal_proto.errors import HyperparametersDiffer, UnequalPasses
+
+log = structlog.get_logger(__name__)
+
+NUM_WORDS = 3
+"""Passes, twice, and one more if these were all; digest; whether a step comes again otherwise."""
+
+
+class Accord:
+    """One member's part in it, for one generation."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, members: Sequence[str], hyperparameters: Hyperparameters
+    ) -> None:
+        """`members` by rank."""
+        self._group = group
+        self._members = members
+        self._hyper = hyperparameters
+        self._rank = group.rank()
+        self._steps = 0
+        self._step = 0
+        self._passes = 0
+        self._announced = False
+        self._settled = False
+        self._conflict = ""
+        self._message: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+
+    def begin(self, step: int) -> None:
+        """A step begins, after so many committed ones."""
+        self._step = step
+        self._passes = 0
+        self._announced = False
+        self._message = self._work = None
+        self._settled = False
+        self._conflict = ""
+        self._steps += 1
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether it is the first one of the generation."""
+        return self._steps == 1
+
+    def announce(self) -> None:
+        """A forward pass begins that communicates. Behind a backward pass it is one of a further
+        pass, which all members have to make. Raises UnequalPasses on all if some do not."""
+        if self._passes and not self._announced:
+            self._announced = True
+            self._send(2 * (self._passes + 1), 0, conflict=False)
+            self._compare_passes(self._heard())
+
+    def passing(self) -> None:
+        """A backward pass begins. Raises as `announce`, before anything of it is sent."""
+        self.announce()
+        self._announced = False
+        self._passes += 1
+
+    def propose(self) -> None:
+        """All passes of the step were made: say so, and with what it is to be applied."""
+        if self._message is None:
+            self._conflict = self._hyper.conflict(self._step)
+            word = 2 * self._passes + 1
+            self._send(word, self._hyper.digest(), conflict=bool(self._conflict))
+
+    def settle(self) -> None:
+        """Return if all members take the step in the same way, and wait for that.
+
+        Raises UnequalPasses or HyperparametersDiffer, on all of them.
+        """
+        if self._settled:
+            return
+        self.propose()
+        rows = self._heard()
+        self._settled = True
+        self._compare_passes(rows)
+        if any(row[1] != rows[0][1] or row[2] for row in rows):
+            self._compare_values([(self._step, self._hyper.now())])
+        self._hyper.apply(self._step)
+
+    def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
+        """Return if all members applied the same in each step of a round in which they stepped by
+        themselves: `applied`, by step. `conflict`: see `Hyperparameters`.
+
+        Raises HyperparametersDiffer, on all members.
+        """
+        changes = _changes(applied)
+        self._conflict = conflict
+        self._send(1, digest_of(changes), conflict=bool(conflict))
+        rows = self._heard()
+        if any(row[1] != rows[0][1] or row[2] for row in rows):
+            self._compare_values(changes)
+
+    # --- messages ---
+
+    def _send(self, word: int, digest: int, *, conflict: bool) -> None:
+        self._message = torch.zeros(len(self._members), NUM_WORDS, dtype=torch.int64)
+        self._message[self._rank] = torch.tensor([word, digest, int(conflict)])
+        if len(self._members) > 1:
+            self._work = dist.all_reduce(self._message, group=self._group, async_op=True)
+
+    def _heard(self) -> list[list[int]]:
+        """What each member said, by rank."""
+        message, self._message = self._message, None
+        assert message is not None, "sent before"
+        if self._work is not None:
+            finish(self._work, self._group)
+            self._work = None
+        rows: list[list[int]] = message.tolist()
+        return rows
+
+    def _let_all_hear(self) -> None:
+        """Return once every member has what is told here.
+
+        Whoever raises leaves, and that cuts the group under those who have not heard yet: they
+        would take it for a loss, and train on without the others.
+        """
+        try:
+            work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
+            finish(work, self._group)
+        except RuntimeError as error:
+            # Who came through this before has left already, so all have heard.
+            log.info("accord_ended_by_a_leaver", reason=str(error)[:200])
+
+    def _compare_passes(self, rows: Sequence[Sequence[int]]) -> None:
+        words = [row[0] for row in rows]
+        if len(set(words)) == 1:
+            return
+        counts = {
+            name: str(word // 2) + ("" if word % 2 else " or more")
+            for name, word in zip(self._members, words, strict=True)
+        }
+        self._let_all_hear()
+        raise UnequalPasses(
+            f"the members make different numbers of backward passes in step {self._step}",
+            seen=by_value(counts),
+            expected="as many on every member: their gradients are summed up pass by pass",
+            fix="Cut each share into a number of parts that does not depend on its size, as"
+            " batch.inputs.tensor_split(4) does (split(11) cuts 34 samples into 4 and 33 into 3),"
+            " and weigh each part's mean loss by len(part) / len(batch.inputs).",
+            details=counts,
+        )
+
+    def _compare_values(self, applied: Sequence[tuple[int, Values]]) -> None:
+        """Collective; returns if what differs are last bits."""
+        own = json.dumps({"applied": applied, "conflict": self._conflict}, default=repr)
+        alone = len(self._members) == 1
+        words = [own.encode()] if alone else gather(own.encode(), self._group)
+        told = [json.loads(word) for word in words]
+        self._let_all_hear()
+        said = dict(zip(self._members, told, strict=True))
+        conflicts = {name: each["conflict"] for name, each in said.items() if each["conflict"]}
+        if conflicts:
+            name, conflict = next(iter(conflicts.items()))
+            raise _differ(
+                "a step is taken again, with other hyperparameters than before",
+                seen=f"{conflict} (of {name})",
+                details=conflicts,
+            )
+        for step in sorted({step for each in told for step, _ in each["applied"]}):
+            found = differences({name: _at(each["applied"], step) for name, each in said.items()})
+            if found:
+                raise _differ(
+                    f"the members would apply different hyperparameters in step {step}",
+                    seen=in_words(found),
+                    details={field: by_value(values) for field, values in found.items()},
+                )
+
+
+def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
+    """The first step of each run of steps with the same values."""
+    found: list[tuple[int, Values]] = []
+    for step, values in sorted(applied.items()):
+        if not found or found[-1][1] != values:
+            found.append((step, values))
+    return found
+
+
+def _at(changes: Sequence[tuple[int, Any]], step: int) -> Any:
+    return next(values for began, values in reversed(changes) if began <= step)
+
+
+def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
+    return HyperparametersDiffer(
+        what,
+        expected="the same on every member in every step, also when it is taken again",
+        fix="Let them follow from the committed step: set group['lr'] from batch.step before each"
+        " step, or a scheduler's last_epoch. One of torch's that is stepped in the loop counts its"
+        " own calls: a member that joins gets the groups of the others but begins its scheduler"
+        " anew, and a step that is taken again is counted twice (docs/strategies.md).",
+        **parts,
+    )
+
+
+__all__ = ["Accord"]

@@ -1,0 +1,447 @@
+"""Strategies whose members take each step together, over a group that lives for one generation."""
+
+import json
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.backends.abortable.waiter import finish, gates_in
+from shoal.backends.choice import backend_for
+from shoal.backends.network.gloo import GlooBackend
+from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
+from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.directory import complete
+from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
+from shoal.checkpoint.reading import Needs, read
+from shoal.checkpoint.samples import check_samples, with_samples
+from shoal.membership.rendezvous_store import RendezvousStore
+from shoal.state.resharding import gather
+from shoal.state.shards import Holding
+from shoal.strategies.base import Context, Generation, Strategy
+from shoal.strategies.synchronous.buffer_snapshot import BufferMemory
+from shoal.strategies.synchronous.hang_watch import HangWatch, Stage, Surroundings
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.step_agreement import Accord
+from shoal_client.connection.coordinators import Coordinators
+from shoal_proto.errors import (
+    CheckpointFailed,
+    GenerationBroken,
+    InternalError,
+    InvalidSpec,
+    StateLost,
+    UnsupportedOptimizer,
+)
+from shoal_proto.v1 import membership_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+Writes = Callable[[str], bool]
+"""Whether this member writes the tensor of that name in a state."""
+MAX_CHECKPOINTS_NAMED = 100
+LOOPBACK = "127.0.0.1"
+STUCK_AFTER_S = 1.0
+"""A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
+
+
+class GroupedStrategy(Strategy):
+    """Forms the group of each generation, cuts it when a peer is lost, and lets go of it.
+
+    What trains over the group is the subclass' own: `_bring_up` makes it, `_let_go` drops it.
+    """
+
+    synchronous = True
+    passes_meet: ClassVar[bool] = True
+    """Whether members communicate in the passes of a step."""
+
+    def __init__(self) -> None:
+        self._backend: Backend = GlooBackend()
+        self._lock = threading.Lock()
+        self._cut_up_to = 0
+        self._number = 0
+        self._group: Group | None = None
+        self._opened: dist.ProcessGroup | None = None
+        """Also while what trains over it is brought up."""
+        self._process_group: dist.ProcessGroup | None = None
+        self._coordinators: Coordinators | None = None
+        self._checkpoints: Checkpoints | None = None
+        self._writers: Peers | None = None
+        self._samples: Mapping[str, str] = {}
+        self._step = 0
+        self._has_state = False
+        self._in_step = False
+        self._weighted = False
+        self._computes = False
+        self._buffers = BufferMemory()
+        self._watch: HangWatch | None = None
+        self._hang = (0, "")
+        """The newest generation in which a collective hung, and how."""
+        self._hyperparameters: Hyperparameters | None = None
+        self._accord: Accord | None = None
+
+    # --- what a subclass answers for ---
+
+    @abstractmethod
+    def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
+        """Make what trains over the group, with the state that the generation starts from.
+
+        Its last collective is one that returns only if all members have come so far.
+        """
+
+    @abstractmethod
+    def _let_go(self) -> None:
+        """Drop whatever holds the group. Quick, raises nothing, may be called twice."""
+
+    # --- generations ---
+
+    def choose_backend(self, device_type: str, name: str) -> None:
+        self._backend = backend_for(device_type, name or None)
+
+    def attach(self, context: Context) -> None:
+        super().attach(context)
+        self._coordinators = Coordinators(context.coordinators)
+        if self._backend.is_watched:
+            self._watch = HangWatch(
+                Surroundings(
+                    limit_s=context.limits.collective_s,
+                    leaderless_s=context.limits.bring_up_s,
+                    is_away=context.is_away,
+                    num_moved=self.num_moved,
+                    held_until_s=context.held_until_s,
+                    does=context.does,
+                    hung=self._hung,
+                )
+            )
+            self._watch.start()
+
+    def num_moved(self) -> int:
+        """Counts what moves between members beside the group's collectives. Any thread."""
+        return 0
+
+    def _hung(self, generation: int, reason: str) -> None:
+        log.warning("collective_hung", generation=generation, reason=reason)
+        self._hang = (generation, reason)
+        self.cut(generation)
+
+    def hang_in(self, generation: int) -> str:
+        number, reason = self._hang
+        return reason if number == generation else ""
+
+    def asks(self, *, begins: bool) -> None:
+        if self._watch is not None:
+            self._watch.waits_inside(begins=begins)
+
+    def _stands_at(
+        self, stage: Stage, number: int = 0, group: dist.ProcessGroup | None = None
+    ) -> None:
+        if self._watch is not None:
+            self._watch.stage(stage, number, group)
+
+    def enter(self, generation: Generation) -> None:
+        started_s = time.perf_counter()
+        if self._hyperparameters is not None:
+            self._hyperparameters.entering()
+        group = self._new_group(generation)
+        self._stands_at(Stage.BRINGING_UP, generation.number)
+        try:
+            self._opened = process_group = group.open()
+            opened_s = time.perf_counter()
+            self._stands_at(Stage.BRINGING_UP, generation.number, process_group)
+            self._bring_up(generation, process_group)
+        except RuntimeError as error:
+            if self._cut_up_to >= generation.number:
+                raise GenerationBroken(
+                    f"generation {generation.number} ended while it was brought up",
+                    seen=str(error),
+                ) from None
+            raise
+        self._process_group = process_group
+        self._stands_at(Stage.TRAINING, generation.number, process_group)
+        self._has_state = True
+        if self._hyperparameters is not None:
+            members = [entry.member_id for entry in generation.entries]
+            self._accord = Accord(process_group, members, self._hyperparameters)
+        log.info(
+            "generation_entered",
+            generation=generation.number,
+            rank=generation.rank,
+            world_size=generation.world_size,
+            step=self._step,
+            connect_s=round(opened_s - started_s, 4),
+            state_s=round(time.perf_counter() - opened_s, 4),
+        )
+
+    def cut(self, generation: int) -> None:
+        with self._lock:
+            self._cut_up_to = max(self._cut_up_to, generation)
+            group = self._group if self._number <= generation else None
+        if group is not None:
+            reason = f"generation {generation} is over"
+            group.cut(reason)
+            self._watch_for_stuck(group, reason)
+
+    def _watch_for_stuck(self, group: Group, reason: str) -> None:
+        """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
+
+        def give_up() -> None:
+            with self._lock:
+                opened = self._opened if self._group is group else None
+            stuck = [gates for gates in gates_in(opened) if gates.waits] if opened else []
+            if stuck:
+                log.warning("collective_stuck", reason=reason)
+                group.keep_for_ever()
+            for gates in stuck:
+                gates.give_up(reason)
+
+        timer = threading.Timer(STUCK_AFTER_S, give_up)
+        timer.daemon = True
+        timer.start()
+
+    def hand_over(self) -> None:
+        group = self._process_group
+        if group is not None:
+            # As slow as its state is large: judged as a bring-up is.
+            self._stands_at(Stage.BRINGING_UP, self._number, group)
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """See `Strategy.hand_over`."""
+
+    def abandon(self) -> None:
+        self._stands_at(Stage.AWAY)
+        if self._in_step:
+            self._in_step = False
+            self._buffers.restore()
+            if self._hyperparameters is not None:
+                self._hyperparameters.failed(self._step)
+        self._accord = None
+        self._buffers.forget()
+        self._let_go()
+        self._process_group = self._opened = None
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.retire()
+
+    def _new_group(self, generation: Generation) -> Group:
+        limits, me = self.context.limits, generation.me
+        peers = generation.record.roster.entries
+        watched = self._backend.is_watched
+        one_host = len({(entry.host, entry.address) for entry in peers}) == 1
+        seat = Seat(
+            generation=generation.number,
+            rank=generation.rank,
+            world_size=generation.world_size,
+            address=LOOPBACK if one_host else me.address,
+            bring_up_s=LONGEST_S if watched else limits.bring_up_s,
+            collective_s=LONGEST_S if watched else limits.collective_s,
+        )
+        assert self._coordinators is not None, "attach comes before enter"
+        store = RendezvousStore(self._coordinators, generation.token, timeout_s=seat.bring_up_s)
+        with self._lock:
+            self._group = group = self._backend.group(seat, store)
+            self._number = generation.number
+            over = self._cut_up_to >= generation.number
+        if over:
+            group.cut(f"generation {generation.number} is over")
+        return group
+
+    # --- checkpoints ---
+
+    def keep_checkpoints(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def trains_on(self, samples: Mapping[str, str]) -> None:
+        self._samples = samples
+
+    def _join_writers(self, world_size: int) -> None:
+        """Collective: form the group in which the members write checkpoints, if they do."""
+        if self._checkpoints is not None:
+            self._writers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
+
+    def checkpoint_steps(self) -> Sequence[int]:
+        if self._checkpoints is None:
+            return ()
+        return sorted(complete(self._checkpoints.directory))[-MAX_CHECKPOINTS_NAMED:]
+
+    def _newest_checkpoint(self, generation: Generation, group: dist.ProcessGroup) -> Path | None:
+        """Collective: the newest complete checkpoint that every member sees; None without any.
+
+        Raises StateLost on all alike where the generation has nothing else to start from.
+        """
+        needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
+        own = complete(self._checkpoints.directory) if self._checkpoints is not None else {}
+        if self._checkpoints is None and not needed:
+            return None
+        words = gather(json.dumps(sorted(own)).encode(), group)
+        common = set.intersection(*(set(json.loads(word)) for word in words))
+        if common:
+            log.info("checkpoint_read", path=str(own[max(common)]), step=max(common))
+            return own[max(common)]
+        if needed:
+            raise StateLost(
+                "nobody holds the state that the job had come to, and no checkpoint is seen by all",
+                seen="; ".join(f"rank {rank}: {json.loads(w)}" for rank, w in enumerate(words)),
+                expected="a complete checkpoint that every member sees",
+                fix="Run it with --fresh to start from step 0.",
+            )
+        return None
+
+    def _read_checkpoint(self, path: Path, needs: Needs) -> Holding:
+        """What is needed of it. Raises InvalidSpec if its step stands for other samples."""
+        holding = read(path, needs)
+        check_samples(path, holding, self._samples)
+        log.info("checkpoint_read", path=str(path), step=holding.step)
+        return holding
+
+    def _write_checkpoint(self, holding: Callable[[], Holding], writes: Writes) -> None:
+        """Where one is due after the step that was just committed, have it written."""
+        checkpoints = self._checkpoints
+        if checkpoints is not None and checkpoints.due(self._step):
+            assert self._writers is not None
+            try:
+                checkpoints.close()
+            except CheckpointFailed as error:
+                # Training does not stop for a full disk: each is tried anew, and what the last one
+                # failed with is raised at the end.
+                log.error("checkpoint_failed", step=self._step, reason=str(error))
+            checkpoints.offer(with_samples(holding(), self._samples), self._writers, writes)
+
+    # --- steps ---
+
+    def _open_step(self, model: nn.Module) -> None:
+        """A step begins: remember what a forward pass changes, so that it can be undone."""
+        if self._watch is not None:
+            self._watch.sign()
+        self._buffers.keep(model)
+        self._in_step, self._weighted = True, False
+        if self._accord is not None:
+            self._accord.begin(self._step)
+
+    def _ours(self) -> bool:
+        """Whether a gradient that comes now was asked for through the session, if it has to be."""
+        return self._computes or not self._in_step
+
+    @contextmanager
+    def _weighing(self) -> Iterator[None]:
+        """Within, gradients come of a loss that is weighed with this member's share.
+
+        Raises UnequalPasses, on all members, if not all of them make this backward pass.
+        """
+        if self._accord is not None and self.passes_meet:
+            self._accord.passing()
+        self._weighted = self._computes = True
+        try:
+            yield
+        finally:
+            self._computes = False
+
+    def _announce(self) -> None:
+        """A forward pass that communicates begins: see `Accord.announce`."""
+        if self._accord is not None:
+            self._accord.announce()
+
+    def _propose(self) -> None:
+        """All passes of the step were made."""
+        if self._accord is not None:
+            self._accord.propose()
+
+    def _settle(self) -> None:
+        """See `Accord.settle`: from here on nobody makes a further pass in this step."""
+        if self._accord is not None:
+            self._accord.settle()
+
+    def _check_weighted(self) -> None:
+        if not self._weighted:
+            raise InvalidSpec(
+                f"step {self._step} has no session.backward(loss)",
+                seen="no backward pass, or a plain loss.backward()",
+                expected="session.backward(loss) once or more, which weighs this member's share",
+            )
+
+    def _commit_step(self) -> None:
+        if self._watch is not None:
+            self._watch.sign()
+        self._step += 1
+        self._in_step = False
+        self._buffers.clear()
+
+    def finish(self) -> None:
+        if self._process_group is None:
+            raise GenerationBroken("the last step was taken in a generation that is over")
+        if self._checkpoints is not None:
+            # Before anybody leaves: each writes its part.
+            self._checkpoints.close()
+        group = self._process_group
+        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+
+    def is_failure(self, error: BaseException) -> bool:
+        return self._backend.is_failure(error)
+
+    # --- state ---
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    @property
+    def has_state(self) -> bool:
+        return self._has_state
+
+    def close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self._group is not None:
+            self.abandon()
+        if self._coordinators is not None:
+            self._coordinators.close()
+            self._coordinators = None
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+
+
+def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
+    """Rank of the member whose state the generation starts from, and of those who need it."""
+    entries = generation.entries
+    source_id = generation.record.roster.source_member_id or entries[0].member_id
+    source = next(entry.rank for entry in entries if entry.member_id == source_id)
+    receivers = [
+        entry.rank
+        for entry in entries
+        if entry.rank != source and entry.state != pb.STATE_ACTION_KEEP
+    ]
+    return source, receivers
+
+
+def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> None:
+    """Collective: raise InternalError unless all members of the generation stand at this step."""
+    steps = torch.zeros(group.size(), dtype=torch.int64)
+    steps[group.rank()] = step
+    finish(dist.all_reduce(steps, group=group, async_op=True), group)
+    if len(set(steps.tolist())) != 1:
+        raise InternalError(
+            f"the members of generation {generation} stand at different steps",
+            seen=f"{steps.tolist()} by rank",
+        )
+
+
+def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
+    """Raise UnsupportedOptimizer for one that computes the loss several times a step."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedOptimizer(
+            f"{name} cannot run LBFGS",
+            seen="an optimizer that calls the loss several times a step",
+            expected="one that uses each gradient once, such as SGD or AdamW",
+        )
+
+
+__all__ = ["LOOPBACK", "GroupedStrategy", "check_same_step", "receivers_of", "refuse_lbfgs"]

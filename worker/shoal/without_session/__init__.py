@@ -1,0 +1,1 @@
+"""What works without a session: a fixed set of ranks, and plans."""

@@ -1,0 +1,159 @@
+"""`shoal.distribute` without a session: a fixed set of ranks, as torchrun or mpiexec starts them.
+
+The loop stays an ordinary one: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. What
+else a strategy has to do hangs on the forward pass and on the optimizer's own hooks.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.backends.choice import init_static_world
+from shoal.integrations.adapting import as_torch, fits_by_itself
+from shoal.layouts.base import Layout, LossFunction, World
+from shoal.layouts.gradients import clip
+from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.model.module_proxy import replica_of, retarget
+from shoal.state.resharding import reshard
+from shoal.state.whole_model import whole_model
+from shoal.strategies import find_strategy
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
+
+_MARK = "_shoal_static"
+
+
+class Static:
+    """One model laid out over the ranks that there are, for good."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
+        blueprint = Blueprint(model, optimizer)
+        group = dist.group.WORLD
+        assert group is not None, "init_static_world made it"
+        world = World(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            device=next(model.parameters()).device,
+            group=group,
+        )
+        self.layout: Layout = strategy.lay_out_static(blueprint, optimizer, world)
+        self._bound = Bound(blueprint, optimizer, self.layout)
+        held = [blueprint.initial()] if world.rank == 0 else []
+        self._bound.fill(reshard(group, held, self._bound.needs))
+        self.model = replica_of(model, self._route)
+        self.model.__dict__[_MARK] = self
+        retarget(self.model, self.layout.plain)
+        blueprint.forget_weights()
+        self._begun = self._reduced = False
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+
+    def _route(self) -> nn.Module:
+        if not torch.is_grad_enabled():
+            return self.layout.plain
+        self._begin()
+        return self.layout.module
+
+    def _begin(self) -> None:
+        if not self._begun:
+            self._begun, self._reduced = True, False
+            self.layout.begin()
+
+    def _reduce(self) -> None:
+        if not self._reduced:
+            self.layout.reduce()
+            self._reduced = True
+
+    def _before_step(self, *_: Any) -> None:
+        self._reduce()
+
+    def _after_step(self, *_: Any) -> None:
+        self.layout.stepped()
+        self._begun = False
+
+    def forward_backward(self, inputs: Any, targets: Any, loss_function: LossFunction) -> Tensor:
+        self._begin()
+        return self.layout.forward_backward(inputs, targets, loss_function, 1.0)
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        self._reduce()
+        return clip(self.layout, max_norm)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return whole_model(self.layout.world.group, self._bound.model(0))
+
+
+def distribute(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: str | Strategy = "ddp",
+    *,
+    backend: str | None = None,
+) -> tuple[nn.Module, Optimizer]:
+    """The model and optimizer to train with on all ranks that torchrun or mpiexec started.
+
+    Every rank calls it with the same model; the weights are those of rank 0. Ranks are fixed: one
+    that is lost ends the job, for its launcher to start it again; `shoal.join` is the elastic way.
+    The loss is a mean over a rank's own samples, and every rank has equally many; under "tensor"
+    and "pipeline" all ranks have the same ones (see `data_share`).
+    A compiled Keras model with its own optimizer goes on training through `fit`: see
+    `shoal.integrations.keras`.
+    `backend`: "gloo", "nccl", "mpi"; chosen by the device and the launcher if it is not given.
+
+    Raises UnknownStrategy, InvalidSpec, or what the strategy refuses the model or optimizer with.
+    """
+    if fits_by_itself(model, optimizer):
+        from shoal.integrations import keras  # noqa: PLC0415 - only where it is loaded already
+
+        return keras.distribute(model, strategy, backend=backend), optimizer
+    chosen = find_strategy(strategy)
+    model = as_torch(model)
+    init_static_world(backend)
+    return Static(model, optimizer, chosen).model, optimizer
+
+
+def forward_backward(
+    model: nn.Module, inputs: Any, targets: Any, loss_function: LossFunction
+) -> Tensor:
+    """Both passes in one, as strategies with a pipeline need it. Returns the mean loss, detached.
+
+    `model` is what `shoal.distribute` returned; `optimizer.step()` comes behind it as ever.
+    """
+    return _static(model).forward_backward(inputs, targets, loss_function)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale all gradients of a distributed model to a common 2-norm of at most `max_norm`.
+
+    Called by all ranks, between backward and `optimizer.step()`. Returns the norm before.
+    """
+    return _static(model).clip_grad_norm(max_norm)
+
+
+def state_dict(model: nn.Module) -> Mapping[str, Tensor]:
+    """The whole distributed model by name, on the host of every rank. Called by all ranks."""
+    return _static(model).state_dict()
+
+
+def data_share(model: nn.Module) -> tuple[int, int]:
+    """(index, count): which share of each batch is this rank's, and how many shares there are."""
+    layout = _static(model).layout
+    return layout.data_index, layout.data_count
+
+
+def _static(model: nn.Module) -> Static:
+    found = model.__dict__.get(_MARK)
+    if not isinstance(found, Static):
+        raise InvalidSpec(
+            "this model was not distributed",
+            seen=type(model).__name__,
+            expected="the model that shoal.distribute returned",
+        )
+    return found
+
+
+__all__ = ["clip_grad_norm", "data_share", "distribute", "forward_backward", "state_dict"]

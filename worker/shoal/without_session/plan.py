@@ -1,0 +1,55 @@
+"""What a strategy would do with a model, told before anything runs."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.integrations.adapting import as_torch, fits_by_itself
+from shoal.planning.figures import Plan, Subject
+from shoal.strategies import find_strategy
+from shoal.strategies.base import Strategy
+from shoal_proto.errors import InvalidSpec
+
+
+def plan(
+    model: nn.Module,
+    strategy: str | Strategy = "fsdp",
+    *,
+    world_size: int,
+    optimizer: Optimizer | None = None,
+    inputs: Any = None,
+) -> Plan:
+    """Groups, bytes per rank and collectives of a step; `print` shows them as a table.
+
+    Nothing runs and nobody is talked to: the model may be on the meta device, on any machine.
+    With `optimizer` (the model's) its state is in the figures; with `inputs` (those of a global
+    batch; meta tensors do) also what strategies move that exchange activations.
+
+    Raises InvalidSpec for a strategy that cannot tell, and what `distribute` would refuse the model
+    or the optimizer with.
+    """
+    if world_size < 1:
+        raise InvalidSpec("world_size is out of range", seen=f"{world_size}", expected="1 or more")
+    found = find_strategy(strategy)
+    answer = getattr(found, "figures", None)
+    if answer is None:
+        raise InvalidSpec(
+            f"strategy {found.name!r} has no plan",
+            seen=type(found).__name__,
+            expected="a strategy that knows its memory and traffic before it runs",
+        )
+    if optimizer is not None and fits_by_itself(model, optimizer):
+        raise InvalidSpec(
+            "the state of a Keras optimizer cannot be told beforehand",
+            seen=type(optimizer).__name__,
+            expected="a torch.optim.Optimizer, or none",
+            fix="Plan without an optimizer; its state is then left out.",
+        )
+    told: Plan = answer(
+        Subject(model=as_torch(model), world_size=world_size, optimizer=optimizer, inputs=inputs)
+    )
+    return told
+
+
+__all__ = ["plan"]
