@@ -313,7 +313,7 @@ def parameter_server(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    from shoal_server.parameters.cluster.peer_timeouts import Patience  # noqa: PLC0415
+    from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts  # noqa: PLC0415
     from shoal_server.parameters.journal.log import JournalConfig  # noqa: PLC0415
     from shoal_server.parameters.process import (  # noqa: PLC0415
         ParameterServerConfig,
@@ -328,7 +328,7 @@ def parameter_server(options: argparse.Namespace) -> int:
             advertise=options.advertise,
             server_id=options.id or "",
             ready_file=options.ready_file,
-            patience=Patience(silence_s=options.silence_s),
+            timeouts=PeerTimeouts(silence_s=options.silence_s),
             drain_s=options.drain_s,
             journal=JournalConfig(directory=options.journal) if options.journal else None,
         )

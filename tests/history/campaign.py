@@ -104,7 +104,7 @@ class Campaign:
         ended = "\n".join(
             f"  {w.name}: {len(w.successes)} pushes; {w.failures}" for w in self.workers
         )
-        held = self.cluster.holdings(self.work.job)
+        held = self.cluster.assignments(self.work.job)
         return f"seed {self.seed}, {self.work}\n{ended}\n{held}"
 
 

@@ -122,7 +122,7 @@ def _operations(earlier: EarlierRuns) -> list[Operation]:
     job = earlier.job
     return [
         Delete(keys.job_prefix(job), prefix=True),
-        Delete(keys.holdings(job)),
+        Delete(keys.assignments(job)),
         Put(keys.reset(job), earlier.to_json()),
     ]
 

@@ -9,7 +9,7 @@ LEADER = ROOT + "leader"
 SERVERS = ROOT + "servers/"
 MEMBERS = ROOT + "members/"
 JOBS = ROOT + "jobs/"
-HOLDINGS = ROOT + "holdings/"
+ASSIGNMENTS = ROOT + "assignments/"
 RESETS = ROOT + "resets/"
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Below which URLs snapshots may lie, as the leading coordinator was told: {"urls": [...]}."""
@@ -65,12 +65,12 @@ def shard_map(job: str) -> str:
     return f"{JOBS}{job}/shards"
 
 
-def holdings(job: str) -> str:
+def assignments(job: str) -> str:
     """Who holds each of the job's shards, as a serialized ShardHoldings message.
 
     Apart from the job's other keys: every parameter server watches all of these.
     """
-    return HOLDINGS + job
+    return ASSIGNMENTS + job
 
 
 def lineage(job: str) -> str:

@@ -31,25 +31,25 @@ from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.allocator import keep_freed_memory
 from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster.fence import Fence
-from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.registration import Identity, Registration
 from shoal_server.parameters.journal.log import Journal, JournalConfig
 from shoal_server.parameters.memory_limit import default_limit_bytes
-from shoal_server.parameters.replication.journal_recovery import Reclaiming, disown
-from shoal_server.parameters.replication.replication_servicer import Follower
-from shoal_server.parameters.replication.shard_replicas import Custody
+from shoal_server.parameters.replication.journal_recovery import JournalRecovery, disown
+from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
+from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service import handlers
-from shoal_server.parameters.service.bulk_connection import Calls
-from shoal_server.parameters.service.bulk_listener import Listener
-from shoal_server.parameters.service.parameters_servicer import Servicer
-from shoal_server.parameters.service.snapshots_servicer import ShardSnapshots
+from shoal_server.parameters.service.bulk_connection import BulkServices
+from shoal_server.parameters.service.bulk_listener import BulkListener
+from shoal_server.parameters.service.parameters_servicer import ParametersServicer
+from shoal_server.parameters.service.snapshots_servicer import SnapshotsServicer
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import Budget
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.workers import Workers
-from shoal_server.parameters.snapshot.barriers import Cuts
+from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.listening import advertised, split_address, warn_of_reach
 from shoal_server.serving.rpc import bind, new_server
@@ -87,7 +87,7 @@ class ParameterServerConfig:
     memory_limit_bytes: int = field(default_factory=default_limit_bytes)
     """Shards with their optimizer state, copies included, and gradients not applied yet. Beyond it
     no shard is created and no copy taken, and tables do not grow: Overloaded, with the numbers."""
-    patience: Patience = field(default_factory=Patience)
+    timeouts: PeerTimeouts = field(default_factory=PeerTimeouts)
     """After which silence servers take each other for dead."""
     num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
     """Shards that are worked on at the same time."""
@@ -112,7 +112,7 @@ class ParameterServerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class RunningServer:
     """A server that serves."""
 
     server_id: str
@@ -121,7 +121,7 @@ class Running:
     port: int
     """As listened on."""
     fence: Fence
-    custody: Custody
+    replicas: ShardReplicas
     registration: Registration
 
 
@@ -150,18 +150,20 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         await _hand_everything_over(server, config.drain_s)
 
 
-async def _hand_everything_over(server: Running, drain_s: float) -> None:
+async def _hand_everything_over(server: RunningServer, drain_s: float) -> None:
     """Leave nothing behind that only this server has; what takes too long is left all the same."""
     try:
         async with asyncio.timeout(drain_s):
             await server.registration.announce_leaving()
-            await server.custody.wait_empty()
+            await server.replicas.wait_empty()
     except (TimeoutError, RetryError) as error:
         log.warning("left_with_shards", server_id=server.server_id, reason=repr(error))
 
 
 @asynccontextmanager
-async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncIterator[Running]:
+async def running(
+    config: ParameterServerConfig, store: KeyValueStore
+) -> AsyncIterator[RunningServer]:
     """A server that serves as long as the block runs."""
     async with AsyncExitStack() as stack:
         server = new_server()
@@ -173,46 +175,46 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         me = Holder(server_id, new_incarnation())
         run = Workers(pool)
         catalog = Catalog(store, me)
-        custody = Custody(store, me, catalog, run, config.patience)
+        replicas = ShardReplicas(store, me, catalog, run, config.timeouts)
         budget = Budget(config.max_unfinished_bytes)
         memory = Memory(config.memory_limit_bytes, catalog, budget)
         offers = Offers()
-        follower = Follower(
+        replication = ReplicationServicer(
             me=me,
-            custodian=custody,
+            replicas=replicas,
             run=run,
-            patience=config.patience,
+            timeouts=config.timeouts,
             memory=memory,
             offers=offers,
         )
-        custody.settle = follower.settle
-        await stack.enter_async_context(custody)
-        fence = await stack.enter_async_context(Fence(store, on_finished=custody.drop_job))
-        cuts = Cuts(catalog, fence)
-        servicer = Servicer(
+        replicas.settle = replication.settle
+        await stack.enter_async_context(replicas)
+        fence = await stack.enter_async_context(Fence(store, on_finished=replicas.drop_job))
+        barriers = SnapshotBarriers(catalog, fence)
+        servicer = ParametersServicer(
             catalog=catalog,
-            custody=custody,
+            replicas=replicas,
             fence=fence,
-            cuts=cuts,
+            barriers=barriers,
             run=run,
             budget=budget,
             memory=memory,
             offers=offers,
         )
         handlers.add_parameters(servicer, server)
-        maker = TableMaker(store, catalog, custody, memory)
+        maker = TableMaker(store, catalog, replicas, memory)
         tables = TablesServicer(
-            maker=maker, fence=fence, cuts=cuts, run=run, budget=budget, memory=memory
+            maker=maker, fence=fence, barriers=barriers, run=run, budget=budget, memory=memory
         )
         add_TablesServicer_to_server(tables, server)
-        handlers.add_replication(follower, server)
+        handlers.add_replication(replication, server)
         # Storage may be slow: it keeps no shard waiting for a thread.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
-        snapshots = ShardSnapshots(
+        snapshots = SnapshotsServicer(
             catalog=catalog,
-            custody=custody,
-            cuts=cuts,
+            replicas=replicas,
+            barriers=barriers,
             maker=maker,
             memory=memory,
             pool=writers,
@@ -221,11 +223,11 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
         add_ShardSnapshotsServicer_to_server(snapshots, server)
         await server.start()
         if config.journal is not None:
-            await stack.enter_async_context(_journal(config.journal, store, custody, config))
+            await stack.enter_async_context(_journal(config.journal, store, replicas, config))
         else:
-            await disown(custody)
+            await disown(replicas)
         stack.push_async_callback(server.stop, 1.0)
-        listener = Listener(Calls(servicer, follower), offers, memory)
+        listener = BulkListener(BulkServices(servicer, replication), offers, memory)
         host = config.listen.rpartition(":")[0]
         await stack.enter_async_context(listener.listening(host, config.bulk_port))
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
@@ -240,12 +242,12 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
             address=address,
             memory_limit_bytes=config.memory_limit_bytes,
         )
-        yield Running(
+        yield RunningServer(
             server_id=server_id,
             address=address,
             port=port,
             fence=fence,
-            custody=custody,
+            replicas=replicas,
             registration=registration,
         )
     log.info("parameter_server_stopped", server_id=server_id)
@@ -255,7 +257,7 @@ async def running(config: ParameterServerConfig, store: KeyValueStore) -> AsyncI
 async def _journal(
     journal_config: JournalConfig,
     store: KeyValueStore,
-    custody: Custody,
+    replicas: ShardReplicas,
     config: ParameterServerConfig,
 ) -> AsyncIterator[None]:
     """What the last process left in the journal is led again; what is led from now on is kept."""
@@ -264,11 +266,11 @@ async def _journal(
         journal = await loop.run_in_executor(pool, Journal, journal_config)
         recovered = await loop.run_in_executor(pool, journal.recover, restore)
         with journal:
-            async with custody.journaling(journal, pool):
-                custody.keep_in_journal([(each.job, each.state.shard_id) for each in recovered])
-                reclaiming = Reclaiming(store, custody, recovered)
-                await reclaiming.at_once(LEASES_TO_WAIT_FOR * config.lease_ttl_s)
-                later = asyncio.create_task(reclaiming.later(), name="reclaim")
+            async with replicas.shard_journal(journal, pool):
+                replicas.keep_in_journal([(each.job, each.state.shard_id) for each in recovered])
+                recovery = JournalRecovery(store, replicas, recovered)
+                await recovery.at_once(LEASES_TO_WAIT_FOR * config.lease_ttl_s)
+                later = asyncio.create_task(recovery.later(), name="journal-recovery")
                 try:
                     yield
                 finally:
@@ -276,14 +278,14 @@ async def _journal(
                     await asyncio.gather(later, return_exceptions=True)
 
 
-async def _until(stop: asyncio.Event, server: Running) -> None:
+async def _until(stop: asyncio.Event, server: RunningServer) -> None:
     """Return when `stop` is set; raise what ended the fence or the registration."""
     waits = [
         asyncio.ensure_future(wait)
         for wait in (
             stop.wait(),
             server.fence.wait_failed(),
-            server.custody.wait_failed(),
+            server.replicas.wait_failed(),
             server.registration.wait_failed(),
         )
     ]

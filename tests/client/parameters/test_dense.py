@@ -22,7 +22,7 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.shards.assignments import Holding, Holdings
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete
 from shoal_server.etcd.records import assignments as records
@@ -299,19 +299,20 @@ def test_shards_of_an_earlier_run_are_not_those_of_the_next(
     job = "job"
     before = servers.run(records.read(servers.store, job))
     assert before is not None
-    anew = Holdings(
+    anew = JobAssignments(
         job=job,
         copies=2,
         shards=tuple(
-            Holding(shard_id=h.shard_id, epoch=1, primary=h.primary) for h in before.holdings.shards
+            ShardAssignment(shard_id=h.shard_id, epoch=1, primary=h.primary)
+            for h in before.assignments.shards
         ),
         run="the next one",
     )
     if missed:
-        servers.run(servers.store.put(keys.holdings(job), records.encode(anew)))
+        servers.run(servers.store.put(keys.assignments(job), records.encode(anew)))
     else:
         servers.run(
-            servers.store.transact((), (Delete(keys.holdings(job)), Delete(keys.shard_map(job))))
+            servers.store.transact((), (Delete(keys.assignments(job)), Delete(keys.shard_map(job))))
         )
     second = connect(servers, servers.admit("w1"))
     second.place(SCHEMA)

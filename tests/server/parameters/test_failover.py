@@ -12,7 +12,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import DescribeRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.shards.assignments import Holdings
+from shoal_server.core.shards.assignments import JobAssignments
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import assignments as records
 
@@ -56,31 +56,33 @@ def assert_pushed(client: ParameterClient, num_pushes: int) -> None:
     assert set(values["w"].cast("f")) == {expected(num_pushes)}
 
 
-def wait_until(servers: ParameterServers, is_so: Callable[[Holdings], bool]) -> Holdings:
-    """Follow the record of holders until it is as wanted."""
+def wait_until(
+    servers: ParameterServers, is_so: Callable[[JobAssignments], bool]
+) -> JobAssignments:
+    """Follow the assignment record until it is as wanted."""
 
-    async def follow() -> Holdings:
-        snapshot = await servers.store.range(keys.HOLDINGS)
+    async def follow() -> JobAssignments:
+        snapshot = await servers.store.range(keys.ASSIGNMENTS)
         for item in snapshot.items:
-            found = records.parse(item).holdings
+            found = records.parse(item).assignments
             if is_so(found):
                 return found
-        async for batch in servers.store.watch(keys.HOLDINGS, snapshot.revision):
+        async for batch in servers.store.watch(keys.ASSIGNMENTS, snapshot.revision):
             for _ in batch.events:
                 entry = await records.read(servers.store, "job")
                 assert entry is not None
-                if is_so(entry.holdings):
-                    return entry.holdings
+                if is_so(entry.assignments):
+                    return entry.assignments
         raise AssertionError("the watch ended")
 
     return servers.run(follow())
 
 
-def is_whole(holdings: Holdings) -> bool:
+def is_whole(assignments: JobAssignments) -> bool:
     """Every shard has its backup, and nothing moves."""
     return all(
-        len(h.backups) == holdings.copies - 1 and h.joining is None and h.successor is None
-        for h in holdings.shards
+        len(h.backups) == assignments.copies - 1 and h.joining is None and h.successor is None
+        for h in assignments.shards
     )
 
 
@@ -89,8 +91,8 @@ def test_every_shard_has_a_backup_from_the_start(servers: ParameterServers) -> N
     client = trained(servers)
     entry = servers.run(records.read(servers.store, "job"))
     assert entry is not None
-    assert is_whole(entry.holdings)
-    assert {h.primary.server_id for h in entry.holdings.shards} == {"ps-0", "ps-1"}
+    assert is_whole(entry.assignments)
+    assert {h.primary.server_id for h in entry.assignments.shards} == {"ps-0", "ps-1"}
     client.close()
 
 
@@ -148,9 +150,9 @@ def test_servers_that_come_share_the_work(servers: ParameterServers) -> None:
     servers.add("ps-2")
     pushed = 0
 
-    def is_spread(holdings: Holdings) -> bool:
-        leaders = {h.primary.server_id for h in holdings.shards}
-        return is_whole(holdings) and "ps-2" in leaders
+    def is_spread(assignments: JobAssignments) -> bool:
+        leaders = {h.primary.server_id for h in assignments.shards}
+        return is_whole(assignments) and "ps-2" in leaders
 
     for _ in range(10):
         client.push(filled(-1.0))
@@ -168,7 +170,7 @@ def test_a_server_that_leaves_hands_everything_over(servers: ParameterServers) -
     leaver = servers.servers["ps-0"]
     client.push(filled(-1.0))
     servers.run(leaver.registration.announce_leaving())
-    servers.run(leaver.custody.wait_empty())
+    servers.run(leaver.replicas.wait_empty())
     client.push(filled(-1.0))
     servers.stop("ps-0")
     result = client.push(filled(-1.0))

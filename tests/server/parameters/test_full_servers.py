@@ -20,13 +20,13 @@ from support.clusters.memory_limits import (
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.shards.assignments import Holdings
+from shoal_server.core.shards.assignments import JobAssignments
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
 from shoal_server.etcd.records import assignments as records
-from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
-PATIENCE = Patience(full_s=0.2)
+PATIENCE = PeerTimeouts(full_s=0.2)
 """Tests need not wait for what would spare a network."""
 
 
@@ -36,37 +36,37 @@ def servers() -> Iterator[ParameterServers]:
         yield servers
 
 
-def wait_until_whole(servers: ParameterServers, job: str) -> Holdings:
-    """Follow the record of holders until every shard has its backup."""
+def wait_until_whole(servers: ParameterServers, job: str) -> JobAssignments:
+    """Follow the assignment record until every shard has its backup."""
 
-    async def follow() -> Holdings:
-        snapshot = await servers.store.range(keys.HOLDINGS)
+    async def follow() -> JobAssignments:
+        snapshot = await servers.store.range(keys.ASSIGNMENTS)
         entry = await records.read(servers.store, job)
-        if entry is not None and is_whole(entry.holdings):
-            return entry.holdings
-        async for _ in servers.store.watch(keys.HOLDINGS, Revision(snapshot.revision + 1)):
+        if entry is not None and is_whole(entry.assignments):
+            return entry.assignments
+        async for _ in servers.store.watch(keys.ASSIGNMENTS, Revision(snapshot.revision + 1)):
             entry = await records.read(servers.store, job)
-            if entry is not None and is_whole(entry.holdings):
-                return entry.holdings
+            if entry is not None and is_whole(entry.assignments):
+                return entry.assignments
         raise AssertionError("the watch ended")
 
     return servers.run(follow())
 
 
-def is_whole(holdings: Holdings) -> bool:
-    return all(len(holding.backups) == 1 for holding in holdings.shards)
+def is_whole(assignments: JobAssignments) -> bool:
+    return all(len(assignment.backups) == 1 for assignment in assignments.shards)
 
 
 def await_refusal(servers: ParameterServers) -> str:
     """What ps-0 was told by the server that takes no copies from it."""
 
     async def follow() -> str:
-        custody = servers.servers["ps-0"].custody
-        snapshot = await servers.store.range(keys.HOLDINGS)
-        changes = servers.store.watch(keys.HOLDINGS, Revision(snapshot.revision + 1))
-        while not custody.full_peers:
+        replicas = servers.servers["ps-0"].replicas
+        snapshot = await servers.store.range(keys.ASSIGNMENTS)
+        changes = servers.store.watch(keys.ASSIGNMENTS, Revision(snapshot.revision + 1))
+        while not replicas.full_peers:
             await anext(changes)
-        return next(iter(custody.full_peers.values()))
+        return next(iter(replicas.full_peers.values()))
 
     return servers.run(follow())
 
@@ -76,7 +76,7 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
 ) -> None:
     """The primary says why there is no copy, also of shards that are made meanwhile; a server that
     is added gets them."""
-    servers.add("ps-0", patience=PATIENCE)
+    servers.add("ps-0", timeouts=PATIENCE)
     client = created(servers, ADAM, "job")
     servers.add("ps-1", memory_limit_bytes=1024)
     assert "no memory left for a copy of shard" in await_refusal(servers)
@@ -92,8 +92,8 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
     small.create(SGD, values)
     small.push(values)
     servers.add("ps-2")
-    holdings = wait_until_whole(servers, "job")
-    holders = {holder.server_id for shard in holdings.shards for holder in shard.holders}
+    assignments = wait_until_whole(servers, "job")
+    holders = {holder.server_id for shard in assignments.shards for holder in shard.holders}
     assert holders == {"ps-0", "ps-2"}
     client.push(filled(-1.0))
     client.close()
@@ -102,7 +102,7 @@ def test_training_goes_on_without_the_copies_that_a_full_server_refuses(
 
 def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -> None:
     """Another job's shards took it before."""
-    servers.add("ps-0", patience=PATIENCE)
+    servers.add("ps-0", timeouts=PATIENCE)
     another = created(servers, SGD, "another")
     client = created(servers, ADAM, "job")
     servers.add("ps-1", memory_limit_bytes=6 * MIB + MIB // 2)
@@ -117,14 +117,14 @@ def test_a_refused_copy_is_taken_once_there_is_room(servers: ParameterServers) -
 
 def test_a_copy_of_a_table_grows_no_further_than_its_server_may(servers: ParameterServers) -> None:
     """The primary, which has room, goes on without it; pushes are acknowledged all the while."""
-    servers.add("ps-0", patience=PATIENCE)
+    servers.add("ps-0", timeouts=PATIENCE)
     member = Embedder(servers, users(), timeout_s=20.0)
     member.push(range(100))
     servers.add("ps-1", memory_limit_bytes=2 * MIB)
     wait_until_whole(servers, "tables")
     batches = (range(start, start + 2000) for start in itertools.count(0, 2000))
     # What it holds is counted four times a second only: it may take in a few batches more.
-    while not servers.servers["ps-0"].custody.full_peers:
+    while not servers.servers["ps-0"].replicas.full_peers:
         member.push(next(batches))
     assert "no memory left for" in await_refusal(servers)
     held_bytes = describe(servers, "ps-1").held_bytes

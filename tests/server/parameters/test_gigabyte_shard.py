@@ -156,7 +156,7 @@ def test_a_shard_of_a_gigabyte_gets_its_copy_under_pushes(cluster: ParameterClus
             "=====",
             cluster["ps-1"].log_path.read_text()[-3000:],
         )
-        assert "link_broke" not in cluster["ps-0"].log_path.read_text()
-        leader = cluster[cluster.holdings(JOB).shards[-1].primary.server_id]
+        assert "replication_stream_broke" not in cluster["ps-0"].log_path.read_text()
+        leader = cluster[cluster.assignments(JOB).shards[-1].primary.server_id]
         leader.kill()
         assert trainer.push_rows(ids[:64]) == version + 1

@@ -16,16 +16,16 @@ from shoal_client.parameters.tables import Gradients, TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
-from shoal_server.core.shards.assignments import Holding
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.records import assignments as records
-from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.replication import replication_servicer
 from shoal_server.parameters.shard import workers
-from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.dense import DenseShard
 from shoal_server.parameters.shard.image import Image, ShardState
 from shoal_server.parameters.tables import restore
 
-PATIENCE = Patience(beat_s=0.1, silence_s=0.5)
+PATIENCE = PeerTimeouts(beat_s=0.1, silence_s=0.5)
 NUM_ELEMENTS = 1_500_000
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
@@ -83,15 +83,15 @@ class Job:
     def values_of_rows(self) -> set[float]:
         return set(array("f", self.rows.look_up({USERS: IDS.tobytes()})[USERS].values))
 
-    def holding(self, shard_id: int) -> Holding:
+    def assignment(self, shard_id: int) -> ShardAssignment:
         entry = self._servers.run(records.read(self._servers.store, "job"))
         assert entry is not None
-        found = entry.holdings.find(shard_id)
+        found = entry.assignments.find(shard_id)
         assert found is not None
         return found
 
     def in_step(self, shard_ids: list[int]) -> bool:
-        return all(self.holding(shard_id).backups for shard_id in shard_ids)
+        return all(self.assignment(shard_id).backups for shard_id in shard_ids)
 
     def push_until(self, is_so: Callable[[], bool]) -> None:
         """Train on, every push acknowledged, until it is so."""
@@ -109,7 +109,7 @@ class Job:
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
     """They take every shard for a large one."""
     monkeypatch.setattr(workers, "INLINE_BYTES", 0)
-    with ParameterServers(1, patience=PATIENCE) as servers:
+    with ParameterServers(1, timeouts=PATIENCE) as servers:
         yield servers
 
 
@@ -117,13 +117,13 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
 def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often the image of each dense shard was taken, by shard and epoch."""
     taken: Counter[tuple[int, int]] = Counter()
-    take = LiveShard.image
+    take = DenseShard.image
 
-    def counted(self: LiveShard, *args: None) -> Image:
+    def counted(self: DenseShard, *args: None) -> Image:
         taken[self.shard_id, self.spec.epoch] += 1
         return take(self, *args)
 
-    monkeypatch.setattr(LiveShard, "image", counted)
+    monkeypatch.setattr(DenseShard, "image", counted)
     return taken
 
 
@@ -141,7 +141,7 @@ def test_a_copy_that_takes_long_is_waited_for(
 
     monkeypatch.setattr(replication_servicer, "restore", slow)
     with capture_logs() as logs, closing(Job(servers)) as job:
-        servers.add("ps-1", patience=PATIENCE)
+        servers.add("ps-1", timeouts=PATIENCE)
         job.push_until(lambda: job.in_step(job.dense_ids))
         enough_s = time.monotonic() + 3 * PATIENCE.silence_s
         job.push_until(lambda: time.monotonic() >= enough_s)
@@ -150,7 +150,9 @@ def test_a_copy_that_takes_long_is_waited_for(
         go_on.set()
         job.push_until(lambda: job.in_step([job.table_id]))
         job.push_rows()
-        assert [e for e in logs if e["event"] in ("link_broke", "image_not_sent")] == []
+        assert [
+            e for e in logs if e["event"] in ("replication_stream_broke", "image_not_sent")
+        ] == []
         assert set(images.values()) == {1}
         servers.stop("ps-0")
         job.push()
@@ -173,11 +175,11 @@ def test_an_image_that_fails_is_sent_again_alone(
 
     monkeypatch.setattr(replication_servicer, "restore", failing)
     with capture_logs() as logs, closing(Job(servers)) as job:
-        servers.add("ps-1", patience=PATIENCE)
+        servers.add("ps-1", timeouts=PATIENCE)
         job.push_until(lambda: job.in_step([*job.dense_ids, job.table_id]))
         assert next(failures, None) is None
         assert set(images.values()) == {1}
-        assert [e["event"] for e in logs if e["event"] == "link_broke"] == []
+        assert [e["event"] for e in logs if e["event"] == "replication_stream_broke"] == []
         job.push_rows()
         servers.stop("ps-0")
         job.push()
@@ -198,7 +200,7 @@ def test_an_image_that_always_fails_is_given_up(
 
     monkeypatch.setattr(replication_servicer, "restore", failing)
     with capture_logs() as logs, closing(Job(servers)) as job:
-        servers.add("ps-1", patience=PATIENCE)
+        servers.add("ps-1", timeouts=PATIENCE)
         job.push_until(lambda: any(e["event"] == "copy_refused" for e in logs))
         assert len(attempts) >= 3
         job.push_until(lambda: job.in_step(job.dense_ids))

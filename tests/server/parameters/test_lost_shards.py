@@ -17,7 +17,7 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ShardNotReady, StateLost
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.shards.assignments import Holding, Holdings, ShardContent
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.replication import primary_replicator
 
@@ -48,10 +48,10 @@ def new_client(servers: ParameterServers, member_id: str) -> ParameterClient:
     return client
 
 
-def holding(servers: ParameterServers, shard_id: int) -> Holding:
+def assignment(servers: ParameterServers, shard_id: int) -> ShardAssignment:
     entry = servers.run(records.read(servers.store, "job"))
     assert entry is not None
-    found = entry.holdings.find(shard_id)
+    found = entry.assignments.find(shard_id)
     assert found is not None
     return found
 
@@ -105,7 +105,7 @@ def test_a_fresh_member_does_not_begin_anew_what_others_trained(
                 limit_s=0.0,
                 is_broken=lambda: False,
             )
-    assert {holding(servers, i).content for i in (0, 1)} == {ShardContent.LOST}
+    assert {assignment(servers, i).content for i in (0, 1)} == {ShardContent.LOST}
 
 
 class Values(SharedValues):
@@ -128,14 +128,14 @@ def test_what_nobody_has_created_is_created_by_the_next_one(servers: ParameterSe
     """A job was placed, and its server and its first member died before there was any value: its
     epoch has risen, and yet there is nothing to be lost."""
     new_client(servers, "w0").close()
-    before = holding(servers, 0)
+    before = assignment(servers, 0)
     replace_server(servers)
     with closing(new_client(servers, "w1")) as client:
         client.create(SGD, filled(1.0))
         values = filled(9.0)
         client.pull(values)
         assert set(values["w"].cast("f")) == {1.0}
-    assert holding(servers, 0).epoch > before.epoch
+    assert assignment(servers, 0).epoch > before.epoch
 
 
 def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> None:
@@ -150,7 +150,7 @@ def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> Non
         del half.shards[1:]
         client._map = half
         client.create(SGD, filled(1.0))
-    assert holding(servers, first.shard_id).content is ShardContent.PRESENT
+    assert assignment(servers, first.shard_id).content is ShardContent.PRESENT
     with closing(new_client(servers, "w1")) as client:
         with pytest.raises(ShardNotReady):
             client.pull(filled(9.0), wait_s=0.0)
@@ -169,20 +169,22 @@ def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
     """A server that dies before it has written so has shown them to nobody: other first values may
     take their place."""
     writing = asyncio.Event()
-    filled_in = primary_replicator.Copying._filled
+    filled_in = primary_replicator.PrimaryReplicator._filled
 
-    def held_up(self: primary_replicator.Copying, formed: object, holdings: Holdings) -> Holdings:
+    def held_up(
+        self: primary_replicator.PrimaryReplicator, formed: object, assignments: JobAssignments
+    ) -> JobAssignments:
         writing.set()
-        return holdings
+        return assignments
 
-    monkeypatch.setattr(primary_replicator.Copying, "_filled", held_up)
+    monkeypatch.setattr(primary_replicator.PrimaryReplicator, "_filled", held_up)
     monkeypatch.setattr("shoal_server.parameters.service.parameters_servicer.FORMING_S", 0.0)
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(1.0))
         servers.run(asyncio.wait_for(writing.wait(), LIMIT_S))
         with pytest.raises(ShardNotReady):
             client.pull(filled(9.0), wait_s=0.0)
-        monkeypatch.setattr(primary_replicator.Copying, "_filled", filled_in)
+        monkeypatch.setattr(primary_replicator.PrimaryReplicator, "_filled", filled_in)
         replace_server(servers)
         client.create(SGD, filled(2.0))
         values = filled(9.0)

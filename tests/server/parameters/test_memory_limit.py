@@ -33,7 +33,7 @@ from shoal_proto.v1.optimizer_pb2 import (
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Eviction, RowFate
 from shoal_server.parameters.memory_limit import SHARE, default_limit_bytes
-from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.dense import DenseShard
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
                 optimizer = OptimizerSpec(kind=kind, groups=[hyper], **more)  # type: ignore[arg-type]
                 spec = Shard(dtype=dtype, blocks=blocks)
                 size = {"float32": 4, "float64": 8, "bfloat16": 2}[dtype]
-                shard = LiveShard(spec, optimizer, bytearray(103 * size))
-                assert LiveShard.bytes_to_make(spec, optimizer) == shard.memory_bytes
+                shard = DenseShard(spec, optimizer, bytearray(103 * size))
+                assert DenseShard.bytes_to_make(spec, optimizer) == shard.memory_bytes
 
 
 def test_a_table_that_would_grow_waits_for_room(servers: ParameterServers) -> None:

@@ -49,7 +49,7 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records.assignments import encode
@@ -96,10 +96,12 @@ async def world() -> AsyncIterator[World]:
         running(config("ps-0", max_unfinished_bytes=80 * 1024 * 1024), store) as server,
         grpc.aio.insecure_channel(server.address, options=limits) as channel,
     ):
-        held = [Holding(shard_id=i, epoch=1, primary=server.custody.me) for i in NUM_ELEMENTS]
-        held.append(Holding(shard_id=5, epoch=1, primary=Holder("ps-9", "nine")))
-        record = encode(Holdings(job=JOB, copies=2, shards=tuple(held)))
-        await store.put(keys.holdings(JOB), record)
+        replica = [
+            ShardAssignment(shard_id=i, epoch=1, primary=server.replicas.me) for i in NUM_ELEMENTS
+        ]
+        replica.append(ShardAssignment(shard_id=5, epoch=1, primary=Holder("ps-9", "nine")))
+        record = encode(JobAssignments(job=JOB, copies=2, shards=tuple(replica)))
+        await store.put(keys.assignments(JOB), record)
         yield World(store=store, stub=ParametersStub(channel), channel=channel)
     await store.close()
 
@@ -164,10 +166,10 @@ async def push(
             if reply.HasField("outcome"):
                 outcomes[reply.outcome.shard_id] = reply.outcome
             elif reply.HasField("piece"):
-                held = values.get(reply.piece.shard_id, b"")
-                assert reply.piece.offset_bytes == len(held)
+                replica = values.get(reply.piece.shard_id, b"")
+                assert reply.piece.offset_bytes == len(replica)
                 assert reply.piece.checksum == zlib.crc32(reply.piece.data)
-                values[reply.piece.shard_id] = held + reply.piece.data
+                values[reply.piece.shard_id] = replica + reply.piece.data
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error, "ps-0") from None
     return outcomes, values
@@ -392,7 +394,7 @@ async def test_bad_creations_are_refused(world: World) -> None:
 async def test_unfinished_pushes_are_bounded(world: World) -> None:
     """Data of unfinished calls has a bound; beyond it a push is told to retry, and then passes."""
     await create(world, SMALL, HUGE)
-    release, held = asyncio.Event(), asyncio.Event()
+    release, replica = asyncio.Event(), asyncio.Event()
     parts = list(pieces(HUGE, full(HUGE, -1.0)))
 
     async def slow() -> AsyncIterator[PushRequest]:
@@ -408,11 +410,11 @@ async def test_unfinished_pushes_are_bounded(world: World) -> None:
         async for reply in world.stub.Push(slow()):
             outcomes[reply.outcome.shard_id] = reply.outcome
             # The small shard is answered once the first piece of the huge one has been taken in.
-            held.set()
+            replica.set()
         return outcomes
 
     task = asyncio.create_task(slowly())
-    await held.wait()
+    await replica.wait()
     outcomes, _ = await push(world, header(HUGE, sequence=2), parts)
     assert isinstance(error_of(outcomes[HUGE]), Overloaded)
     release.set()

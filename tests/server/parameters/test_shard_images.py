@@ -19,8 +19,8 @@ from shoal_proto.v1.optimizer_pb2 import (
     StalenessPolicy,
 )
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.shard.dense import LiveShard, Push
-from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.dense import DenseShard, Push
+from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
 SIZES = (7, 33, 64, 130)
@@ -57,10 +57,10 @@ SPECS = {
 }
 
 
-def new_shard(case: str, dtype: str, seed: int = 0) -> LiveShard:
+def new_shard(case: str, dtype: str, seed: int = 0) -> DenseShard:
     blocks = [Block(parameter=str(i), num_elements=size) for i, size in enumerate(SIZES)]
     spec = Shard(shard_id=7, epoch=EPOCH, dtype=dtype, blocks=blocks)
-    return LiveShard(spec, SPECS[case], bytearray(numbers(seed, sum(SIZES), dtype)))
+    return DenseShard(spec, SPECS[case], bytearray(numbers(seed, sum(SIZES), dtype)))
 
 
 def numbers(seed: int, count: int, dtype: str) -> bytes:
@@ -102,7 +102,7 @@ def bits(image: Image) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
     return image.version, image.spec, tensors, list(image.sessions)
 
 
-def to_push(move: Move, number: int, shard: LiveShard, dtype: str) -> Push:
+def to_push(move: Move, number: int, shard: DenseShard, dtype: str) -> Push:
     size = sum(SIZES[b] for b in move.blocks)
     return Push(
         session=f"s{move.session}",
@@ -123,12 +123,12 @@ def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move])
     """Values, optimizer state and memory of pushes, whenever the copy was begun; and what comes
     after that does the same to both, repeats included."""
     shard = new_shard(case, dtype)
-    told: list[Record] = []
-    copies = [(LiveShard.from_image(shard.image(told.append)), 0)]
+    told: list[UpdateRecord] = []
+    copies = [(DenseShard.from_image(shard.image(told.append)), 0)]
     pushes: list[Push] = []
     for number, move in enumerate(moves, start=1):
         if move.copies:
-            copies.append((LiveShard.from_image(shard.image()), len(told)))
+            copies.append((DenseShard.from_image(shard.image()), len(told)))
         pushes.append(to_push(move, number, shard, dtype))
         for push in (pushes[-1],) * (2 if move.repeats else 1):
             shard.push(push, is_live)
@@ -161,11 +161,11 @@ def test_an_image_is_of_one_version_and_stays_so() -> None:
     """Pushes after it change the shard only, and its keeper hears of exactly these."""
     shard = new_shard("adam", "float32")
     shard.push(a_push(1), is_live)
-    first: list[Record] = []
+    first: list[UpdateRecord] = []
     image = shard.image(first.append)
     before = bits(image)
     shard.push(a_push(2), is_live)
-    second: list[Record] = []
+    second: list[UpdateRecord] = []
     shard.image(second.append)
     shard.push(a_push(3), is_live)
     assert bits(image) == before
@@ -178,8 +178,8 @@ def test_an_image_is_of_one_version_and_stays_so() -> None:
 def test_a_record_out_of_order_is_refused() -> None:
     """A gap or a repeat among the records is an error, and changes nothing."""
     shard = new_shard("nesterov", "float32")
-    told: list[Record] = []
-    copy = LiveShard.from_image(shard.image(told.append))
+    told: list[UpdateRecord] = []
+    copy = DenseShard.from_image(shard.image(told.append))
     for sequence in (1, 2):
         shard.push(a_push(sequence), is_live)
     with pytest.raises(InternalError, match="saw version 3; expected version 2"):
@@ -196,8 +196,8 @@ def test_a_record_out_of_order_is_refused() -> None:
 def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
     """Who lives is known where the push came in; the record tells the copy."""
     shard = new_shard("sgd", "float32")
-    told: list[Record] = []
-    copy = LiveShard.from_image(shard.image(told.append))
+    told: list[UpdateRecord] = []
+    copy = DenseShard.from_image(shard.image(told.append))
     for number in range(MAX_SESSIONS + 1):
         shard.push(
             a_push(1, f"s{number}"),
@@ -223,7 +223,7 @@ def test_an_image_that_is_not_whole_is_refused(change: dict[str, object]) -> Non
     """A shard is made from all of an image or not at all."""
     image = new_shard("adam", "float32").image()
     with pytest.raises(InternalError):
-        LiveShard.from_image(replace(image, **change))  # type: ignore[arg-type]
+        DenseShard.from_image(replace(image, **change))  # type: ignore[arg-type]
 
 
 def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
@@ -251,7 +251,7 @@ def test_a_new_epoch_shuts_the_old_one_out() -> None:
 def test_a_keeper_can_be_replaced_and_let_go() -> None:
     """Without a new image too."""
     shard = new_shard("sgd", "float32")
-    told: list[Record] = []
+    told: list[UpdateRecord] = []
     shard.keep(told.append)
     shard.push(a_push(1), is_live)
     shard.keep(None)

@@ -10,26 +10,26 @@ import pytest
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings
-from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.journal.shard_journal import Journaling
-from shoal_server.parameters.replication.handover import HandingOver
-from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.journal.shard_journal import ShardJournal
+from shoal_server.parameters.replication.handover import ShardHandover
+from shoal_server.parameters.shard.dense import DenseShard
 from shoal_server.parameters.shard.image import Image
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 ME, OTHER = Holder("ps-0", "one"), Holder("ps-1", "one")
 LIMIT_S = 10.0
 
 
-def new_held() -> Held:
+def new_held() -> ShardReplica:
     spec = Shard(
         shard_id=0, epoch=1, dtype="float32", blocks=[Block(parameter="p", num_elements=2)]
     )
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
-    return Held("job", LiveShard(spec, sgd, bytearray(8)), Role.PRIMARY, 1)
+    return ShardReplica("job", DenseShard(spec, sgd, bytearray(8)), Role.PRIMARY, 1)
 
 
 class LockedRecord:
@@ -38,25 +38,25 @@ class LockedRecord:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    def holding(self, job: str, shard_id: int) -> Holding:
-        return Holding(shard_id=0, epoch=1, primary=ME, backups=(OTHER,), successor=OTHER)
+    def assignment(self, job: str, shard_id: int) -> ShardAssignment:
+        return ShardAssignment(shard_id=0, epoch=1, primary=ME, backups=(OTHER,), successor=OTHER)
 
-    async def change(self, job: str, change: Callable[[Holdings], Holdings]) -> bool:
+    async def change(self, job: str, change: Callable[[JobAssignments], JobAssignments]) -> bool:
         self.asked.set()
         raise AccessDenied("etcd does not let this server write")
 
 
 async def test_who_cannot_hand_over_leads_on() -> None:
     """Pushes of its epoch are taken again: nobody else takes them."""
-    record, held = LockedRecord(), new_held()
-    handing_over = HandingOver(ME, cast(RecordOfHolders, record))
-    handing_over.begin(held)
+    record, replica = LockedRecord(), new_held()
+    handing_over = ShardHandover(ME, cast(AssignmentTable, record))
+    handing_over.begin(replica)
     async with asyncio.timeout(LIMIT_S):
         await record.asked.wait()
     await handing_over.close()
-    assert not held.is_handing_over
-    assert isinstance(held.state, LiveShard)
-    assert held.state.spec.epoch == 1
+    assert not replica.is_handing_over
+    assert isinstance(replica.state, DenseShard)
+    assert replica.state.spec.epoch == 1
 
 
 class FullJournal:
@@ -82,20 +82,20 @@ async def test_a_journal_is_shortened_after_a_failure(
 ) -> None:
     """Whatever it was that failed: the next look is made all the same."""
     monkeypatch.setattr(shard_journal, "LOOK_EACH_S", 0.01)
-    journal, held = FullJournal(), new_held()
+    journal, replica = FullJournal(), new_held()
     errors = iter([None, error])
 
-    async def take(_: Held) -> Image:
+    async def take(_: ShardReplica) -> Image:
         if (failure := next(errors, None)) is not None:
             raise failure
-        return held.state.image()
+        return replica.state.image()
 
     async def put_on_disk(job: str, shard_ids: Any) -> None:
         """The record is of no matter here."""
 
     with ThreadPoolExecutor(1) as pool:
-        async with Journaling(cast(Journal, journal), pool, take, put_on_disk) as kept:
-            kept.lead(held)
+        async with ShardJournal(cast(Journal, journal), pool, take, put_on_disk) as kept:
+            kept.lead(replica)
             async with asyncio.timeout(LIMIT_S):
                 await journal.put.wait()
     assert next(errors, None) is None

@@ -43,7 +43,7 @@ def created(servers: ParameterServers, optimizer: OptimizerSpec, job: str) -> Pa
 
 def drop(servers: ParameterServers, job: str) -> None:
     """The job is over, and all servers let go of it."""
-    servers.run(servers.store.delete(keys.holdings(job)))
+    servers.run(servers.store.delete(keys.assignments(job)))
 
 
 def describe(servers: ParameterServers, server_id: str = "ps-0") -> DescribeReply:

@@ -248,19 +248,19 @@ class ParameterCluster:
 
     # --- who holds what ---
 
-    def holdings(self, job: str) -> ShardHoldings:
+    def assignments(self, job: str) -> ShardHoldings:
         """The record as it is now; empty before there is one."""
-        return ShardHoldings.FromString(self._read(keys.holdings(job)) or b"")
+        return ShardHoldings.FromString(self._read(keys.assignments(job)) or b"")
 
     def primaries(self, job: str) -> list[Server]:
         """Servers that are the primary of some shard."""
-        found = {s.primary.server_id for s in self.holdings(job).shards}
+        found = {s.primary.server_id for s in self.assignments(job).shards}
         return [server for server in self.present if server.server_id in found]
 
     def is_in_step(self, job: str) -> bool:
         """Whether of every shard as many copies live as can be, and none is on its way."""
         alive = {(server.server_id, server.incarnation) for server in self.present}
-        record = self.holdings(job)
+        record = self.assignments(job)
         wanted = min(record.copies, len(alive))
         for shard in record.shards:
             holders = [(h.server_id, h.incarnation) for h in (shard.primary, *shard.backups)]

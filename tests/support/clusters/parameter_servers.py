@@ -23,7 +23,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.parameters.process import ParameterServerConfig, Running, running
+from shoal_server.parameters.process import ParameterServerConfig, RunningServer, running
 from shoal_server.serving.rpc import bind, new_server
 
 # As `serve` does: threads within a kernel wait for each other where all cores are busy.
@@ -62,7 +62,7 @@ class ParameterServers:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers")
         self._stacks: dict[str, AsyncExitStack] = {}
-        self.servers: dict[str, Running] = {}
+        self.servers: dict[str, RunningServer] = {}
         self.restore_lost: Restore | None = None
         """Asked before shards that nobody has any more begin anew."""
         self.coordinator = ""
@@ -126,7 +126,7 @@ class ParameterServers:
         # The coordinator and its store stop last.
         self._stacks = {server_id: stack, **self._stacks}
 
-    def add(self, server_id: str, **changes: Any) -> Running:
+    def add(self, server_id: str, **changes: Any) -> RunningServer:
         """Start one more server."""
         self.run(self._add(server_id, **changes))
         return self.servers[server_id]

@@ -19,7 +19,7 @@ from shoal_server.coordinator.persistence.stored_jobs import gathered
 from shoal_server.coordinator.persistence.stored_json import StateRecord
 from shoal_server.core.shards import loads
 from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, Holdings
+from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.core.shards.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, upkeep
 from shoal_server.etcd import keys
@@ -66,7 +66,7 @@ class ShardKeeper:
         self._gone_disks: dict[str, Absences[str]] = defaultdict(Absences)
         """By job: ids of servers on whose disk its shards are."""
         self._suspect_until_s: dict[Holder, float] = {}
-        self._last: dict[str, Holdings] = {}
+        self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
         """By key: why the shards of a job are not tended, which is logged once."""
         self._wake = asyncio.Event()
@@ -77,7 +77,7 @@ class ShardKeeper:
         tasks = [
             asyncio.create_task(self._work(), name="shard-keeper"),
             asyncio.create_task(self._watch(keys.SERVERS), name="shard-keeper-servers"),
-            asyncio.create_task(self._watch(keys.HOLDINGS), name="shard-keeper-holdings"),
+            asyncio.create_task(self._watch(keys.ASSIGNMENTS), name="shard-assignments"),
         ]
         try:
             yield self
@@ -124,11 +124,11 @@ class ShardKeeper:
                 self._wake.set()
 
     async def _tend_all(self) -> None:
-        snapshot = await self._store.range(keys.HOLDINGS)
+        snapshot = await self._store.range(keys.ASSIGNMENTS)
         present = await self._servers()
         known = set()
         for item in snapshot.items:
-            known.add(item.key.removeprefix(keys.HOLDINGS))
+            known.add(item.key.removeprefix(keys.ASSIGNMENTS))
             try:
                 await self._tend(records.parse(item), present)
                 self._troubles.pop(item.key, None)
@@ -148,7 +148,7 @@ class ShardKeeper:
 
     def _forget(self, job: str) -> None:
         """The job's record is gone."""
-        self._troubles.pop(keys.holdings(job), None)
+        self._troubles.pop(keys.assignments(job), None)
         for known_of_it in (self._num_bytes, self._pushed, self._weights):
             known_of_it.pop(job, None)
         for gone in (self._gone, self._gone_disks):
@@ -161,34 +161,34 @@ class ShardKeeper:
             leaving=frozenset(server.holder for server in found if server.is_leaving),
         )
 
-    async def _tend(self, entry: records.Entry, seen: Servers) -> None:
-        job = entry.holdings.job
+    async def _tend(self, entry: records.StoredAssignments, seen: Servers) -> None:
+        job = entry.assignments.job
         last = self._last.get(job)
-        if last is not None and last.run != entry.holdings.run:
+        if last is not None and last.run != entry.assignments.run:
             self._last.pop(job)
             self._forget(job)
         if await self._is_finished(job):
-            await self._store.delete(keys.holdings(job))
+            await self._store.delete(keys.assignments(job))
             return
         weights = await self._weights_of(job)
         servers = replace(
             seen,
-            dead=self._dead(entry.holdings, seen),
-            suspects=self._suspects(entry.holdings, seen),
-            disks=self._disks(entry.holdings, seen),
+            dead=self._dead(entry.assignments, seen),
+            suspects=self._suspects(entry.assignments, seen),
+            disks=self._disks(entry.assignments, seen),
         )
-        lost = num_lost(entry.holdings, servers)
+        lost = num_lost(entry.assignments, servers)
         if lost and self._restore is not None and not await self._may_begin_anew(job):
             return
 
-        def tended(holdings: Holdings) -> Holdings:
-            return upkeep(holdings, servers, weights)
+        def tended(assignments: JobAssignments) -> JobAssignments:
+            return upkeep(assignments, servers, weights)
 
         changed = await records.change(self._store, entry, tended)
         if changed is not None:
-            self._last[job] = changed.holdings
+            self._last[job] = changed.assignments
         if changed is not None and changed.revision != entry.revision:
-            log.info("shards_tended", job=job, **_summary(entry.holdings, changed.holdings))
+            log.info("shards_tended", job=job, **_summary(entry.assignments, changed.assignments))
 
     async def _may_begin_anew(self, job: str) -> bool:
         """Whether there is nothing that the job could be brought back from."""
@@ -201,34 +201,34 @@ class ShardKeeper:
             asyncio.get_running_loop().call_later(RESTORE_AGAIN_S, self._wake.set)
             return False
 
-    def _dead(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
+    def _dead(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:
         """Holders that will not come back with what they held: another process has their name, or
         they were away for long."""
-        held_by = {holder for holding in holdings.shards for holder in holding.holders}
+        held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
         replaced = {holder.server_id for holder in seen.present}
-        away_s = self._gone[holdings.job].away_s(held_by - seen.present, time.monotonic())
+        away_s = self._gone[assignments.job].away_s(held_by - seen.present, time.monotonic())
         return frozenset(
             holder
             for holder, for_s in away_s.items()
             if holder.server_id in replaced or for_s >= DEAD_AFTER_S
         )
 
-    def _disks(self, holdings: Holdings, seen: Servers) -> frozenset[str]:
+    def _disks(self, assignments: JobAssignments, seen: Servers) -> frozenset[str]:
         """Servers whose journals are not given up yet. One that is back and found nothing in its
         own has said so in the record."""
         present = {holder.server_id for holder in seen.present}
-        disks = {h.on_disk for h in holdings.shards if h.on_disk}
-        away_s = self._gone_disks[holdings.job].away_s(disks - present, time.monotonic())
+        disks = {h.on_disk for h in assignments.shards if h.on_disk}
+        away_s = self._gone_disks[assignments.job].away_s(disks - present, time.monotonic())
         return frozenset(disks & present) | {
             server_id for server_id, for_s in away_s.items() if for_s < DEAD_AFTER_S
         }
 
-    def _suspects(self, holdings: Holdings, seen: Servers) -> frozenset[Holder]:
+    def _suspects(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:
         """Those whose peers went on without them. If they live after all, they are given shards
         again a little later."""
         now_s = time.monotonic()
-        before = self._last.get(holdings.job, holdings)
-        dropped = gone_on_without(before, holdings) & seen.present
+        before = self._last.get(assignments.job, assignments)
+        dropped = gone_on_without(before, assignments) & seen.present
         self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
         self._suspect_until_s = {
             holder: until_s
@@ -267,7 +267,7 @@ class ShardKeeper:
         except RetryError:
             raise
         except ShoalError as error:
-            self._note_trouble(keys.holdings(job), error)
+            self._note_trouble(keys.assignments(job), error)
             return
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed
@@ -287,7 +287,7 @@ def num_bytes_of(layout: ShardMap) -> dict[int, int]:
     }
 
 
-def _summary(before: Holdings, after: Holdings) -> dict[str, int]:
+def _summary(before: JobAssignments, after: JobAssignments) -> dict[str, int]:
     """How many shards were touched in which way."""
     pairs = list(zip(before.shards, after.shards, strict=True))
     return {

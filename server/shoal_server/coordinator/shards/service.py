@@ -33,7 +33,7 @@ from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import num_bytes_of
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.core.shards import placement
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.rebalance import Servers, upkeep
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
@@ -44,8 +44,7 @@ from shoal_server.etcd.api import (
     Revision,
     absent,
 )
-from shoal_server.etcd.records import assignments as holdings
-from shoal_server.etcd.records import shard_map
+from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -135,7 +134,7 @@ class ShardsService(ShardsServicer):
         by_id = {holder.server_id: address for holder, address in addresses.items()}
         draft = _draw_up(job, request, parameters, by_id)
         value = draft.SerializeToString(deterministic=True)
-        first = first_holdings(draft, addresses, self._copies)
+        first = first_assignments(draft, addresses, self._copies)
         if len(value) > MAX_MAP_BYTES:
             raise InvalidSpec(
                 f"the shard map of job {job} is too large to keep",
@@ -147,7 +146,7 @@ class ShardsService(ShardsServicer):
         try:
             result = await self._store.transact(
                 [absent(key)],
-                [Put(key, value), Put(keys.holdings(job), holdings.encode(first))],
+                [Put(key, value), Put(keys.assignments(job), assignments.encode(first))],
                 [Get(key)],
             )
         except RetryError as error:
@@ -192,14 +191,16 @@ class ShardsService(ShardsServicer):
         return await shard_map.read(self._store, job)
 
 
-def first_holdings(layout: ShardMap, present: Iterable[Holder], copies: int) -> Holdings:
+def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) -> JobAssignments:
     """Who holds the shards of a new layout: primaries as it says, backups to be brought in step."""
     by_id = {holder.server_id: holder for holder in present}
-    first = Holdings(
+    first = JobAssignments(
         job=layout.job,
         copies=copies,
         shards=tuple(
-            Holding(shard_id=shard.shard_id, epoch=shard.epoch, primary=by_id[shard.server_id])
+            ShardAssignment(
+                shard_id=shard.shard_id, epoch=shard.epoch, primary=by_id[shard.server_id]
+            )
             for shard in layout.shards
         ),
         run=secrets.token_hex(8),

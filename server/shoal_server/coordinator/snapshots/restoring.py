@@ -1,6 +1,6 @@
 """Restoring a snapshot: the servers that are there get its shards, whoever held them then.
 
-The record of holders is taken away, so that every server lets go of what it has of the job, and
+The assignment record is taken away, so that every server lets go of what it has of the job, and
 written anew with higher epochs. Then each server loads what it is to lead, and copies are made of
 it as ever. The sample ledger becomes that of the cut. If a server cannot load, the record is taken
 away again: nobody finds half of a snapshot.
@@ -27,7 +27,12 @@ from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.samples.ledger import Ledger
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings, ShardContent
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
@@ -38,8 +43,7 @@ from shoal_server.etcd.api import (
     absent,
     unchanged_since,
 )
-from shoal_server.etcd.records import assignments as holdings
-from shoal_server.etcd.records import shard_map
+from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import Library
 from shoal_server.snapshots.manifest import Manifest, Part
@@ -94,7 +98,7 @@ class SnapshotRestorer:
         except BaseException:
             await self._take_away(job)
             raise
-        servers = sorted({holding.primary.server_id for holding in wanted.shards})
+        servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
         log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
         return manifest, servers
 
@@ -113,32 +117,34 @@ class SnapshotRestorer:
 
     async def _replaced(
         self, manifest: Manifest, layout: ShardMap, present: Sequence[Holder]
-    ) -> Holdings:
-        """Write the new record of holders, the ledger and the lineage; the record."""
+    ) -> JobAssignments:
+        """Write the new assignment record, the ledger and the lineage; the record."""
         job = manifest.job
         await self._check_layout(job, layout)
-        before = await holdings.read(self._store, job)
+        before = await assignments.read(self._store, job)
         epochs = {part.shard_id: part.epoch for part in manifest.parts}
         copies = DEFAULT_COPIES
         if before is not None:
-            copies = before.holdings.copies
-            for holding in before.holdings.shards:
-                known = epochs.get(holding.shard_id, 0)
-                epochs[holding.shard_id] = max(holding.epoch, known)
+            copies = before.assignments.copies
+            for assignment in before.assignments.shards:
+                known = epochs.get(assignment.shard_id, 0)
+                epochs[assignment.shard_id] = max(assignment.epoch, known)
             # In a transaction of its own: every server lets go of what it has.
             await self._transact(
                 job,
-                [unchanged_since(keys.holdings(job), before.revision)],
-                [Delete(keys.holdings(job))],
+                [unchanged_since(keys.assignments(job), before.revision)],
+                [Delete(keys.assignments(job))],
             )
-        wanted = Holdings(job=job, copies=copies, shards=_spread(manifest.parts, epochs, present))
+        wanted = JobAssignments(
+            job=job, copies=copies, shards=_spread(manifest.parts, epochs, present)
+        )
         value = layout.SerializeToString(deterministic=True)
         await self._transact(
             job,
-            [absent(keys.holdings(job))],
+            [absent(keys.assignments(job))],
             [
                 Put(keys.shard_map(job), value),
-                Put(keys.holdings(job), holdings.encode(wanted)),
+                Put(keys.assignments(job), assignments.encode(wanted)),
                 Put(keys.lineage(job), secrets.token_hex(8).encode()),
                 _ledger(manifest),
             ],
@@ -160,14 +166,14 @@ class SnapshotRestorer:
         self,
         library: Library,
         manifest: Manifest,
-        wanted: Holdings,
+        wanted: JobAssignments,
         present: Mapping[Holder, str],
     ) -> None:
         parts = {part.shard_id: part for part in manifest.parts}
         by_server: dict[str, list[pb.ShardFile]] = {}
-        for holding in wanted.shards:
-            files = by_server.setdefault(present[holding.primary], [])
-            files.append(messages.of_part(parts[holding.shard_id]))
+        for assignment in wanted.shards:
+            files = by_server.setdefault(present[assignment.primary], [])
+            files.append(messages.of_part(parts[assignment.shard_id]))
         loads = [
             pb.LoadRequest(job=manifest.job, url=library.storage.url, files=files)
             for files in by_server.values()
@@ -185,7 +191,7 @@ class SnapshotRestorer:
 
     async def _take_away(self, job: str) -> None:
         try:
-            await self._store.transact(self._leadership(), [Delete(keys.holdings(job))])
+            await self._store.transact(self._leadership(), [Delete(keys.assignments(job))])
         except ShoalError as error:
             log.error("half_restored", job=job, reason=str(error))
 
@@ -232,7 +238,7 @@ def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
 
 def _spread(
     parts: Sequence[Part], epochs: Mapping[int, int], present: Sequence[Holder]
-) -> tuple[Holding, ...]:
+) -> tuple[ShardAssignment, ...]:
     """Each shard to the server with the least so far, the largest first."""
     loads: Counter[Holder] = Counter()
     spread = []
@@ -241,14 +247,14 @@ def _spread(
         loads[primary] += part.num_bytes
         epoch = epochs[part.shard_id] + 1
         spread.append(
-            Holding(
+            ShardAssignment(
                 shard_id=part.shard_id,
                 epoch=epoch,
                 primary=primary,
                 content=ShardContent.LOADING,
             )
         )
-    return tuple(sorted(spread, key=lambda holding: holding.shard_id))
+    return tuple(sorted(spread, key=lambda assignment: assignment.shard_id))
 
 
 def _ledger(manifest: Manifest) -> Operation:

@@ -197,7 +197,8 @@ def _say_why_it_ended(taking: "asyncio.Task[None]") -> None:
 
 async def _jobs(store: KeyValueStore) -> list[str]:
     return [
-        item.key.removeprefix(keys.HOLDINGS) for item in (await store.range(keys.HOLDINGS)).items
+        item.key.removeprefix(keys.ASSIGNMENTS)
+        for item in (await store.range(keys.ASSIGNMENTS)).items
     ]
 
 

@@ -27,8 +27,7 @@ from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.shards.steps import Shards, Step, merged
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, KeyValueStore, Put, absent
-from shoal_server.etcd.records import assignments as holdings
-from shoal_server.etcd.records import shard_map
+from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.threads import to_its_end
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import Library
@@ -137,7 +136,7 @@ class SnapshotTaker:
 
     async def _planned(self, job: str, lineage: str, before: Manifest | None) -> _Cut:
         layout = await shard_map.read(self._store, job)
-        entry = await holdings.read(self._store, job)
+        entry = await assignments.read(self._store, job)
         if layout is None or entry is None:
             raise SnapshotFailed(
                 f"job {job} has no shards",
@@ -146,11 +145,11 @@ class SnapshotTaker:
             )
         present = await shard_map.servers(self._store)
         addresses = {}
-        for holding in entry.holdings.shards:
-            primary = holding.primary
+        for assignment in entry.assignments.shards:
+            primary = assignment.primary
             if primary not in present:
                 raise SnapshotFailed(
-                    f"the server that leads shard {holding.shard_id} of job {job} is away",
+                    f"the server that leads shard {assignment.shard_id} of job {job} is away",
                     seen=primary.server_id,
                     expected="a server that is registered",
                     fix="Wait until another one has taken over.",

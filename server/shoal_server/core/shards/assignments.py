@@ -34,7 +34,7 @@ class ShardContent(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class ShardAssignment:
     """One shard's holders."""
 
     shard_id: int
@@ -69,18 +69,20 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holdings:
+class JobAssignments:
     """All the shards of a job."""
 
     job: str
     copies: int
     """Wanted copies of each shard, the primary included."""
-    shards: tuple[Holding, ...]
+    shards: tuple[ShardAssignment, ...]
     run: str = ""
     """Drawn when the shards were placed: those of another run of the job are not these, whatever
     their numbers and epochs."""
 
-    def changed(self, shard_ids: Iterable[int], change: Callable[[Holding], Holding]) -> "Holdings":
+    def changed(
+        self, shard_ids: Iterable[int], change: Callable[[ShardAssignment], ShardAssignment]
+    ) -> "JobAssignments":
         """The record with a change made to some shards. A change that does not apply any more
         gives its argument back, and so leaves the record equal to what it was."""
         chosen = frozenset(shard_ids)
@@ -88,83 +90,86 @@ class Holdings:
             self, shards=tuple(change(h) if h.shard_id in chosen else h for h in self.shards)
         )
 
-    def find(self, shard_id: int) -> Holding | None:
+    def find(self, shard_id: int) -> ShardAssignment | None:
         return next((h for h in self.shards if h.shard_id == shard_id), None)
 
 
-def promoted(holding: Holding, lost: Holder, backup: Holder) -> Holding:
+def promoted(assignment: ShardAssignment, lost: Holder, backup: Holder) -> ShardAssignment:
     """`backup` takes over from the lost primary. The other backups stay: each has all that was
     acknowledged, and the new primary acknowledges nothing before it has brought them level."""
-    if holding.primary != lost or backup not in holding.backups:
-        return holding
+    if assignment.primary != lost or backup not in assignment.backups:
+        return assignment
     return replace(
-        holding,
-        epoch=holding.epoch + 1,
+        assignment,
+        epoch=assignment.epoch + 1,
         primary=backup,
-        backups=_without(holding.backups, backup),
+        backups=_without(assignment.backups, backup),
         joining=None,
         successor=None,
     )
 
 
-def handed_over(holding: Holding, primary: Holder) -> Holding:
+def handed_over(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     """The primary has stopped and its successor is level: they change places."""
-    successor = holding.successor
-    if holding.primary != primary or successor is None or successor not in holding.backups:
-        return holding
+    successor = assignment.successor
+    if assignment.primary != primary or successor is None or successor not in assignment.backups:
+        return assignment
     return replace(
-        holding,
-        epoch=holding.epoch + 1,
+        assignment,
+        epoch=assignment.epoch + 1,
         primary=successor,
-        backups=(*_without(holding.backups, successor), primary),
+        backups=(*_without(assignment.backups, successor), primary),
         successor=None,
     )
 
 
-def without_backup(holding: Holding, primary: Holder, lost: Holder) -> Holding:
+def without_backup(assignment: ShardAssignment, primary: Holder, lost: Holder) -> ShardAssignment:
     """The primary goes on without a backup, or without one that was joining."""
-    if holding.primary != primary or lost not in holding.holders[1:]:
-        return holding
+    if assignment.primary != primary or lost not in assignment.holders[1:]:
+        return assignment
     return replace(
-        holding,
-        backups=_without(holding.backups, lost),
-        joining=None if holding.joining == lost else holding.joining,
-        successor=None if holding.successor == lost else holding.successor,
+        assignment,
+        backups=_without(assignment.backups, lost),
+        joining=None if assignment.joining == lost else assignment.joining,
+        successor=None if assignment.successor == lost else assignment.successor,
     )
 
 
-def in_step(holding: Holding, primary: Holder, joined: Holder) -> Holding:
+def in_step(assignment: ShardAssignment, primary: Holder, joined: Holder) -> ShardAssignment:
     """The one that was joining has all that was acknowledged, and the primary acknowledges nothing
     any more that it has not."""
-    if holding.primary != primary or holding.joining != joined:
-        return holding
-    return replace(holding, backups=(*holding.backups, joined), joining=None)
+    if assignment.primary != primary or assignment.joining != joined:
+        return assignment
+    return replace(assignment, backups=(*assignment.backups, joined), joining=None)
 
 
-def filled(holding: Holding, primary: Holder, epoch: int) -> Holding:
+def filled(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAssignment:
     """The primary of that epoch has the shard's first values, or has loaded them."""
-    if (holding.primary, holding.epoch) != (primary, epoch):
-        return holding
-    return replace(holding, content=ShardContent.PRESENT)
+    if (assignment.primary, assignment.epoch) != (primary, epoch):
+        return assignment
+    return replace(assignment, content=ShardContent.PRESENT)
 
 
-def emptied(holding: Holding, primary: Holder) -> Holding:
+def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     """The primary was told to forget the shard: it may be created anew."""
-    if holding.primary != primary:
-        return holding
-    return replace(holding, content=ShardContent.NONE)
+    if assignment.primary != primary:
+        return assignment
+    return replace(assignment, content=ShardContent.NONE)
 
 
-def put_on_disk(holding: Holding, primary: Holder) -> Holding:
+def put_on_disk(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
     """The primary's journal has all of the shard, and from here on every push."""
-    if holding.primary != primary:
-        return holding
-    return replace(holding, on_disk=primary.server_id)
+    if assignment.primary != primary:
+        return assignment
+    return replace(assignment, on_disk=primary.server_id)
 
 
 def led_from_disk(
-    holding: Holding, server: Holder, present: "frozenset[Holder]", dead: "frozenset[Holder]"
-) -> Holding:
+    assignment: ShardAssignment,
+    server: Holder,
+    present: "frozenset[Holder]",
+    dead: "frozenset[Holder]",
+) -> ShardAssignment:
     """A later process of the server on whose disk the shard is leads it, if nobody is left that
     has its updates in memory. `dead`: primaries that are known to be gone for good.
 
@@ -172,25 +177,25 @@ def led_from_disk(
     that is out of sight may be acknowledging updates, which then nobody else has. One that was
     given a lost shard has nothing of it.
     """
-    if holding.on_disk != server.server_id or holding.primary == server:
-        return holding
-    if holding.content is ShardContent.LOST:
-        dead |= {holding.primary}
-    own = holding.primary.server_id == server.server_id
-    if not (own or holding.primary in dead) or any(b in present for b in holding.backups):
-        return holding
-    return Holding(
-        shard_id=holding.shard_id,
-        epoch=holding.epoch + 1,
+    if assignment.on_disk != server.server_id or assignment.primary == server:
+        return assignment
+    if assignment.content is ShardContent.LOST:
+        dead |= {assignment.primary}
+    own = assignment.primary.server_id == server.server_id
+    if not (own or assignment.primary in dead) or any(b in present for b in assignment.backups):
+        return assignment
+    return ShardAssignment(
+        shard_id=assignment.shard_id,
+        epoch=assignment.epoch + 1,
         primary=server,
-        on_disk=holding.on_disk,
+        on_disk=assignment.on_disk,
         content=ShardContent.PRESENT,
     )
 
 
-def off_disk(holding: Holding, server: Holder) -> Holding:
+def off_disk(assignment: ShardAssignment, server: Holder) -> ShardAssignment:
     """What the server's journal had is gone, with its disk."""
-    return replace(holding, on_disk="") if holding.on_disk == server.server_id else holding
+    return replace(assignment, on_disk="") if assignment.on_disk == server.server_id else assignment
 
 
 def _without(holders: Sequence[Holder], gone: Holder) -> tuple[Holder, ...]:

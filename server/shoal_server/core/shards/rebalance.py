@@ -9,7 +9,13 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings, ShardContent, promoted
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+    promoted,
+)
 
 MAX_MOVES = 8
 """Shards that change servers for balance at a time: training goes on meanwhile."""
@@ -50,136 +56,143 @@ class _Loads:
     holds: Counter[Holder] = field(default_factory=Counter)
 
 
-def upkeep(holdings: Holdings, servers: Servers, weights: Mapping[int, int]) -> Holdings:
+def upkeep(
+    assignments: JobAssignments, servers: Servers, weights: Mapping[int, int]
+) -> JobAssignments:
     """The record as it should be next; equal to the one given where all is well.
 
     `weights` has the load of each shard, for instance its bytes; a missing one counts 1.
     """
     if not servers.staying:
-        return holdings
-    loads = _count(holdings, weights)
+        return assignments
+    loads = _count(assignments, weights)
     shards = []
-    for holding in holdings.shards:
-        weight = weights.get(holding.shard_id, 1)
-        kept = _rescue(holding, servers, loads, weight)
+    for assignment in assignments.shards:
+        weight = weights.get(assignment.shard_id, 1)
+        kept = _rescue(assignment, servers, loads, weight)
         if kept.content is ShardContent.LOST:
             shards.append(kept)
             continue
-        kept = _recruit(kept, holdings.copies, servers, loads, weight)
-        kept = _relieve(kept, holdings.copies, servers, loads, weight)
+        kept = _recruit(kept, assignments.copies, servers, loads, weight)
+        kept = _relieve(kept, assignments.copies, servers, loads, weight)
         shards.append(kept)
-    tended = replace(holdings, shards=tuple(shards))
-    if tended != holdings:
+    tended = replace(assignments, shards=tuple(shards))
+    if tended != assignments:
         return tended
     return _even_out(tended, servers, loads, weights)
 
 
-def _count(holdings: Holdings, weights: Mapping[int, int]) -> _Loads:
+def _count(assignments: JobAssignments, weights: Mapping[int, int]) -> _Loads:
     loads = _Loads()
-    for holding in holdings.shards:
-        weight = weights.get(holding.shard_id, 1)
-        loads.leads[holding.successor or holding.primary] += weight
-        for holder in holding.holders:
+    for assignment in assignments.shards:
+        weight = weights.get(assignment.shard_id, 1)
+        loads.leads[assignment.successor or assignment.primary] += weight
+        for holder in assignment.holders:
             loads.holds[holder] += weight
     return loads
 
 
-def _rescue(holding: Holding, servers: Servers, loads: _Loads, weight: int) -> Holding:
+def _rescue(
+    assignment: ShardAssignment, servers: Servers, loads: _Loads, weight: int
+) -> ShardAssignment:
     """A primary that is gone is replaced: by a backup, else by anybody, with nothing in hand, who
     tells that a shard that was trained is lost. A disk that comes back may still have it."""
-    if holding.joining is not None and holding.joining not in servers.present:
-        holding = replace(holding, joining=None)
-    if holding.primary in servers.present:
-        return holding
-    for backup in holding.backups:
+    if assignment.joining is not None and assignment.joining not in servers.present:
+        assignment = replace(assignment, joining=None)
+    if assignment.primary in servers.present:
+        return assignment
+    for backup in assignment.backups:
         if backup in servers.present:
-            return promoted(holding, holding.primary, backup)
-    if not _is_lost(holding, servers):
-        return holding
+            return promoted(assignment, assignment.primary, backup)
+    if not _is_lost(assignment, servers):
+        return assignment
     if not servers.takers:
-        return holding
+        return assignment
     heir = _emptiest(servers.takers, loads.leads)
     loads.leads[heir] += weight
     loads.holds[heir] += weight
-    fresh = Holding(shard_id=holding.shard_id, epoch=holding.epoch + 1, primary=heir)
-    if holding.content is ShardContent.NONE:
+    fresh = ShardAssignment(shard_id=assignment.shard_id, epoch=assignment.epoch + 1, primary=heir)
+    if assignment.content is ShardContent.NONE:
         return fresh
-    return replace(fresh, content=ShardContent.LOST, on_disk=holding.on_disk)
+    return replace(fresh, content=ShardContent.LOST, on_disk=assignment.on_disk)
 
 
-def _is_lost(holding: Holding, servers: Servers) -> bool:
-    dead = {holding.primary, *holding.backups} <= servers.dead
-    return dead and holding.on_disk not in servers.disks
+def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
+    dead = {assignment.primary, *assignment.backups} <= servers.dead
+    return dead and assignment.on_disk not in servers.disks
 
 
-def num_lost(holdings: Holdings, servers: Servers) -> int:
+def num_lost(assignments: JobAssignments, servers: Servers) -> int:
     """Shards that nobody has any more; `upkeep` gives them to servers that have nothing of them."""
     if not servers.staying:
         return 0
-    return sum(_is_lost(holding, servers) for holding in holdings.shards)
+    return sum(_is_lost(assignment, servers) for assignment in assignments.shards)
 
 
 def _wanted(copies: int, servers: Servers) -> int:
     return min(copies, len(servers.staying))
 
 
-def _staying(holding: Holding, servers: Servers) -> list[Holder]:
-    in_step = (holding.primary, *holding.backups)
+def _staying(assignment: ShardAssignment, servers: Servers) -> list[Holder]:
+    in_step = (assignment.primary, *assignment.backups)
     return [holder for holder in in_step if holder in servers.staying]
 
 
 def _recruit(
-    holding: Holding, copies: int, servers: Servers, loads: _Loads, weight: int
-) -> Holding:
+    assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
+) -> ShardAssignment:
     """Name somebody to be brought in step where copies are missing."""
-    missing = len(_staying(holding, servers)) < _wanted(copies, servers)
-    free = servers.takers - set(holding.holders)
-    if not missing or holding.joining is not None or not free:
-        return holding
+    missing = len(_staying(assignment, servers)) < _wanted(copies, servers)
+    free = servers.takers - set(assignment.holders)
+    if not missing or assignment.joining is not None or not free:
+        return assignment
     joining = _emptiest(free, loads.holds)
     loads.holds[joining] += weight
-    return replace(holding, joining=joining)
+    return replace(assignment, joining=joining)
 
 
 def _relieve(
-    holding: Holding, copies: int, servers: Servers, loads: _Loads, weight: int
-) -> Holding:
+    assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
+) -> ShardAssignment:
     """Hand over from a server that leaves; let a copy go that is one too many."""
-    if holding.joining is not None or holding.successor is not None:
-        return holding
-    staying = _staying(holding, servers)
-    if holding.primary in servers.leaving and staying:
+    if assignment.joining is not None or assignment.successor is not None:
+        return assignment
+    staying = _staying(assignment, servers)
+    if assignment.primary in servers.leaving and staying:
         successor = _emptiest(staying, loads.leads)
-        loads.leads[holding.primary] -= weight
+        loads.leads[assignment.primary] -= weight
         loads.leads[successor] += weight
-        return replace(holding, successor=successor)
-    surplus = [b for b in holding.backups if b in servers.leaving]
+        return replace(assignment, successor=successor)
+    surplus = [b for b in assignment.backups if b in servers.leaving]
     if len(staying) > _wanted(copies, servers):
         surplus += sorted(
-            (b for b in holding.backups if b in servers.staying),
+            (b for b in assignment.backups if b in servers.staying),
             key=lambda b: (-loads.holds[b], b),
         )[:1]
         # A copy that was made to move the shard is first used for it.
         best = _emptiest(staying, loads.leads)
-        if best != holding.primary and loads.leads[best] + weight < loads.leads[holding.primary]:
-            loads.leads[holding.primary] -= weight
+        if (
+            best != assignment.primary
+            and loads.leads[best] + weight < loads.leads[assignment.primary]
+        ):
+            loads.leads[assignment.primary] -= weight
             loads.leads[best] += weight
-            return replace(holding, successor=best)
+            return replace(assignment, successor=best)
     if not surplus or len(staying) < _wanted(copies, servers):
-        return holding
+        return assignment
     for gone in surplus:
         loads.holds[gone] -= weight
-    return replace(holding, backups=tuple(b for b in holding.backups if b not in surplus))
+    return replace(assignment, backups=tuple(b for b in assignment.backups if b not in surplus))
 
 
 def _even_out(
-    holdings: Holdings, servers: Servers, loads: _Loads, weights: Mapping[int, int]
-) -> Holdings:
+    assignments: JobAssignments, servers: Servers, loads: _Loads, weights: Mapping[int, int]
+) -> JobAssignments:
     """Move some shards from the server that leads most to the one that leads least."""
-    moving = sum(h.joining is not None or h.successor is not None for h in holdings.shards)
-    chosen: dict[int, Holding] = {}
+    moving = sum(h.joining is not None or h.successor is not None for h in assignments.shards)
+    chosen: dict[int, ShardAssignment] = {}
     if not servers.takers:
-        return holdings
+        return assignments
     for _ in range(MAX_MOVES - moving):
         fullest = max(sorted(servers.staying), key=lambda s: loads.leads[s])
         emptiest = _emptiest(servers.takers, loads.leads)
@@ -189,7 +202,7 @@ def _even_out(
         gap = loads.leads[fullest] - loads.leads[emptiest]
         candidates = [
             h
-            for h in holdings.shards
+            for h in assignments.shards
             if h.primary == fullest
             and h.shard_id not in chosen
             and h.joining is None
@@ -206,10 +219,10 @@ def _even_out(
         chosen[best.shard_id] = replace(best, **move)  # type: ignore[arg-type]
         loads.leads[fullest] -= weights.get(best.shard_id, 1)
         loads.leads[emptiest] += weights.get(best.shard_id, 1)
-    return replace(holdings, shards=tuple(chosen.get(h.shard_id, h) for h in holdings.shards))
+    return replace(assignments, shards=tuple(chosen.get(h.shard_id, h) for h in assignments.shards))
 
 
-def gone_on_without(before: Holdings, after: Holdings) -> frozenset[Holder]:
+def gone_on_without(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
     """Those that held something, or were getting it, and that other servers have dropped since."""
     holders = {h.shard_id: h.holders for h in after.shards}
     return frozenset(

@@ -7,11 +7,16 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import InternalError, RetryError
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings, ShardContent
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, KeyValue, KeyValueStore, Put, Revision, unchanged_since
 
-Change = Callable[[Holdings], Holdings]
+Change = Callable[[JobAssignments], JobAssignments]
 
 _CONTENTS = {
     ShardContent.NONE: pb.ShardContent.SHARD_CONTENT_NONE,
@@ -23,31 +28,33 @@ _CONTENT_OF = {number: content for content, number in _CONTENTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredAssignments:
     """A record and the revision it was written at."""
 
-    holdings: Holdings
+    assignments: JobAssignments
     revision: Revision
 
 
-async def read(store: KeyValueStore, job: str) -> Entry | None:
-    found = await store.get(keys.holdings(job))
+async def read(store: KeyValueStore, job: str) -> StoredAssignments | None:
+    found = await store.get(keys.assignments(job))
     return None if found is None else parse(found)
 
 
-async def change(store: KeyValueStore, held: Entry, wanted: Change) -> Entry | None:
-    """Replace the record by `wanted` of it, from `held` on if that is still the newest.
+async def change(
+    store: KeyValueStore, stored: StoredAssignments, wanted: Change
+) -> StoredAssignments | None:
+    """Replace the record by `wanted` of it, from `stored` on if that is still the newest.
 
     `wanted` is called again on each record that somebody else wrote meanwhile, and gives back its
     argument where nothing is to be changed (any more). The record that then stands; None if it
     is gone. Raises what the store raises; then the change may have been made.
     """
-    current: Entry | None = held
+    current: StoredAssignments | None = stored
     while current is not None:
-        target = wanted(current.holdings)
-        if target == current.holdings:
+        target = wanted(current.assignments)
+        if target == current.assignments:
             return current
-        key = keys.holdings(target.job)
+        key = keys.assignments(target.job)
         try:
             result = await store.transact(
                 [unchanged_since(key, current.revision)],
@@ -60,14 +67,14 @@ async def change(store: KeyValueStore, held: Entry, wanted: Change) -> Entry | N
             current = await read(store, target.job)
             continue
         if result.succeeded:
-            return Entry(target, result.revision)
+            return StoredAssignments(target, result.revision)
         current = parse(result.reads[0][0]) if result.reads[0] else None
     return None
 
 
-def encode(holdings: Holdings) -> bytes:
-    message = pb.ShardHoldings(job=holdings.job, copies=holdings.copies, run=holdings.run)
-    for h in holdings.shards:
+def encode(assignments: JobAssignments) -> bytes:
+    message = pb.ShardHoldings(job=assignments.job, copies=assignments.copies, run=assignments.run)
+    for h in assignments.shards:
         shard = message.shards.add(
             shard_id=h.shard_id,
             epoch=h.epoch,
@@ -83,7 +90,7 @@ def encode(holdings: Holdings) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def parse(entry: KeyValue) -> Entry:
+def parse(entry: KeyValue) -> StoredAssignments:
     """Raises InternalError for bytes that are no such record."""
     try:
         message = pb.ShardHoldings.FromString(entry.value)
@@ -91,7 +98,7 @@ def parse(entry: KeyValue) -> Entry:
         raise InternalError(
             f"the record of shard holders at {entry.key} does not parse", seen=repr(error)
         ) from error
-    job = entry.key.removeprefix(keys.HOLDINGS)
+    job = entry.key.removeprefix(keys.ASSIGNMENTS)
     if message.job != job:
         raise InternalError(
             f"the record of shard holders at {entry.key} is not that job's",
@@ -99,7 +106,7 @@ def parse(entry: KeyValue) -> Entry:
             expected=repr(job),
         )
     shards = tuple(
-        Holding(
+        ShardAssignment(
             shard_id=s.shard_id,
             epoch=s.epoch,
             primary=_from(s.primary),
@@ -111,8 +118,8 @@ def parse(entry: KeyValue) -> Entry:
         )
         for s in message.shards
     )
-    held = Holdings(job=message.job, copies=message.copies, shards=shards, run=message.run)
-    return Entry(held, entry.mod_revision)
+    stored = JobAssignments(job=message.job, copies=message.copies, shards=shards, run=message.run)
+    return StoredAssignments(stored, entry.mod_revision)
 
 
 def _content(shard: pb.ShardHolding) -> ShardContent:

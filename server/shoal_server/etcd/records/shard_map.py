@@ -11,7 +11,7 @@ from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.records import assignments as holdings
+from shoal_server.etcd.records import assignments
 from shoal_server.etcd.records import servers as registered
 
 
@@ -35,22 +35,22 @@ async def read_current(store: KeyValueStore, job: str) -> ShardMap | None:
 
 async def fill(store: KeyValueStore, layout: ShardMap) -> ShardMap:
     """Write into the layout who holds its shards now."""
-    entry = await holdings.read(store, layout.job)
+    entry = await assignments.read(store, layout.job)
     if entry is None:
         return layout
     addresses = {holder.server_id: a for holder, a in (await servers(store)).items()}
-    holders = {holding.shard_id: holding for holding in entry.holdings.shards}
+    holders = {assignment.shard_id: assignment for assignment in entry.assignments.shards}
     for shard in layout.shards:
-        holding = holders.get(shard.shard_id)
-        if holding is None:
+        assignment = holders.get(shard.shard_id)
+        if assignment is None:
             raise InternalError(
                 f"the record of shard holders of job {layout.job} has no shard {shard.shard_id}",
                 seen=f"{len(holders)} shards",
                 expected=f"all {len(layout.shards)} of the shard map",
             )
-        last_known = shard.address if shard.server_id == holding.primary.server_id else ""
-        shard.server_id = holding.primary.server_id
-        shard.epoch = holding.epoch
+        last_known = shard.address if shard.server_id == assignment.primary.server_id else ""
+        shard.server_id = assignment.primary.server_id
+        shard.epoch = assignment.epoch
         shard.address = addresses.get(shard.server_id, last_known)
     return layout
 

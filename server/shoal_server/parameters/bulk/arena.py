@@ -11,10 +11,10 @@ from shoal_proto import bulk
 from shoal_proto.bulk import Kind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import MalformedMessage
-from shoal_server.parameters.shard.reply_writer import SEND_PIECE_BYTES, Writer
+from shoal_server.parameters.shard.reply_writer import SEND_PIECE_BYTES, CopyOut
 
 
-class Arena:
+class SharedArena:
     """Its size is sealed: a client that could shrink it would crash the server that reads it."""
 
     def __init__(self, num_bytes: int) -> None:
@@ -45,7 +45,7 @@ class Arena:
         return self._memory[at : at + num_bytes]
 
 
-def in_place(room: memoryview, at: int) -> Writer:
+def in_place(room: memoryview, at: int) -> CopyOut:
     """Copies the values into `room`, which begins at `at` of the shared memory."""
 
     def write(shard_id: int, values: memoryview) -> Sequence[bytes]:
@@ -79,4 +79,4 @@ def in_frames(shard_id: int, values: memoryview) -> Sequence[bytes]:
     return frames
 
 
-__all__ = ["Arena", "in_frames", "in_place"]
+__all__ = ["SharedArena", "in_frames", "in_place"]

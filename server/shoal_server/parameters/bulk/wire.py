@@ -13,7 +13,7 @@ class HungUp(Exception):
     """The other end has closed the connection, or it broke."""
 
 
-class Wire:
+class FrameConnection:
     """One task may read and any number may write. The socket does not block."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -56,4 +56,4 @@ def _unset(num_bytes: int) -> memoryview:
     return np.empty(num_bytes, dtype=np.uint8).data
 
 
-__all__ = ["HungUp", "Wire"]
+__all__ = ["FrameConnection", "HungUp"]

@@ -1,4 +1,4 @@
-"""The records of who holds what, as this server last saw them, and changing them."""
+"""Which server has which shard of each job, as this server last saw it in etcd, and changing it."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from contextlib import aclosing
 import structlog
 
 from shoal_proto.errors import RetryError, ShoalError
-from shoal_server.core.shards.assignments import Holding, Holdings
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, KeyValueStore, Revision
 from shoal_server.etcd.records import assignments as records
@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 RETRY_PAUSE_S = 0.1
 
 
-class RecordOfHolders:
+class AssignmentTable:
     """Follows every job's record. `on_change` is called with the job of each newer record, and
     `on_gone` with that of one that was taken away, or that is of another run by now."""
 
@@ -30,15 +30,15 @@ class RecordOfHolders:
         self._store = store
         self._on_change = on_change
         self._on_gone = on_gone
-        self._entries: dict[str, records.Entry] = {}
-        self._holdings: dict[str, dict[int, Holding]] = {}
+        self._entries: dict[str, records.StoredAssignments] = {}
+        self._assignments: dict[str, dict[int, ShardAssignment]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "RecordOfHolders":
-        snapshot = await self._store.range(keys.HOLDINGS)
+    async def __aenter__(self) -> "AssignmentTable":
+        snapshot = await self._store.range(keys.ASSIGNMENTS)
         for item in snapshot.items:
             self._note_item(item)
-        self._task = asyncio.create_task(self._follow(snapshot.revision), name="holdings")
+        self._task = asyncio.create_task(self._follow(snapshot.revision), name="assignments")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -51,13 +51,13 @@ class RecordOfHolders:
         assert self._task is not None
         await asyncio.shield(self._task)
 
-    def holding(self, job: str, shard_id: int) -> Holding | None:
+    def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
         """Who holds a shard."""
-        return self._holdings.get(job, {}).get(shard_id)
+        return self._assignments.get(job, {}).get(shard_id)
 
-    def of_job(self, job: str) -> Mapping[int, Holding]:
+    def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
         """By shard."""
-        return self._holdings.get(job, {})
+        return self._assignments.get(job, {})
 
     @property
     def jobs(self) -> Iterator[str]:
@@ -69,7 +69,7 @@ class RecordOfHolders:
         if entry is not None:
             self._note(entry)
 
-    async def change(self, job: str, change: Callable[[Holdings], Holdings]) -> bool:
+    async def change(self, job: str, change: Callable[[JobAssignments], JobAssignments]) -> bool:
         """Make a change, however often etcd has to be asked; whether there still is a record."""
         while True:
             entry = self._entries.get(job)
@@ -78,7 +78,7 @@ class RecordOfHolders:
             try:
                 changed = await records.change(self._store, entry, change)
             except RetryError as error:
-                log.warning("holdings_not_changed", job=job, reason=str(error))
+                log.warning("assignments_not_changed", job=job, reason=str(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             if changed is None:
@@ -88,7 +88,7 @@ class RecordOfHolders:
             return True
 
     async def _follow(self, revision: int) -> None:
-        watch = self._store.watch(keys.HOLDINGS, Revision(revision + 1))
+        watch = self._store.watch(keys.ASSIGNMENTS, Revision(revision + 1))
         async with aclosing(watch) as batches:
             async for batch in batches:
                 for event in batch.events:
@@ -96,7 +96,7 @@ class RecordOfHolders:
                         at = Revision(event.mod_revision)
                         self._note_item(KeyValue(event.key, event.value, at, at, 1))
                         continue
-                    job = event.key.removeprefix(keys.HOLDINGS)
+                    job = event.key.removeprefix(keys.ASSIGNMENTS)
                     known = self._entries.get(job)
                     # One that was written anew since may have been read already.
                     if known is None or known.revision < event.mod_revision:
@@ -106,23 +106,23 @@ class RecordOfHolders:
         try:
             entry = records.parse(item)
         except ShoalError:
-            log.exception("holdings_unreadable", key=item.key)
+            log.exception("assignments_unreadable", key=item.key)
             return
         self._note(entry)
 
-    def _note(self, entry: records.Entry) -> None:
-        job = entry.holdings.job
+    def _note(self, entry: records.StoredAssignments) -> None:
+        job = entry.assignments.job
         known = self._entries.get(job)
         if known is not None and known.revision >= entry.revision:
             return
-        if known is not None and known.holdings.run != entry.holdings.run:
+        if known is not None and known.assignments.run != entry.assignments.run:
             # The job was begun anew, and word of the end of its last run may still be on its way.
             self._forget(job)
         self._entries[job] = entry
-        self._holdings[job] = {h.shard_id: h for h in entry.holdings.shards}
+        self._assignments[job] = {h.shard_id: h for h in entry.assignments.shards}
         self._on_change(job)
 
     def _forget(self, job: str) -> None:
         self._entries.pop(job, None)
-        self._holdings.pop(job, None)
+        self._assignments.pop(job, None)
         self._on_gone(job)

@@ -16,7 +16,7 @@ PEER_OPTIONS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class PeerTimeouts:
     """How long servers put up with each other."""
 
     beat_s: float = 0.3

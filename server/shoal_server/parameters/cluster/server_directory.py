@@ -15,7 +15,7 @@ from shoal_server.etcd.records.servers import Server, parse_all
 log = structlog.get_logger(__name__)
 
 
-class Roster:
+class ServerDirectory:
     """As of the newest event seen; while etcd is away, as of before."""
 
     def __init__(self, store: KeyValueStore, on_change: Callable[[], None]) -> None:
@@ -24,7 +24,7 @@ class Roster:
         self._on_change = on_change
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "Roster":
+    async def __aenter__(self) -> "ServerDirectory":
         snapshot = await self._store.range(keys.SERVERS)
         for item in snapshot.items:
             self._put(item.key, item.value)

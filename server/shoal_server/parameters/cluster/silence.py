@@ -2,15 +2,15 @@
 
 import asyncio
 
-from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
 
 class Silence:
     """Lives on the event loop. Time in which this process itself stood still does not count: what
     came meanwhile was not looked at."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: PeerTimeouts) -> None:
+        self._timeouts = timeouts
         self._is_expected = False
         self._silent_s = 0.0
 
@@ -27,11 +27,11 @@ class Silence:
         """Return once it has said nothing for longer than servers put up with."""
         loop = asyncio.get_running_loop()
         looked_s = loop.time()
-        while self._silent_s < self._patience.silence_s:
-            await asyncio.sleep(self._patience.beat_s)
+        while self._silent_s < self._timeouts.silence_s:
+            await asyncio.sleep(self._timeouts.beat_s)
             before_s, looked_s = looked_s, loop.time()
             if self._is_expected:
-                self._silent_s += min(looked_s - before_s, 2 * self._patience.beat_s)
+                self._silent_s += min(looked_s - before_s, 2 * self._timeouts.beat_s)
 
 
 __all__ = ["Silence"]

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal_server.parameters.journal.images import Kept
-from shoal_server.parameters.journal.segment_format import Entry
+from shoal_server.parameters.journal.segment_format import JournalEntry
 
 Key = tuple[str, int]
 """Job and shard."""
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EntryLocation:
     """The last entry of one shard in one segment."""
 
     number: int
@@ -20,26 +20,26 @@ class Place:
 
 
 @dataclass(slots=True)
-class Segment:
+class JournalSegment:
     """One file of the log."""
 
     index: int
     first_number: int
     num_bytes: int = 0
-    last: dict[Key, Place] = field(default_factory=dict)
+    last: dict[Key, EntryLocation] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
         return f"segment-{self.index:09d}.log"
 
 
-class Index:
+class JournalIndex:
     """A shard's image replaces its records up to the image's version; the end of its time here
     replaces everything before. Segments go from the oldest on only, so no end is forgotten before
     what it ended."""
 
     def __init__(self) -> None:
-        self.segments: list[Segment] = []
+        self.segments: list[JournalSegment] = []
         self._images: dict[Key, Kept] = {}
         self._ended: dict[Key, int] = {}
 
@@ -52,10 +52,10 @@ class Index:
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
-    def note(self, number: int, entry: Entry) -> Kept | None:
+    def note(self, number: int, entry: JournalEntry) -> Kept | None:
         """An entry was written to the newest segment. Gives an image that it made superfluous."""
         version = 0 if entry.record is None else entry.record.push.version
-        self.segments[-1].last[entry.key] = Place(number, entry.epoch, version)
+        self.segments[-1].last[entry.key] = EntryLocation(number, entry.epoch, version)
         if entry.record is not None:
             return None
         self._ended[entry.key] = number
@@ -74,14 +74,14 @@ class Index:
         self._images[image.key] = image
         return before if before != image else None
 
-    def is_needed(self, key: Key, place: Place) -> bool:
+    def is_needed(self, key: Key, place: EntryLocation) -> bool:
         """Whether the entry at that place is more than its shard's image holds."""
         if place.number <= self._ended.get(key, 0):
             return False
         image = self._images.get(key)
         return image is None or (place.epoch, place.version) > (image.epoch, image.version)
 
-    def take_removable(self) -> Sequence[Segment]:
+    def take_removable(self) -> Sequence[JournalSegment]:
         """Take out the oldest segments of which nothing is needed; never the newest."""
         removable = []
         while len(self.segments) > 1 and not self.overdue():
@@ -102,4 +102,4 @@ def _order(image: Kept) -> tuple[int, int]:
     return image.epoch, image.version
 
 
-__all__ = ["Index", "Key", "Place", "Segment"]
+__all__ = ["EntryLocation", "JournalIndex", "JournalSegment", "Key"]

@@ -25,10 +25,10 @@ import structlog
 
 from shoal_proto.errors import AddressInUse, InvalidSpec, Overloaded, ShoalError, Unavailable
 from shoal_server.parameters.journal.images import JournalImages, Kept
-from shoal_server.parameters.journal.index import Key, Segment
+from shoal_server.parameters.journal.index import JournalSegment, Key
 from shoal_server.parameters.journal.replay import Recovered, read_index, replay
-from shoal_server.parameters.journal.segment_format import START_BYTES, Entry, encode, start
-from shoal_server.parameters.shard.image import Image, Record, ShardState
+from shoal_server.parameters.journal.segment_format import START_BYTES, JournalEntry, encode, start
+from shoal_server.parameters.shard.image import Image, ShardState, UpdateRecord
 from shoal_server.parameters.shard.replica import num_bytes_of
 from shoal_server.snapshots.storage import sync_folder
 
@@ -63,7 +63,7 @@ class JournalConfig:
 
 class _Waiting(NamedTuple):
     number: int
-    entry: Entry
+    entry: JournalEntry
     done: "Future[None]"
 
 
@@ -140,17 +140,17 @@ class Journal:
                 fix="Take snapshots more often, or give the journal more room.",
             )
 
-    def append(self, job: str, shard_id: int, epoch: int, record: Record) -> "Future[None]":
+    def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":
         """Keep a push; done once it is on disk. To be called in the order of the versions.
 
         Never refuses, for the push is applied already: ask `check_room` before. The future fails
         with Unavailable if the disk did.
         """
-        return self._enqueue(Entry(job, shard_id, epoch, record))
+        return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
     def forget(self, job: str, shard_id: int) -> "Future[None]":
         """The shard is not this server's any more; done once that is on disk."""
-        return self._enqueue(Entry(job, shard_id, 0, None))
+        return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
     def put_image(self, job: str, epoch: int, image: Image) -> None:
         """Keep a shard from here on, or let go of its records up to the image's version.
@@ -176,7 +176,7 @@ class Journal:
                 return ()
             return self._index.overdue()
 
-    def _enqueue(self, entry: Entry) -> "Future[None]":
+    def _enqueue(self, entry: JournalEntry) -> "Future[None]":
         done: Future[None] = Future()
         with self._wake:
             failure = self._failure
@@ -223,7 +223,9 @@ class Journal:
 
     def _begin_segment(self, first_number: int) -> None:
         segments = self._index.segments
-        segment = Segment(segments[-1].index + 1 if segments else 1, first_number, START_BYTES)
+        segment = JournalSegment(
+            segments[-1].index + 1 if segments else 1, first_number, START_BYTES
+        )
         file = (self._config.directory / segment.file).open("xb")
         file.write(start(first_number))
         file.flush()
@@ -235,7 +237,7 @@ class Journal:
             removable = self._index.take_removable()
         self._remove((), removable)
 
-    def _remove(self, images: Sequence[Kept | None], segments: Sequence[Segment]) -> None:
+    def _remove(self, images: Sequence[Kept | None], segments: Sequence[JournalSegment]) -> None:
         for segment in segments:
             (self._config.directory / segment.file).unlink(missing_ok=True)
         self._images.remove([kept for kept in images if kept is not None])
@@ -256,7 +258,7 @@ class Journal:
             each.done.set_exception(failure)
 
 
-def _num_bytes(entry: Entry) -> int:
+def _num_bytes(entry: JournalEntry) -> int:
     return ENTRY_BYTES + (0 if entry.record is None else num_bytes_of(entry.record))
 
 

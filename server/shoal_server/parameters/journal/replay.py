@@ -10,8 +10,8 @@ import structlog
 
 from shoal_proto.errors import JournalDamaged
 from shoal_server.parameters.journal.images import JournalImages
-from shoal_server.parameters.journal.index import Index, Key, Place, Segment
-from shoal_server.parameters.journal.segment_format import START_BYTES, Entry, scan
+from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment, Key
+from shoal_server.parameters.journal.segment_format import START_BYTES, JournalEntry, scan
 from shoal_server.parameters.shard.image import Image, ShardState
 from shoal_server.snapshots.storage import sync_folder
 
@@ -30,12 +30,12 @@ class Recovered(Generic[State]):
     num_replayed: int
 
 
-def read_index(directory: Path, images: JournalImages) -> tuple[Index, int]:
+def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
     """What lies there, with a torn end cut off; and the log number of the next entry.
 
     Raises JournalDamaged, naming the file, for anything else that is not as it was written.
     """
-    index, number = Index(), 1
+    index, number = JournalIndex(), 1
     paths = sorted(directory.glob("segment-*.log"))
     for path in paths:
         data = path.read_bytes()
@@ -46,7 +46,7 @@ def read_index(directory: Path, images: JournalImages) -> tuple[Index, int]:
             continue
         if index.segments and found.first_number != number:
             raise _gap(path.name, f"entry {found.first_number}", f"entry {number}")
-        segment = Segment(int(path.stem[8:]), found.first_number, found.num_bytes)
+        segment = JournalSegment(int(path.stem[8:]), found.first_number, found.num_bytes)
         index.segments.append(segment)
         number = found.first_number
         for number, entry in found.entries:
@@ -58,7 +58,7 @@ def read_index(directory: Path, images: JournalImages) -> tuple[Index, int]:
 
 
 def replay(
-    directory: Path, images: JournalImages, index: Index, make: Callable[[Image], State]
+    directory: Path, images: JournalImages, index: JournalIndex, make: Callable[[Image], State]
 ) -> Sequence[Recovered[State]]:
     """Make each shard from its image and apply what came after it."""
     states = {key: make(images.read(kept)) for key, kept in index.images.items()}
@@ -67,7 +67,7 @@ def replay(
     for file, number, entry in _entries(directory, index.segments):
         key, record = entry.key, entry.record
         if record is None or not index.is_needed(
-            key, Place(number, entry.epoch, record.push.version)
+            key, EntryLocation(number, entry.epoch, record.push.version)
         ):
             continue
         state = states.get(key)
@@ -86,7 +86,9 @@ def replay(
     ]
 
 
-def _entries(directory: Path, segments: Sequence[Segment]) -> Iterator[tuple[str, int, Entry]]:
+def _entries(
+    directory: Path, segments: Sequence[JournalSegment]
+) -> Iterator[tuple[str, int, JournalEntry]]:
     for segment in segments:
         data = (directory / segment.file).read_bytes()
         for number, entry in scan(data, segment.file, is_last=segment is segments[-1]).entries:

@@ -23,7 +23,7 @@ from shoal_proto.checksum import crc32
 from shoal_proto.errors import JournalDamaged
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import RecordStart
-from shoal_server.parameters.shard.image import Record
+from shoal_server.parameters.shard.image import UpdateRecord
 
 SEGMENT_MAGIC = b"SHOALJ1\n"
 ENTRY_MAGIC = b"\xf5SJ1"
@@ -35,13 +35,13 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JournalEntry:
     """A push as it was applied; or, without a record, the end of a shard's time here."""
 
     job: str
     shard_id: int
     epoch: int
-    record: Record | None
+    record: UpdateRecord | None
 
     @property
     def key(self) -> tuple[str, int]:
@@ -54,7 +54,7 @@ class Scan:
 
     first_number: int
     """The log number of its first entry."""
-    entries: tuple[tuple[int, Entry], ...]
+    entries: tuple[tuple[int, JournalEntry], ...]
     """With their log numbers."""
     num_bytes: int
     """Up to the end of the last whole entry. Behind it lies nothing, or a torn end."""
@@ -65,7 +65,7 @@ def start(first_number: int) -> bytes:
     return _START.pack(SEGMENT_MAGIC, first_number)
 
 
-def encode(entry: Entry, number: int, synced_bytes: int) -> bytes:
+def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
     """The bytes of an entry."""
     header = RecordStart(job=entry.job, shard_id=entry.shard_id, epoch=entry.epoch)
     data: Buffer = b""
@@ -89,7 +89,7 @@ def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
         return Scan(0, (), 0)
     _, number = _START.unpack_from(data)
     first_number, at = number, START_BYTES
-    entries: list[tuple[int, Entry]] = []
+    entries: list[tuple[int, JournalEntry]] = []
     while at < len(data):
         found = _entry_at(data, at)
         if found is None or found.number != number:
@@ -109,10 +109,10 @@ class _Found:
     header: RecordStart
     data: bytes
 
-    def entry(self) -> Entry:
+    def entry(self) -> JournalEntry:
         header = self.header
-        record = Record(header.record, self.data) if header.HasField("record") else None
-        return Entry(header.job, header.shard_id, header.epoch, record)
+        record = UpdateRecord(header.record, self.data) if header.HasField("record") else None
+        return JournalEntry(header.job, header.shard_id, header.epoch, record)
 
 
 def _entry_at(data: bytes, at: int) -> _Found | None:
@@ -166,4 +166,4 @@ def _places(data: bytes, at: int) -> Iterator[int]:
         place = data.find(ENTRY_MAGIC, place + 1)
 
 
-__all__ = ["START_BYTES", "Entry", "Scan", "encode", "scan", "start"]
+__all__ = ["START_BYTES", "JournalEntry", "Scan", "encode", "scan", "start"]

@@ -1,8 +1,9 @@
 """The shards that this server leads, in its journal from the first moment on.
 
-What is applied counts as durable once the journal has the shard from an image on, and the record of
-holders names this server's disk (`Holding.on_disk`). A shard that is led elsewhere by now stays in
-the journal until the record names another disk: until then this is the only one that has it.
+What is applied counts as durable once the journal has the shard from an image on, and the shard's
+assignment names this server's disk (`ShardAssignment.on_disk`). A shard that is led elsewhere by
+now stays in the journal until its assignment names another disk: until then this is the only one
+that has it.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ import structlog
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.shard.image import Image, Record
-from shoal_server.parameters.shard.replica import Held
+from shoal_server.parameters.shard.image import Image, UpdateRecord
+from shoal_server.parameters.shard.replica import ShardReplica
 
 log = structlog.get_logger(__name__)
 
@@ -27,7 +28,7 @@ DISK = Holder("disk", "")
 """Stands for the disk among those who have received a version."""
 LOOK_EACH_S = 1.0
 
-Take = Callable[[Held], Awaitable[Image]]
+Take = Callable[[ShardReplica], Awaitable[Image]]
 PutOnDisk = Callable[[str, Collection[int]], Awaitable[None]]
 Key = tuple[str, int]
 
@@ -36,12 +37,12 @@ Key = tuple[str, int]
 class _Led:
     """A shard from when this server leads it until it does no longer."""
 
-    held: Held
-    kept: list[Record] | None = field(default_factory=list)
+    replica: ShardReplica
+    kept: list[UpdateRecord] | None = field(default_factory=list)
     """What follows the image; None once that is on disk and the record says so."""
 
 
-class Journaling:
+class ShardJournal:
     """Lives on the event loop; files are written in `pool`. `take` gives a shard's image;
     `put_on_disk` has the record say that shards of a job are on this server's disk."""
 
@@ -59,7 +60,7 @@ class Journaling:
         self._saying: asyncio.Task[None] | None = None
         self._looking: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> "Journaling":
+    async def __aenter__(self) -> "ShardJournal":
         self._looking = asyncio.create_task(self._look_for_ever(), name="journal")
         return self
 
@@ -71,40 +72,40 @@ class Journaling:
 
     # --- shards that are led here ---
 
-    def lead(self, held: Held) -> None:
+    def lead(self, replica: ShardReplica) -> None:
         """Keep a shard from here on. What is applied before its image is on disk is kept back, and
         follows it."""
-        led = self._led[_key(held)] = _Led(held)
-        self._for_others.discard(_key(held))
-        held.disk.require([DISK])
-        held.check_disk = self._check_room
+        led = self._led[_key(replica)] = _Led(replica)
+        self._for_others.discard(_key(replica))
+        replica.disk.require([DISK])
+        replica.check_disk = self._check_room
         task = asyncio.create_task(self._begin(led))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def tell(self, held: Held, record: Record) -> None:
+    def tell(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """A push was applied. To be called for each, in order."""
-        led = self._led.get(_key(held))
-        if led is None or led.held is not held:
+        led = self._led.get(_key(replica))
+        if led is None or led.replica is not replica:
             return
         if led.kept is not None:
             led.kept.append(record)
         else:
-            self._append(held, record)
+            self._append(replica, record)
 
-    def end(self, held: Held) -> None:
+    def end(self, replica: ShardReplica) -> None:
         """The shard is not led here any more."""
-        key = _key(held)
+        key = _key(replica)
         led = self._led.get(key)
-        if led is not None and led.held is held:
+        if led is not None and led.replica is replica:
             del self._led[key]
             self._for_others.add(key)
 
     async def _begin(self, led: _Led) -> None:
-        key = _key(led.held)
+        key = _key(led.replica)
         try:
-            image = await self._take(led.held)
-            await self._put(led.held, image)
+            image = await self._take(led.replica)
+            await self._put(led.replica, image)
         except ShoalError as error:
             self._give_up(led, error)
             return
@@ -120,11 +121,11 @@ class Journaling:
         while self._imaged:
             by_job: dict[str, list[tuple[_Led, Image]]] = defaultdict(list)
             for led, image in self._imaged:
-                by_job[led.held.job].append((led, image))
+                by_job[led.replica.job].append((led, image))
             self._imaged = []
             for job, imaged in by_job.items():
                 try:
-                    await self._put_on_disk(job, [led.held.shard_id for led, _ in imaged])
+                    await self._put_on_disk(job, [led.replica.shard_id for led, _ in imaged])
                 except ShoalError as error:
                     for led, _ in imaged:
                         self._give_up(led, error)
@@ -133,32 +134,32 @@ class Journaling:
                     self._go_on(led, image)
 
     def _go_on(self, led: _Led, image: Image) -> None:
-        if self._led.get(_key(led.held)) is not led or led.kept is None:
+        if self._led.get(_key(led.replica)) is not led or led.kept is None:
             return
-        led.held.disk.received(DISK, image.version)
+        led.replica.disk.received(DISK, image.version)
         kept, led.kept = led.kept, None
         for record in kept:
             if record.push.version > image.version:
-                self._append(led.held, record)
+                self._append(led.replica, record)
 
     def _give_up(self, led: _Led, error: ShoalError) -> None:
-        held = led.held
-        log.error("shard_not_journaled", job=held.job, shard_id=held.shard_id, why=str(error))
-        if self._led.get(_key(held)) is led:
-            held.disk.end(error)
-            self.end(held)
+        replica = led.replica
+        log.error("shard_not_journaled", job=replica.job, shard_id=replica.shard_id, why=str(error))
+        if self._led.get(_key(replica)) is led:
+            replica.disk.end(error)
+            self.end(replica)
 
-    def _append(self, held: Held, record: Record) -> None:
+    def _append(self, replica: ShardReplica, record: UpdateRecord) -> None:
         loop = asyncio.get_running_loop()
-        done = self._journal.append(held.job, held.shard_id, held.epoch, record)
+        done = self._journal.append(replica.job, replica.shard_id, replica.epoch, record)
 
         def on_disk(result: "Future[None]") -> None:
-            loop.call_soon_threadsafe(_note, held, record.push.version, result)
+            loop.call_soon_threadsafe(_note, replica, record.push.version, result)
 
         done.add_done_callback(on_disk)
 
-    async def _put(self, held: Held, image: Image) -> None:
-        put = partial(self._journal.put_image, held.job, held.epoch, image)
+    async def _put(self, replica: ShardReplica, image: Image) -> None:
+        put = partial(self._journal.put_image, replica.job, replica.epoch, image)
         await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _check_room(self) -> None:
@@ -183,10 +184,10 @@ class Journaling:
         led = self._led.get(key)
         if led is None or led.kept is not None:
             return
-        image = await self._take(led.held)
+        image = await self._take(led.replica)
         if self._led.get(key) is not led:
             return
-        await self._put(led.held, image)
+        await self._put(led.replica, image)
         if key not in self._led:
             # It may have been forgotten while it was written: it is to be let go of once more.
             self._for_others.add(key)
@@ -213,16 +214,16 @@ class Journaling:
             self._journal.forget(*key)
 
 
-def _key(held: Held) -> Key:
-    return held.job, held.shard_id
+def _key(replica: ShardReplica) -> Key:
+    return replica.job, replica.shard_id
 
 
-def _note(held: Held, version: int, result: "Future[None]") -> None:
+def _note(replica: ShardReplica, version: int, result: "Future[None]") -> None:
     error = result.exception()
     if error is None:
-        held.disk.received(DISK, version)
+        replica.disk.received(DISK, version)
     elif isinstance(error, ShoalError):
-        held.disk.end(error)
+        replica.disk.end(error)
 
 
-__all__ = ["DISK", "Journaling"]
+__all__ = ["DISK", "ShardJournal"]

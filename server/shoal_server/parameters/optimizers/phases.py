@@ -9,7 +9,7 @@ from shoal_proto.v1 import optimizer_pb2 as pb
 MAX_MILESTONES = 4096
 
 
-class Running:
+class ConstantRate:
     """A phase as it is where a schedule changes nothing; the classes below say where it does."""
 
     def expected(self) -> str:
@@ -29,7 +29,7 @@ class Running:
         return lr
 
 
-class Constant(Running):
+class Constant(ConstantRate):
     """ConstantLR."""
 
     def __init__(self, settings: pb.ConstantPhase) -> None:
@@ -48,7 +48,7 @@ class Constant(Running):
         return lr * (1.0 / self._factor) if since == self._total else lr
 
 
-class Linear(Running):
+class Linear(ConstantRate):
     """LinearLR."""
 
     def __init__(self, settings: pb.LinearPhase) -> None:
@@ -69,7 +69,7 @@ class Linear(Running):
         return lr * (1.0 + self._rise / (self._total * self._start + (since - 1) * self._rise))
 
 
-class Step(Running):
+class StepDecay(ConstantRate):
     """StepLR."""
 
     def __init__(self, settings: pb.StepPhase) -> None:
@@ -83,7 +83,7 @@ class Step(Running):
         return lr if since % self._size else lr * self._gamma
 
 
-class MultiStep(Running):
+class MultiStep(ConstantRate):
     """MultiStepLR."""
 
     def __init__(self, settings: pb.MultiStepPhase) -> None:
@@ -100,7 +100,7 @@ class MultiStep(Running):
         return lr * self._gamma ** self._milestones.count(since)
 
 
-class Exponential(Running):
+class Exponential(ConstantRate):
     """ExponentialLR."""
 
     def __init__(self, settings: pb.ExponentialPhase) -> None:
@@ -113,7 +113,7 @@ class Exponential(Running):
         return lr * self._gamma
 
 
-class Cosine(Running):
+class Cosine(ConstantRate):
     """CosineAnnealingLR. Loshchilov and Hutter 2017, "SGDR", arXiv:1608.03983."""
 
     def __init__(self, settings: pb.CosinePhase) -> None:
@@ -136,17 +136,17 @@ class Cosine(Running):
         return now / before * (lr - self._low) + self._low
 
 
-_KINDS: Mapping[str, Callable[[Any], Running]] = {
+_KINDS: Mapping[str, Callable[[Any], ConstantRate]] = {
     "constant": Constant,
     "linear": Linear,
-    "step": Step,
+    "step": StepDecay,
     "multi_step": MultiStep,
     "exponential": Exponential,
     "cosine": Cosine,
 }
 
 
-def running(phase: pb.Phase) -> Running | None:
+def running(phase: pb.Phase) -> ConstantRate | None:
     """What the message stands for; None if it says nothing."""
     kind = phase.WhichOneof("kind")
     return None if kind is None else _KINDS[kind](getattr(phase, kind))

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Handoff(Generic[T]):
+class BoundedQueue(Generic[T]):
     """Lives on the event loop. One task puts, one takes."""
 
     def __init__(self, max_items: int) -> None:
@@ -50,4 +50,4 @@ class Handoff(Generic[T]):
         return self._items.popleft()
 
 
-__all__ = ["Handoff"]
+__all__ = ["BoundedQueue"]

@@ -13,7 +13,7 @@ from shoal_proto import pieces
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.image import Image, UpdateRecord
 
 PIECE_BYTES = 1024 * 1024
 INLINE_BYTES = 64 * 1024
@@ -53,7 +53,7 @@ Frame = pb.FollowRequest | Chunk
 """What goes out in a stream."""
 
 
-def of_record(job: str, shard_id: int, epoch: int, record: Record) -> Iterator[Frame]:
+def of_record(job: str, shard_id: int, epoch: int, record: UpdateRecord) -> Iterator[Frame]:
     """The messages that tell a backup of a push."""
     data = memoryview(record.data)
     start = pb.RecordStart(
@@ -131,7 +131,7 @@ class Arrived:
     job: str
     shard_id: int
     epoch: int
-    content: Record | Image
+    content: UpdateRecord | Image
 
 
 class _Unfinished(Protocol):
@@ -161,7 +161,7 @@ class _UnfinishedRecord:
     def whole(self) -> Arrived:
         start, parts = self._start, self._parts
         data = parts[0] if len(parts) == 1 else b"".join(parts)
-        return Arrived(start.job, start.shard_id, start.epoch, Record(start.record, data))
+        return Arrived(start.job, start.shard_id, start.epoch, UpdateRecord(start.record, data))
 
 
 class _UnfinishedImage:

@@ -10,53 +10,53 @@ from collections.abc import Sequence
 from functools import partial
 
 from shoal_proto.errors import WrongEpoch
-from shoal_server.core.shards.assignments import Holder, Holdings, handed_over
-from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
+from shoal_server.core.shards.assignments import Holder, JobAssignments, handed_over
+from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.background import Background
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 
-class HandingOver:
+class ShardHandover:
     """Lives on the event loop."""
 
-    def __init__(self, me: Holder, record: RecordOfHolders) -> None:
+    def __init__(self, me: Holder, record: AssignmentTable) -> None:
         self._me = me
         self._record = record
         self._background = Background()
-        self._level: dict[str, list[Held]] = defaultdict(list)
+        self._level: dict[str, list[ShardReplica]] = defaultdict(list)
         """By job: those that stopped, and whose backups have all that was applied."""
 
     async def close(self) -> None:
         await self._background.close()
 
-    def begin(self, held: Held) -> None:
+    def begin(self, replica: ShardReplica) -> None:
         """The record names a successor."""
-        if not held.is_handing_over:
-            self._background.start(held, self._stop(held))
+        if not replica.is_handing_over:
+            self._background.start(replica, self._stop(replica))
 
-    async def _stop(self, held: Held) -> None:
+    async def _stop(self, replica: ShardReplica) -> None:
         """Apply nothing more, and let every backup draw level."""
         try:
             # Once while pushes still come: then there is little to wait for when none do.
-            await held.receipts.wait_safe(held.state.version)
-            if not self._is_wanted(held):
+            await replica.receipts.wait_safe(replica.state.version)
+            if not self._is_wanted(replica):
                 return
-            held.is_handing_over = True
+            replica.is_handing_over = True
             # From here on pushes of this epoch are refused; the next one is the successor's.
-            held.state.enter_epoch(held.epoch + 1)
-            await held.receipts.wait_safe(held.state.version)
+            replica.state.enter_epoch(replica.epoch + 1)
+            await replica.receipts.wait_safe(replica.state.version)
         except WrongEpoch:
             return  # Somebody else leads it already.
-        self._level[held.job].append(held)
-        self._background.start(held.job, self._write(held.job))
+        self._level[replica.job].append(replica)
+        self._background.start(replica.job, self._write(replica.job))
 
-    def _is_wanted(self, held: Held) -> bool:
-        holding = self._record.holding(held.job, held.shard_id)
+    def _is_wanted(self, replica: ShardReplica) -> bool:
+        assignment = self._record.assignment(replica.job, replica.shard_id)
         return (
-            held.role is Role.PRIMARY
-            and holding is not None
-            and (holding.primary, holding.epoch) == (self._me, held.epoch)
-            and holding.successor is not None
+            replica.role is Role.PRIMARY
+            and assignment is not None
+            and (assignment.primary, assignment.epoch) == (self._me, replica.epoch)
+            and assignment.successor is not None
         )
 
     async def _write(self, job: str) -> None:
@@ -65,24 +65,24 @@ class HandingOver:
             # Those that were told to go together draw level in one go.
             await asyncio.sleep(0)
             level += self._level.pop(job, [])
-            shard_ids = [held.shard_id for held in level]
+            shard_ids = [replica.shard_id for replica in level]
             change = partial(handed_over, primary=self._me)
             try:
                 await self._record.change(
-                    job, partial(Holdings.changed, shard_ids=shard_ids, change=change)
+                    job, partial(JobAssignments.changed, shard_ids=shard_ids, change=change)
                 )
             finally:
                 # Also where the record could not be changed: nobody else leads them then.
                 self._go_on(level)
 
-    def _go_on(self, level: Sequence[Held]) -> None:
+    def _go_on(self, level: Sequence[ShardReplica]) -> None:
         """Where the successor was lost meanwhile, lead as before."""
-        for held in level:
-            holding = self._record.holding(held.job, held.shard_id)
-            leads = held.role is Role.PRIMARY and holding is not None
-            if leads and holding is not None and holding.epoch == held.epoch:
-                held.state.enter_epoch(held.epoch)
-                held.is_handing_over = False
+        for replica in level:
+            assignment = self._record.assignment(replica.job, replica.shard_id)
+            leads = replica.role is Role.PRIMARY and assignment is not None
+            if leads and assignment is not None and assignment.epoch == replica.epoch:
+                replica.state.enter_epoch(replica.epoch)
+                replica.is_handing_over = False
 
 
-__all__ = ["HandingOver"]
+__all__ = ["ShardHandover"]

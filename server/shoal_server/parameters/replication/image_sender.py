@@ -1,7 +1,7 @@
 """Whole shards on their way to another server, by a stream that carries nothing else.
 
-A shard may have gigabytes. So nothing waits behind one: what is applied to other shards goes by the
-link's own stream (`link.py`). And an image that fails is sent again by itself.
+A shard may have gigabytes. So nothing waits behind one: what is applied to other shards goes by
+another stream (`replication_stream.py`). And an image that fails is sent again by itself.
 """
 
 import asyncio
@@ -18,81 +18,83 @@ from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.shards.assignments import Holder
-from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.streams import open_stream
 from shoal_server.parameters.replication.watched_stream import WatchedStream
-from shoal_server.parameters.shard.image import Image, Record
-from shoal_server.parameters.shard.replica import Held, num_bytes_of
+from shoal_server.parameters.shard.image import Image, UpdateRecord
+from shoal_server.parameters.shard.replica import ShardReplica, num_bytes_of
 
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 3
 """Streams that may break with an image on them before the shard is taken for refused."""
 
-Take = Callable[[Held], Awaitable[Image]]
+TakeImage = Callable[[ShardReplica], Awaitable[Image]]
 
 
-class Phase(Enum):
+class CopyPhase(Enum):
     WAITING = "its image is not taken yet"
     COPYING = "its image is taken, or on its way: what is applied meanwhile is kept"
     FOLLOWING = "told of every push"
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class ShardCopy:
     """A shard that the other end is to have, from when that is decided until it is no longer."""
 
-    held: Held
-    phase: Phase = Phase.WAITING
+    replica: ShardReplica
+    phase: CopyPhase = CopyPhase.WAITING
     is_over: bool = False
     """Nobody wants it at the other end any more."""
     image_version: int = 0
     num_attempts: int = 0
-    kept: list[Record] = field(default_factory=list)
+    kept: list[UpdateRecord] = field(default_factory=list)
 
-    def keep(self, record: Record) -> None:
+    def keep(self, record: UpdateRecord) -> None:
         """Until the other end has the image."""
         self.kept.append(record)
-        self.held.unreplicated_bytes += num_bytes_of(record)
+        self.replica.unreplicated_bytes += num_bytes_of(record)
 
     def let_go(self) -> None:
         """Forget what was kept."""
         for record in self.kept:
-            self.held.unreplicated_bytes -= num_bytes_of(record)
+            self.replica.unreplicated_bytes -= num_bytes_of(record)
         self.kept = []
 
-    def take_kept(self) -> list[Record]:
+    def take_kept(self) -> list[UpdateRecord]:
         """What is not in the image, to be sent now; it still counts as not replicated."""
         kept, self.kept = self.kept, []
         for record in kept:
             if record.push.version <= self.image_version:
-                self.held.unreplicated_bytes -= num_bytes_of(record)
+                self.replica.unreplicated_bytes -= num_bytes_of(record)
         return [record for record in kept if record.push.version > self.image_version]
 
 
-class Receiver(Protocol):
+class ImageReceiver(Protocol):
     """What is done about images that have got there, or have not."""
 
-    def arrived(self, copy: Copy) -> None: ...
+    def arrived(self, copy: ShardCopy) -> None: ...
 
-    def refused(self, copy: Copy, error: ShoalError) -> None: ...
+    def refused(self, copy: ShardCopy, error: ShoalError) -> None: ...
 
 
-class ImageSending:
+class ImageSender:
     """Lives on the event loop. `take` gives a shard's image without holding the loop up."""
 
-    def __init__(self, me: Holder, take: Take, receiver: Receiver, patience: Patience) -> None:
+    def __init__(
+        self, me: Holder, take: TakeImage, receiver: ImageReceiver, timeouts: PeerTimeouts
+    ) -> None:
         self._me = me
         self._take = take
         self._receiver = receiver
-        self._patience = patience
-        self._waiting: deque[Copy] = deque()
-        self._sent: deque[Copy] = deque()
+        self._timeouts = timeouts
+        self._waiting: deque[ShardCopy] = deque()
+        self._sent: deque[ShardCopy] = deque()
         """Begun or sent, and not answered."""
         self._wake = asyncio.Event()
 
-    def add(self, copy: Copy) -> None:
+    def add(self, copy: ShardCopy) -> None:
         self._waiting.append(copy)
         self._wake.set()
 
@@ -114,12 +116,12 @@ class ImageSending:
                 self._again(error)
             except grpc.RpcError as error:
                 self._again(from_rpc_error(error, address))
-            await asyncio.sleep(self._patience.reconnect_s / 10)
+            await asyncio.sleep(self._timeouts.reconnect_s / 10)
 
     async def _send_all(self, address: str) -> None:
         """By one stream, until nothing waits and all is answered. Raises what broke the stream."""
         async with open_stream(address) as opened:
-            stream = WatchedStream(opened, address, self._patience)
+            stream = WatchedStream(opened, address, self._timeouts)
             await stream.carry(self._write(stream), self._read(stream))
         if self._sent:
             raise Unavailable(f"{address} ended the stream", seen=f"{len(self._sent)} unanswered")
@@ -132,15 +134,15 @@ class ImageSending:
             copy.num_attempts += 1
             log.warning(
                 "image_not_sent",
-                job=copy.held.job,
-                shard_id=copy.held.shard_id,
+                job=copy.replica.job,
+                shard_id=copy.replica.shard_id,
                 attempt=copy.num_attempts,
                 reason=str(error),
             )
         for copy in reversed(unanswered):
             copy.let_go()
             if copy.num_attempts < MAX_ATTEMPTS:
-                copy.phase = Phase.WAITING
+                copy.phase = CopyPhase.WAITING
                 self._waiting.appendleft(copy)
             elif not copy.is_over:
                 self._receiver.refused(copy, error)
@@ -155,23 +157,23 @@ class ImageSending:
                     await self._send(stream, copy)
             self._wake.clear()
             try:
-                async with asyncio.timeout(self._patience.beat_s):
+                async with asyncio.timeout(self._timeouts.beat_s):
                     await self._wake.wait()
             except TimeoutError:
                 await stream.beat()
 
-    async def _send(self, stream: WatchedStream, copy: Copy) -> None:
-        copy.phase = Phase.COPYING
+    async def _send(self, stream: WatchedStream, copy: ShardCopy) -> None:
+        copy.phase = CopyPhase.COPYING
         image = await self._taken(stream, copy)
         copy.image_version = image.version
-        for frame in frames.of_image(copy.held.job, copy.held.epoch, image):
+        for frame in frames.of_image(copy.replica.job, copy.replica.epoch, image):
             await stream.send(frame)
 
-    async def _taken(self, stream: WatchedStream, copy: Copy) -> Image:
+    async def _taken(self, stream: WatchedStream, copy: ShardCopy) -> Image:
         """The shard's image; the other end hears something while it is taken."""
-        taking = asyncio.ensure_future(self._take(copy.held))
+        taking = asyncio.ensure_future(self._take(copy.replica))
         try:
-            while not (await asyncio.wait({taking}, timeout=self._patience.beat_s))[0]:
+            while not (await asyncio.wait({taking}, timeout=self._timeouts.beat_s))[0]:
                 await stream.beat()
             return taking.result()
         finally:
@@ -189,9 +191,9 @@ class ImageSending:
             else:
                 self._receiver.arrived(copy)
 
-    def _answered(self, reply: pb.FollowReply) -> Copy:
+    def _answered(self, reply: pb.FollowReply) -> ShardCopy:
         """Which image is answered: each is, once, and in order."""
-        first = self._sent[0].held if self._sent else None
+        first = self._sent[0].replica if self._sent else None
         if first is None or (first.job, first.shard_id) != (reply.job, reply.shard_id):
             raise MalformedMessage(
                 "an image is answered that is not the next one",
@@ -201,4 +203,4 @@ class ImageSending:
         return self._sent.popleft()
 
 
-__all__ = ["Copy", "ImageSending", "Phase", "Receiver", "Take"]
+__all__ = ["CopyPhase", "ImageReceiver", "ImageSender", "ShardCopy", "TakeImage"]

@@ -1,6 +1,6 @@
 """After a crash: leading again, from this server's journal, what nobody else has in memory.
 
-The record of holders names the server on whose disk a shard is (`Holding.on_disk`). Its last
+A shard's assignment names the server on whose disk it is (`ShardAssignment.on_disk`). Its last
 process may have led the shard to the end; or a backup took over from it and ended too, before all
 was on a disk of its own.
 """
@@ -15,13 +15,19 @@ import structlog
 
 from shoal_proto.errors import RetryError
 from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings, led_from_disk, off_disk
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    led_from_disk,
+    off_disk,
+)
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.journal.replay import Recovered
-from shoal_server.parameters.replication.shard_replicas import Custody
+from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.shard.image import ShardState
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 log = structlog.get_logger(__name__)
 
@@ -33,18 +39,18 @@ GONE_AFTER_S = 30.0
 Key = tuple[str, int]
 
 
-class Reclaiming:
+class JournalRecovery:
     """Lives on the event loop. What is in `recovered` is led here again, or the record comes to
     name another disk and the journal lets go of it (see `Journaling`)."""
 
     def __init__(
         self,
         store: KeyValueStore,
-        custody: Custody,
+        replicas: ShardReplicas,
         recovered: Sequence[Recovered[ShardState]],
     ) -> None:
         self._store = store
-        self._custody = custody
+        self._replicas = replicas
         self._open: dict[Key, Recovered[ShardState]] = {
             (found.job, found.state.shard_id): found for found in recovered
         }
@@ -67,7 +73,7 @@ class Reclaiming:
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s
-        await disown(self._custody, self._open)
+        await disown(self._replicas, self._open)
         while True:
             await self._claim(await self._present(), dead=frozenset())
             if not any(map(self._is_own, self._open)) or loop.time() >= give_up_s:
@@ -89,14 +95,16 @@ class Reclaiming:
         return frozenset(await shard_map.servers(self._store))
 
     def _is_own(self, key: Key) -> bool:
-        holding = self._custody.holding(*key)
-        return holding is not None and holding.primary.server_id == self._custody.me.server_id
+        assignment = self._replicas.assignment(*key)
+        return (
+            assignment is not None and assignment.primary.server_id == self._replicas.me.server_id
+        )
 
     def _dead(self, present: frozenset[Holder]) -> frozenset[Holder]:
         """Primaries whose server has another process by now, or none for long."""
         ids = {holder.server_id for holder in present}
-        holdings = (self._custody.holding(*key) for key in self._open)
-        absent = {h.primary for h in holdings if h is not None and h.primary not in present}
+        assignments = (self._replicas.assignment(*key) for key in self._open)
+        absent = {h.primary for h in assignments if h is not None and h.primary not in present}
         away_s = self._absences.away_s(absent, time.monotonic())
         return frozenset(
             holder
@@ -108,47 +116,49 @@ class Reclaiming:
         by_job: dict[str, list[int]] = defaultdict(list)
         for job, shard_id in self._open:
             by_job[job].append(shard_id)
-        claim = partial(led_from_disk, server=self._custody.me, present=present, dead=dead)
+        claim = partial(led_from_disk, server=self._replicas.me, present=present, dead=dead)
         for job, shard_ids in by_job.items():
-            wanted = partial(Holdings.changed, shard_ids=shard_ids, change=claim)
-            await self._custody.change_record(job, wanted)
+            wanted = partial(JobAssignments.changed, shard_ids=shard_ids, change=claim)
+            await self._replicas.change_record(job, wanted)
             for shard_id in shard_ids:
-                holding = self._custody.holding(job, shard_id)
-                if holding is None or holding.on_disk != self._custody.me.server_id:
+                assignment = self._replicas.assignment(job, shard_id)
+                if assignment is None or assignment.on_disk != self._replicas.me.server_id:
                     del self._open[job, shard_id]
-                elif holding.primary == self._custody.me:
-                    self._lead(self._open.pop((job, shard_id)), holding)
+                elif assignment.primary == self._replicas.me:
+                    self._lead(self._open.pop((job, shard_id)), assignment)
 
-    def _lead(self, found: Recovered[ShardState], holding: Holding) -> None:
+    def _lead(self, found: Recovered[ShardState], assignment: ShardAssignment) -> None:
         self._num_led += 1
-        found.state.enter_epoch(holding.epoch)
-        held = Held(found.job, found.state, Role.PRIMARY, holding.epoch)
-        self._custody.adopt(held)
-        self._custody.created(held)
+        found.state.enter_epoch(assignment.epoch)
+        replica = ShardReplica(found.job, found.state, Role.PRIMARY, assignment.epoch)
+        self._replicas.adopt(replica)
+        self._replicas.created(replica)
         log.info(
-            "shard_reclaimed",
+            "shard_recovered_from_journal",
             job=found.job,
-            shard_id=held.shard_id,
+            shard_id=replica.shard_id,
             version=found.state.version,
             num_replayed=found.num_replayed,
         )
 
 
-async def disown(custody: Custody, found: "Mapping[Key, object] | Collection[Key]" = ()) -> None:
+async def disown(
+    replicas: ShardReplicas, found: "Mapping[Key, object] | Collection[Key]" = ()
+) -> None:
     """Say so in the records where this server's disk should have a shard and has it not: a disk
     that was lost, or a server that keeps no journal any more. Otherwise the shard is waited for."""
-    gone = partial(off_disk, server=custody.me)
-    for job in custody.jobs:
+    gone = partial(off_disk, server=replicas.me)
+    for job in replicas.jobs:
         missing = [
             shard_id
-            for shard_id, holding in custody.of_job(job).items()
-            if holding.on_disk == custody.me.server_id and (job, shard_id) not in found
+            for shard_id, assignment in replicas.of_job(job).items()
+            if assignment.on_disk == replicas.me.server_id and (job, shard_id) not in found
         ]
         if missing:
             log.warning("shards_not_in_journal", job=job, num_shards=len(missing))
-            await custody.change_record(
-                job, partial(Holdings.changed, shard_ids=missing, change=gone)
+            await replicas.change_record(
+                job, partial(JobAssignments.changed, shard_ids=missing, change=gone)
             )
 
 
-__all__ = ["Reclaiming", "disown"]
+__all__ = ["JournalRecovery", "disown"]

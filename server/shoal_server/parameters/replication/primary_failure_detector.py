@@ -6,18 +6,18 @@ from functools import partial
 
 import structlog
 
-from shoal_server.core.shards.assignments import Holder, Holdings, promoted
-from shoal_server.parameters.cluster.assignment_table import RecordOfHolders
+from shoal_server.core.shards.assignments import Holder, JobAssignments, promoted
+from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.background import Background
-from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, Patience
-from shoal_server.parameters.cluster.server_directory import Roster
+from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
+from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.serving.identify import answers
 
 log = structlog.get_logger(__name__)
 
 
-class Watching:
+class PrimaryFailureDetector:
     """Lives on the event loop. Every primary of which this server is a backup has a stream to here;
     one that has not, and does not answer either, is succeeded."""
 
@@ -25,16 +25,16 @@ class Watching:
         self,
         me: Holder,
         *,
-        record: RecordOfHolders,
+        record: AssignmentTable,
         catalog: Catalog,
-        roster: Roster,
-        patience: Patience,
+        directory: ServerDirectory,
+        timeouts: PeerTimeouts,
     ) -> None:
         self._me = me
         self._record = record
         self._catalog = catalog
-        self._roster = roster
-        self._patience = patience
+        self._directory = directory
+        self._timeouts = timeouts
         self._background = Background()
         self._streams: dict[Holder, int] = defaultdict(int)
 
@@ -53,16 +53,16 @@ class Watching:
 
     def look(self, job: str) -> None:
         """See after every primary of the job that is silent."""
-        for holding in self._record.of_job(job).values():
-            if self._me in holding.backups and holding.primary not in self._streams:
-                self._background.start(holding.primary, self._see_after(holding.primary))
+        for assignment in self._record.of_job(job).values():
+            if self._me in assignment.backups and assignment.primary not in self._streams:
+                self._background.start(assignment.primary, self._see_after(assignment.primary))
 
     async def _see_after(self, primary: Holder) -> None:
         """Return once its stream is there, or this server is its backup no longer; else, once it
         does not answer, take over from it."""
         while primary not in self._streams and (jobs := self._backed(primary)):
             if await self._answers(primary):
-                await asyncio.sleep(self._patience.beat_s)
+                await asyncio.sleep(self._timeouts.beat_s)
                 continue
             for job in jobs:
                 # It may have come back while it was waited for, or while etcd was.
@@ -71,11 +71,11 @@ class Watching:
                 log.warning("primary_lost", server=primary.server_id, job=job)
                 await self._record.change(job, partial(self._taken_over, primary))
 
-    def _taken_over(self, primary: Holder, holdings: Holdings) -> Holdings:
+    def _taken_over(self, primary: Holder, assignments: JobAssignments) -> JobAssignments:
         """The record in which this server leads what it has a copy of now, and no copy that it had
         when it first looked."""
-        shard_ids = self._backed_of(primary, holdings.job)
-        return holdings.changed(shard_ids, partial(promoted, lost=primary, backup=self._me))
+        shard_ids = self._backed_of(primary, assignments.job)
+        return assignments.changed(shard_ids, partial(promoted, lost=primary, backup=self._me))
 
     def _backed(self, primary: Holder) -> list[str]:
         """Jobs with shards of that primary of which this server has a copy in step."""
@@ -92,8 +92,8 @@ class Watching:
 
     async def _answers(self, holder: Holder) -> bool:
         """Whether that very process answers at its address."""
-        address = await self._roster.reach(holder)
+        address = await self._directory.reach(holder)
         if address is None:
             return False
-        within_s = self._patience.silence_s / 2
+        within_s = self._timeouts.silence_s / 2
         return await answers(holder, address, options=PEER_OPTIONS, within_s=within_s)

@@ -23,13 +23,13 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.offers import Offers, Purpose
-from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
-from shoal_server.parameters.replication.bounded_queue import Handoff
+from shoal_server.parameters.replication.bounded_queue import BoundedQueue
 from shoal_server.parameters.replication.frames import Arrived, Arriving, Assembly
-from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Held, Role, num_bytes_of
+from shoal_server.parameters.shard.replica import Role, ShardReplica, num_bytes_of
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.restore import restore
@@ -43,7 +43,7 @@ MAX_ANSWERS = 64
 """Of one stream, not sent yet; beyond it the stream is not read."""
 
 
-class Custodian(Protocol):
+class ReplicaStore(Protocol):
     """What the service asks of the keeper of this server's shards."""
 
     async def refresh_source(self, arrived: Arrived, primary: Holder) -> None:
@@ -54,13 +54,13 @@ class Custodian(Protocol):
         """Raise WrongEpoch unless that primary may tell this server of the shard."""
         ...
 
-    def adopt(self, held: Held) -> None:
+    def adopt(self, replica: ShardReplica) -> None:
         """Keep a shard as a backup, in place of what was kept of it before."""
         ...
 
-    def held(self, job: str, shard_id: int) -> Held | None: ...
+    def replica(self, job: str, shard_id: int) -> ShardReplica | None: ...
 
-    def discard(self, held: Held) -> None:
+    def discard(self, replica: ShardReplica) -> None:
         """Keep a copy no longer: it is not what it should be."""
         ...
 
@@ -73,31 +73,31 @@ class Custodian(Protocol):
 class _Backlog:
     """What was received for one shard and is still to be applied, in order."""
 
-    held: Held
+    replica: ShardReplica
     received_version: int
     is_closed: bool = False
     """No more is taken: the shard is to be led here, or another image of it has come."""
-    records: deque[Record] = field(default_factory=deque)
+    records: deque[UpdateRecord] = field(default_factory=deque)
     task: asyncio.Task[None] | None = None
 
 
-class Follower:
+class ReplicationServicer:
     """Acknowledges a record once it is received whole and is the next one; applies it behind."""
 
     def __init__(
         self,
         *,
         me: Holder,
-        custodian: Custodian,
+        replicas: ReplicaStore,
         run: Runner,
-        patience: Patience,
+        timeouts: PeerTimeouts,
         memory: Memory,
         offers: Offers,
     ) -> None:
         self._me = me
-        self._custodian = custodian
+        self._replicas = replicas
         self._run = run
-        self._patience = patience
+        self._timeouts = timeouts
         self._memory = memory
         self._offers = offers
         self._is_full = False
@@ -126,7 +126,7 @@ class Follower:
                 "the stream does not begin with its hello", seen="another message, or none"
             )
         primary = Holder(first.hello.primary.server_id, first.hello.primary.incarnation)
-        self._custodian.stream_opened(primary)
+        self._replicas.stream_opened(primary)
         reason = "the stream ended"
         try:
             async with aclosing(self._replies(requests, primary)) as replies:
@@ -136,21 +136,21 @@ class Follower:
             reason = repr(error)
             raise
         finally:
-            self._custodian.stream_ended(primary, reason)
+            self._replicas.stream_ended(primary, reason)
 
     async def _replies(
         self, requests: AsyncIterator[Arriving], primary: Holder
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """The answers in order; an empty one where there was none for a beat: the primary is to
         hear that somebody is there, also while a large image comes in or is restored."""
-        answers, silence = Handoff[pb.FollowReply](MAX_ANSWERS), Silence(self._patience)
+        answers, silence = BoundedQueue[pb.FollowReply](MAX_ANSWERS), Silence(self._timeouts)
         answering = asyncio.create_task(self._answer_all(requests, primary, answers, silence))
         silent = asyncio.create_task(silence.wait())
         for task in (answering, silent):
             task.add_done_callback(lambda _: answers.end())
         try:
             while not answers.is_over:
-                answer = await answers.take(self._patience.beat_s)
+                answer = await answers.take(self._timeouts.beat_s)
                 if answer is not None:
                     yield answer
                 elif not answers.is_over:
@@ -158,7 +158,7 @@ class Follower:
             if silent.done():
                 raise Unavailable(
                     f"the primary {primary.server_id} says nothing any more",
-                    seen=f"nothing for {self._patience.silence_s:g} s",
+                    seen=f"nothing for {self._timeouts.silence_s:g} s",
                 )
             await answering
         finally:
@@ -170,7 +170,7 @@ class Follower:
         self,
         requests: AsyncIterator[Arriving],
         primary: Holder,
-        answers: Handoff[pb.FollowReply],
+        answers: BoundedQueue[pb.FollowReply],
         silence: Silence,
     ) -> None:
         assembly = Assembly()
@@ -192,14 +192,14 @@ class Follower:
         reply = pb.FollowReply(job=arrived.job, shard_id=arrived.shard_id)
         try:
             if isinstance(arrived.content, Image):
-                await self._custodian.refresh_source(arrived, primary)
-                self._custodian.check_source(arrived, primary)
+                await self._replicas.refresh_source(arrived, primary)
+                self._replicas.check_source(arrived, primary)
                 reply.version = await self._take_image(arrived, arrived.content, primary)
             else:
                 async with self._room:
                     await self._room.wait_for(self._has_room)
                 # Only now: while there was no room, this server may have come to lead the shard.
-                self._custodian.check_source(arrived, primary)
+                self._replicas.check_source(arrived, primary)
                 reply.version = self._take_record(arrived, arrived.content)
         except ShoalError as error:
             self._log_refusal(arrived, error)
@@ -209,7 +209,7 @@ class Follower:
     def _log_refusal(self, arrived: Arrived, error: ShoalError) -> None:
         # A full server refuses many: one line until it has taken one again.
         if not isinstance(error, Overloaded) or not self._is_full:
-            kind = "record" if isinstance(arrived.content, Record) else "copy"
+            kind = "record" if isinstance(arrived.content, UpdateRecord) else "copy"
             log.warning(
                 f"{kind}_refused", job=arrived.job, shard_id=arrived.shard_id, why=str(error)
             )
@@ -222,19 +222,19 @@ class Follower:
         key = arrived.job, arrived.shard_id
         self._check_not_older(arrived, image)
         await self._settle(key)
-        before = self._custodian.held(*key)
+        before = self._replicas.replica(*key)
         more_bytes = image.num_bytes - (before.state.memory_bytes if before is not None else 0)
         what = f"a copy of shard {arrived.shard_id} of job {arrived.job}"
         with self._memory.reserve(more_bytes, what) as claim:
             state = await self._run(image.num_bytes, partial(restore, image))
-            held = Held(arrived.job, state, Role.BACKUP, arrived.epoch)
+            replica = ShardReplica(arrived.job, state, Role.BACKUP, arrived.epoch)
             # Once more: while it was restored, this server may have come to lead the shard.
             # There is no await from here on.
-            self._custodian.check_source(arrived, primary)
-            self._custodian.adopt(held)
+            self._replicas.check_source(arrived, primary)
+            self._replicas.adopt(replica)
             claim.became(more_bytes)
         self._is_full = False
-        self._backlogs[key] = _Backlog(held, image.version)
+        self._backlogs[key] = _Backlog(replica, image.version)
         return image.version
 
     def _check_not_older(self, arrived: Arrived, image: Image) -> None:
@@ -242,8 +242,8 @@ class Follower:
         backlog = self._backlogs.get((arrived.job, arrived.shard_id))
         if (
             backlog is not None
-            and self._custodian.held(arrived.job, arrived.shard_id) is backlog.held
-            and backlog.held.epoch == arrived.epoch
+            and self._replicas.replica(arrived.job, arrived.shard_id) is backlog.replica
+            and backlog.replica.epoch == arrived.epoch
             and backlog.received_version > image.version
         ):
             raise InternalError(
@@ -252,12 +252,12 @@ class Follower:
                 expected=f"version {backlog.received_version} or a newer one",
             )
 
-    def _take_record(self, arrived: Arrived, record: Record) -> int:
+    def _take_record(self, arrived: Arrived, record: UpdateRecord) -> int:
         """Without an await: what was checked holds until the record has its place in the order."""
         key = arrived.job, arrived.shard_id
         backlog = self._backlogs.get(key)
         is_open = backlog is not None and not backlog.is_closed
-        if backlog is None or not is_open or self._custodian.held(*key) is not backlog.held:
+        if backlog is None or not is_open or self._replicas.replica(*key) is not backlog.replica:
             raise InternalError(
                 f"no copy of shard {arrived.shard_id} of job {arrived.job} is here",
                 seen=f"a record of version {record.push.version}",
@@ -284,23 +284,25 @@ class Follower:
         while backlog.records:
             record = backlog.records.popleft()
             size = num_bytes_of(record)
-            state = backlog.held.state
+            state = backlog.replica.state
             num_bytes = len(record.data) + state.regrown_bytes(len(record.push.row_ids) // ID_BYTES)
             try:
                 await self._run(num_bytes, partial(state.replay, record))
             except Exception:
-                log.exception("copy_failed", job=backlog.held.job, shard_id=backlog.held.shard_id)
+                log.exception(
+                    "copy_failed", job=backlog.replica.job, shard_id=backlog.replica.shard_id
+                )
                 size += sum(map(num_bytes_of, backlog.records))
                 backlog.records.clear()
-                self._custodian.discard(backlog.held)
+                self._replicas.discard(backlog.replica)
             finally:
                 self._unapplied_bytes -= size
                 async with self._room:
                     self._room.notify_all()
 
-    async def settle(self, held: Held) -> None:
+    async def settle(self, replica: ShardReplica) -> None:
         """Return once everything that was received for a shard is applied."""
-        await self._settle((held.job, held.shard_id))
+        await self._settle((replica.job, replica.shard_id))
 
     async def _settle(self, key: tuple[str, int]) -> None:
         backlog = self._backlogs.get(key)

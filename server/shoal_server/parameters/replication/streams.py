@@ -1,4 +1,4 @@
-"""The stream that a link writes to: a bulk connection where there is one, else a gRPC call."""
+"""The stream to another server: a bulk connection where there is one, else a gRPC call."""
 
 import asyncio
 import mmap
@@ -22,7 +22,7 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, OpenFollowRequest
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.parameters.bulk.places import NUM_PLACES, PLACE_BYTES, Places
-from shoal_server.parameters.bulk.wire import HungUp, Wire
+from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.frames import Chunk, Frame
@@ -33,7 +33,7 @@ FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
 
 
-class Stream(Protocol):
+class PeerStream(Protocol):
     """What is written by one task arrives in order. Either method raises what broke the stream: a
     ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
 
@@ -43,7 +43,7 @@ class Stream(Protocol):
 
 
 @asynccontextmanager
-async def open_stream(address: str) -> AsyncIterator[Stream]:
+async def open_stream(address: str) -> AsyncIterator[PeerStream]:
     """A stream to the server there, for as long as the block runs. Raises grpc.RpcError."""
     async with grpc.aio.insecure_channel(address, options=PEER_OPTIONS) as channel:
         stream = await _connect(channel, address)
@@ -78,7 +78,7 @@ class GrpcStream:
 
 
 class BulkStream:
-    def __init__(self, wire: Wire, address: str, places: Places | None) -> None:
+    def __init__(self, wire: FrameConnection, address: str, places: Places | None) -> None:
         self._wire = wire
         self._address = address
         self._places = places
@@ -168,7 +168,9 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
         log.info("bulk_connection_failed", address=address, reason=repr(error))
         return None
     connected, shared = opened
-    stream = BulkStream(Wire(connected), address, Places(shared) if shared is not None else None)
+    stream = BulkStream(
+        FrameConnection(connected), address, Places(shared) if shared is not None else None
+    )
     try:
         await stream.begin()
     except BaseException:
@@ -193,4 +195,4 @@ def _discard(opening: "asyncio.Future[tuple[socket.socket, mmap.mmap | None]]") 
         opening.result()[0].close()
 
 
-__all__ = ["Stream", "open_stream"]
+__all__ = ["PeerStream", "open_stream"]

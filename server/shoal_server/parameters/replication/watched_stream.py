@@ -13,10 +13,10 @@ from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.shards.assignments import Holder
-from shoal_server.parameters.cluster.peer_timeouts import Patience
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication import frames
-from shoal_server.parameters.replication.streams import Stream
+from shoal_server.parameters.replication.streams import PeerStream
 
 log = structlog.get_logger(__name__)
 
@@ -31,11 +31,11 @@ class WatchedStream:
     silence means that it is gone, or that nothing gets through.
     """
 
-    def __init__(self, stream: Stream, address: str, patience: Patience) -> None:
+    def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
         self._stream = stream
         self._address = address
-        self._patience = patience
-        self._silence = Silence(patience)
+        self._timeouts = timeouts
+        self._silence = Silence(timeouts)
         self.heard_s = 0.0
         """When the other end said something last, by the clock of the event loop."""
 
@@ -45,7 +45,7 @@ class WatchedStream:
         await self._stream.write(pb.FollowRequest(hello=pb.Hello(primary=primary)))
 
     async def send(self, frame: frames.Frame) -> None:
-        """Raises what broke the stream; see `Stream`."""
+        """Raises what broke the stream; see `PeerStream`."""
         self._silence.expect()
         await self._stream.write(frame)
 
@@ -92,7 +92,7 @@ class WatchedStream:
         await self._silence.wait()
         raise Unavailable(
             f"{self._address} says nothing any more",
-            seen=f"no answer for {self._patience.silence_s:g} s",
+            seen=f"no answer for {self._timeouts.silence_s:g} s",
         )
 
 

@@ -15,23 +15,23 @@ from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowRequest
-from shoal_server.parameters.bulk.arena import Arena, in_frames, in_place
-from shoal_server.parameters.bulk.wire import HungUp, Wire
+from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
+from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.replication.frames import Arriving
-from shoal_server.parameters.replication.replication_servicer import Follower
-from shoal_server.parameters.service.parameters_servicer import Servicer
-from shoal_server.parameters.shard.reply_writer import Writer
+from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
+from shoal_server.parameters.service.parameters_servicer import ParametersServicer
+from shoal_server.parameters.shard.reply_writer import CopyOut
 from shoal_server.serving.rpc import refusal_of
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class BulkServices:
     """What answers the calls that a connection may carry."""
 
-    parameters: Servicer
-    replication: Follower
+    parameters: ParametersServicer
+    replication: ReplicationServicer
 
 
 def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMessage:
@@ -42,10 +42,17 @@ def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMes
     )
 
 
-class Connection:
+class BulkServerConnection:
     """Lives on the event loop."""
 
-    def __init__(self, wire: Wire, calls: Calls, arena: Arena | None, *, is_peer: bool) -> None:
+    def __init__(
+        self,
+        wire: FrameConnection,
+        calls: BulkServices,
+        arena: SharedArena | None,
+        *,
+        is_peer: bool,
+    ) -> None:
         """Only another server, a peer, may tell this one of its shards."""
         self._wire = wire
         self._calls = calls
@@ -69,7 +76,7 @@ class Connection:
             await asyncio.gather(beats, return_exceptions=True)
 
     async def _answer(self, opening: Frame) -> None:
-        call = _Call(self._wire, self._arena)
+        call = _BulkCall(self._wire, self._arena)
         self._is_in_call = True
         try:
             async with aclosing(self._replies(opening, call)) as replies:
@@ -89,7 +96,7 @@ class Connection:
         finally:
             self._is_in_call = False
 
-    def _replies(self, opening: Frame, call: "_Call") -> AsyncGenerator[Message | bytes, None]:
+    def _replies(self, opening: Frame, call: "_BulkCall") -> AsyncGenerator[Message | bytes, None]:
         try:
             if opening.kind is Kind.PUSH:
                 push = PushRequest.FromString(bytes(opening.body))
@@ -123,10 +130,10 @@ class Connection:
                 await self._wire.send(bulk.header(Kind.BEAT))
 
 
-class _Call:
+class _BulkCall:
     """What comes in of one call, and the way back of its values."""
 
-    def __init__(self, wire: Wire, arena: Arena | None) -> None:
+    def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
         self._arena = arena
         self._rooms: dict[int, tuple[memoryview, int]] = {}
@@ -213,9 +220,9 @@ class _Call:
                     expected="a ROOM for each shard that is pulled",
                 )
 
-    def writer(self, shard_id: int, num_bytes: int) -> Writer:
+    def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
         room, at = self._rooms.pop(shard_id, (memoryview(b""), 0))
         return in_place(room, at) if num_bytes <= len(room) else in_frames
 
 
-__all__ = ["Calls", "Connection"]
+__all__ = ["BulkServerConnection", "BulkServices"]

@@ -11,10 +11,10 @@ import structlog
 from shoal_proto import bulk
 from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
 from shoal_proto.errors import AddressInUse, MalformedMessage, Overloaded, ShoalError
-from shoal_server.parameters.bulk.arena import Arena
+from shoal_server.parameters.bulk.arena import SharedArena
 from shoal_server.parameters.bulk.offers import Offers, Purpose
-from shoal_server.parameters.bulk.wire import HungUp, Wire
-from shoal_server.parameters.service.bulk_connection import Calls, Connection
+from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+from shoal_server.parameters.service.bulk_connection import BulkServerConnection, BulkServices
 from shoal_server.parameters.shard.memory import Memory
 
 log = structlog.get_logger(__name__)
@@ -26,10 +26,10 @@ MAX_CONNECTIONS = 4096
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
-class Listener:
+class BulkListener:
     """Takes connections from clients that show a key which `offers` gave."""
 
-    def __init__(self, calls: Calls, offers: Offers, memory: Memory) -> None:
+    def __init__(self, calls: BulkServices, offers: Offers, memory: Memory) -> None:
         self._calls = calls
         self._offers = offers
         self._memory = memory
@@ -81,7 +81,7 @@ class Listener:
         with connected, ExitStack() as stack:
             connected.setblocking(False)
             is_local = connected.family == socket.AF_UNIX
-            wire = Wire(connected)
+            wire = FrameConnection(connected)
             try:
                 if not is_local:
                     _tune(connected)
@@ -93,9 +93,9 @@ class Listener:
                 log.warning("bulk_connection_refused", reason=repr(error))
                 return
             is_peer = purpose is Purpose.REPLICATION
-            await Connection(wire, self._calls, arena, is_peer=is_peer).serve()
+            await BulkServerConnection(wire, self._calls, arena, is_peer=is_peer).serve()
 
-    async def _greeted(self, wire: Wire) -> tuple[int, Purpose]:
+    async def _greeted(self, wire: FrameConnection) -> tuple[int, Purpose]:
         """How much memory the other end would share, and what for. Raises MalformedMessage."""
         frame = await wire.next_frame()
         purpose = self._offers.redeem(bytes(frame.body)) if frame.kind is Kind.HELLO else None
@@ -107,10 +107,10 @@ class Listener:
             )
         return min(frame.at, MAX_ARENA_BYTES), purpose
 
-    def _arena(self, num_bytes: int, stack: ExitStack) -> Arena | None:
+    def _arena(self, num_bytes: int, stack: ExitStack) -> SharedArena | None:
         try:
             claim = self._memory.reserve(num_bytes, "memory shared with a client")
-            arena = Arena(num_bytes)
+            arena = SharedArena(num_bytes)
         except (Overloaded, OSError) as error:
             log.warning("no_shared_memory", num_bytes=num_bytes, reason=str(error))
             return None
@@ -118,7 +118,7 @@ class Listener:
         return arena
 
 
-async def _welcome(wire: Wire, arena: Arena | None) -> None:
+async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
     """Answer the hello; the descriptor of the shared memory goes with it."""
     if arena is None:
         await wire.send(bulk.header(Kind.HELLO))
@@ -171,4 +171,4 @@ def _tune(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-__all__ = ["Listener"]
+__all__ = ["BulkListener"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.parameters_pb2 import CopyState, DescribeReply, PushOutcome
 from shoal_proto.v1.parameters_pb2 import ShardState as ShardFigures
-from shoal_server.core.shards.assignments import Holding
-from shoal_server.parameters.shard.dense import LiveShard
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.tables.shard import TableShard
 
 MAX_JOBS = 1024
@@ -23,7 +23,7 @@ class Refusals:
     partial: int = 0
 
 
-class Tally:
+class PushTally:
     """Counts refusals by job; of the newest 1024 jobs."""
 
     def __init__(self) -> None:
@@ -48,31 +48,35 @@ class Tally:
                 reply.partial_pushes += refusals.partial
 
 
-def add_shard(reply: DescribeReply, held: Held, holding: Holding | None) -> None:
+def add_shard(
+    reply: DescribeReply, replica: ShardReplica, assignment: ShardAssignment | None
+) -> None:
     """Describe one shard, or count it where this server has a copy only."""
-    reply.memory_bytes += held.state.memory_bytes
-    if held.role is not Role.PRIMARY:
+    reply.memory_bytes += replica.state.memory_bytes
+    if replica.role is not Role.PRIMARY:
         reply.num_copies += 1
         return
-    if isinstance(held.state, LiveShard | TableShard):
-        figures = held.state.describe(held.job)
-        _add_copies(figures, held, holding)
+    if isinstance(replica.state, DenseShard | TableShard):
+        figures = replica.state.describe(replica.job)
+        _add_copies(figures, replica, assignment)
         reply.shards.append(figures)
 
 
-def _add_copies(figures: ShardFigures, held: Held, holding: Holding | None) -> None:
-    figures.epoch = held.epoch
-    figures.unreplicated_bytes = held.unreplicated_bytes
-    figures.pushed_bytes = held.pushed_bytes
-    for holder in holding.holders[1:] if holding is not None else ():
+def _add_copies(
+    figures: ShardFigures, replica: ShardReplica, assignment: ShardAssignment | None
+) -> None:
+    figures.epoch = replica.epoch
+    figures.unreplicated_bytes = replica.unreplicated_bytes
+    figures.pushed_bytes = replica.pushed_bytes
+    for holder in assignment.holders[1:] if assignment is not None else ():
         figures.copies.append(
             CopyState(
                 server_id=holder.server_id,
                 # It may have more by now than when the shard was described.
-                version=min(held.receipts.version_of(holder), figures.version),
-                joining=holding is not None and holder == holding.joining,
+                version=min(replica.receipts.version_of(holder), figures.version),
+                joining=assignment is not None and holder == assignment.joining,
             )
         )
 
 
-__all__ = ["Tally", "add_shard"]
+__all__ = ["PushTally", "add_shard"]

@@ -10,27 +10,27 @@ from shoal_proto import pieces
 from shoal_proto.v1 import parameters_pb2 as pb
 from shoal_proto.v1.replication_pb2 import IdentifyRequest, OpenFollowRequest
 from shoal_server.parameters.replication import frames
-from shoal_server.parameters.replication.replication_servicer import Follower
-from shoal_server.parameters.service.parameters_servicer import Servicer
+from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
+from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 
 PARAMETERS, REPLICATION = "shoal.v1.Parameters", "shoal.v1.Replication"
 
 
-def add_replication(follower: Follower, server: grpc.aio.Server) -> None:
+def add_replication(replication: ReplicationServicer, server: grpc.aio.Server) -> None:
     """Have the server answer the calls of the Replication service."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Follow": grpc.stream_stream_rpc_method_handler(
-            follower.Follow,
+            replication.Follow,
             request_deserializer=frames.DECODER,
             response_serializer=_serialize,
         ),
         "OpenBulk": grpc.unary_unary_rpc_method_handler(
-            follower.OpenBulk,
+            replication.OpenBulk,
             request_deserializer=OpenFollowRequest.FromString,
             response_serializer=_serialize,
         ),
         "Identify": grpc.unary_unary_rpc_method_handler(
-            follower.Identify,
+            replication.Identify,
             request_deserializer=IdentifyRequest.FromString,
             response_serializer=_serialize,
         ),
@@ -38,7 +38,7 @@ def add_replication(follower: Follower, server: grpc.aio.Server) -> None:
     _register(server, REPLICATION, handlers)
 
 
-def add_parameters(servicer: Servicer, server: grpc.aio.Server) -> None:
+def add_parameters(servicer: ParametersServicer, server: grpc.aio.Server) -> None:
     """Have the server answer the calls of the Parameters service."""
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Create": grpc.stream_unary_rpc_method_handler(

@@ -21,10 +21,10 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardVersion,
 )
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.chunk_assembler import Inflow, Reservation
-from shoal_server.parameters.shard.dense import LiveShard, Push, Values
-from shoal_server.parameters.shard.replica import Held
-from shoal_server.parameters.shard.reply_writer import Outlet, Writer
+from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler, Reservation
+from shoal_server.parameters.shard.dense import DenseShard, Push, Values
+from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
 from shoal_server.parameters.shard.step_scope import Scope
 from shoal_server.parameters.shard.workers import Runner
 
@@ -35,15 +35,15 @@ MAX_PENDING_SHARDS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Part:
+class _DensePushPart:
     item: PushItem
-    held: Held
-    shard: LiveShard
-    inflow: Inflow
+    replica: ShardReplica
+    shard: DenseShard
+    assembler: ChunkAssembler
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Answer:
+class _ShardAnswer:
     outcome: PushOutcome
     values: Values | None = None
 
@@ -58,7 +58,7 @@ class IncomingPush:
         session: str,
         is_live: Callable[[str], bool],
         run: Runner,
-        outlet: Outlet,
+        reply_writer: ReplyWriter,
     ) -> None:
         _check(header)
         self._scope = Scope.of(header.all_shard_ids)
@@ -66,12 +66,12 @@ class IncomingPush:
         self._session = session
         self._is_live = is_live
         self._run = run
-        self._outlet = outlet
-        self._parts: dict[int, _Part] = {}
-        self._whole: _Part | None = None
+        self._reply_writer = reply_writer
+        self._parts: dict[int, _DensePushPart] = {}
+        self._whole: _DensePushPart | None = None
         self._refused: set[int] = set()
         self._is_durable = header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE
-        self._pending: deque[tuple[int, Awaitable[_Answer]]] = deque()
+        self._pending: deque[tuple[int, Awaitable[_ShardAnswer]]] = deque()
         self._changed = asyncio.Event()
         self._is_over = False
 
@@ -88,18 +88,18 @@ class IncomingPush:
             except ShoalError as error:
                 self._refuse(item.shard_id, error)
                 continue
-            if part.inflow.is_complete:
+            if part.assembler.is_complete:
                 self._start(part)
             else:
                 self._parts[item.shard_id] = part
 
-    def _expect(self, item: PushItem, held: Held | ShoalError) -> _Part:
-        if isinstance(held, ShoalError):
-            raise held
-        held.check_room()
+    def _expect(self, item: PushItem, replica: ShardReplica | ShoalError) -> _DensePushPart:
+        if isinstance(replica, ShoalError):
+            raise replica
+        replica.check_room()
         if self._is_durable:
-            held.check_durable()
-        shard = dense(held)
+            replica.check_durable()
+        shard = dense(replica)
         group = shard.spec.group
         if self._header.lr and group >= len(self._header.lr):
             raise InvalidSpec(
@@ -107,8 +107,8 @@ class IncomingPush:
                 seen=f"{len(self._header.lr)} learning rates",
                 expected=f"one for group {group} too",
             )
-        inflow = Inflow(shard.spec, item.absent_blocks, with_base=shard.needs_base)
-        return _Part(item=item, held=held, shard=shard, inflow=inflow)
+        assembler = ChunkAssembler(shard.spec, item.absent_blocks, with_base=shard.needs_base)
+        return _DensePushPart(item=item, replica=replica, shard=shard, assembler=assembler)
 
     def take(self, piece: AnyPiece, reservation: Reservation) -> None:
         """Add a piece. A shard is applied once a piece of another one, or the end, has come: only
@@ -122,14 +122,14 @@ class IncomingPush:
                 raise not_expected(piece.shard_id, self._parts)
             return
         try:
-            reservation.reserve(piece.shard_id, part.inflow.expected_bytes)
-            part.inflow.take(piece)
+            reservation.reserve(piece.shard_id, part.assembler.expected_bytes)
+            part.assembler.take(piece)
         except ShoalError as error:
             self._parts.pop(piece.shard_id, None)
             self._whole = None
             self._refuse(piece.shard_id, error)
             return
-        if part.inflow.is_complete:
+        if part.assembler.is_complete:
             self._whole = self._parts.pop(piece.shard_id)
 
     def end(self) -> None:
@@ -138,7 +138,7 @@ class IncomingPush:
             self._start(self._whole)
             self._whole = None
         for shard_id, part in self._parts.items():
-            self._refuse(shard_id, part.inflow.truncated())
+            self._refuse(shard_id, part.assembler.truncated())
 
     async def await_room(self) -> None:
         """Return once no more shards are pending than may be: only then take more in."""
@@ -168,29 +168,31 @@ class IncomingPush:
         self._is_over = True
         self._changed.set()
 
-    def _start(self, part: _Part) -> None:
+    def _start(self, part: _DensePushPart) -> None:
         writer = None
         if self._header.return_values:
-            writer = self._outlet.writer(part.item.shard_id, part.shard.num_bytes)
+            writer = self._reply_writer.writer(part.item.shard_id, part.shard.num_bytes)
         work = partial(self._apply, part, writer)
         applied = asyncio.ensure_future(self._run(part.shard.num_bytes, work))
         # Whether to wait for a backup is decided behind the push: one may have come meanwhile.
-        waits = part.held.receipts.safe_version is not None or self._is_durable
+        waits = part.replica.receipts.safe_version is not None or self._is_durable
         if not applied.done() or waits:
-            applied = asyncio.ensure_future(self._once_safe(part.held, applied))
+            applied = asyncio.ensure_future(self._once_safe(part.replica, applied))
         self._add(part.item.shard_id, applied)
 
-    async def _once_safe(self, held: Held, applied: Awaitable[_Answer]) -> _Answer:
+    async def _once_safe(
+        self, replica: ShardReplica, applied: Awaitable[_ShardAnswer]
+    ) -> _ShardAnswer:
         """The answer, once every backup, and the disk if it is asked for, has what it tells of."""
         answer = await applied
         told = max(answer.outcome.version, answer.values.version if answer.values else 0)
         try:
-            await held.wait_acknowledged(told, self._header.acknowledgement)
+            await replica.wait_acknowledged(told, self._header.acknowledgement)
         except ShoalError as error:
-            return _refusal(held.shard_id, error)
+            return _refusal(replica.shard_id, error)
         return answer
 
-    def _apply(self, part: _Part, writer: Writer | None) -> _Answer:
+    def _apply(self, part: _DensePushPart, writer: CopyOut | None) -> _ShardAnswer:
         item, group = part.item, part.shard.spec.group
         push = Push(
             session=self._session,
@@ -199,12 +201,12 @@ class IncomingPush:
             base_version=item.base_version,
             base_epoch=item.base_epoch,
             lr=self._header.lr[group] if self._header.lr else None,
-            blocks=part.inflow.blocks,
-            gradient=part.inflow.join(),
-            is_borrowed=part.inflow.is_borrowed,
+            blocks=part.assembler.blocks,
+            gradient=part.assembler.join(),
+            is_borrowed=part.assembler.is_borrowed,
             scope=self._scope,
         )
-        part.held.before_push()
+        part.replica.before_push()
         try:
             outcome, duplicate, values = part.shard.push(push, self._is_live, writer=writer)
         except ShoalError as error:
@@ -218,9 +220,9 @@ class IncomingPush:
             staleness=outcome.staleness,
             duplicate=duplicate,
         )
-        return _Answer(outcome=message, values=values)
+        return _ShardAnswer(outcome=message, values=values)
 
-    def _with_route(self, answer: _Answer) -> _Answer:
+    def _with_route(self, answer: _ShardAnswer) -> _ShardAnswer:
         """The shard may have gone elsewhere while its gradient came in."""
         if not answer.outcome.HasField("error"):
             return answer
@@ -231,24 +233,24 @@ class IncomingPush:
 
     def _refuse(self, shard_id: int, error: ShoalError) -> None:
         self._refused.add(shard_id)
-        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[_ShardAnswer] = asyncio.get_running_loop().create_future()
         answer.set_result(_refusal(shard_id, error))
         self._add(shard_id, answer)
 
-    def _add(self, shard_id: int, answer: Awaitable[_Answer]) -> None:
+    def _add(self, shard_id: int, answer: Awaitable[_ShardAnswer]) -> None:
         self._pending.append((shard_id, answer))
         self._changed.set()
 
 
-def dense(held: Held) -> LiveShard:
+def dense(replica: ShardReplica) -> DenseShard:
     """The state of a shard of parameters. Raises MalformedMessage for one of a table."""
-    if not isinstance(held.state, LiveShard):
+    if not isinstance(replica.state, DenseShard):
         raise MalformedMessage(
-            f"shard {held.shard_id} of job {held.job} is part of a table",
+            f"shard {replica.shard_id} of job {replica.job} is part of a table",
             seen="a call of the Parameters service",
             expected="one of the Tables service",
         )
-    return held.state
+    return replica.state
 
 
 def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
@@ -261,7 +263,7 @@ def not_expected(shard_id: int, expected: Mapping[int, object]) -> ShoalError:
     )
 
 
-def _messages(answer: _Answer) -> Iterator[PushReply | bytes]:
+def _messages(answer: _ShardAnswer) -> Iterator[PushReply | bytes]:
     yield PushReply(outcome=answer.outcome)
     if answer.values is None:
         return
@@ -274,8 +276,8 @@ def _messages(answer: _Answer) -> Iterator[PushReply | bytes]:
     yield from answer.values.messages
 
 
-def _refusal(shard_id: int, error: ShoalError) -> _Answer:
-    return _Answer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
+def _refusal(shard_id: int, error: ShoalError) -> _ShardAnswer:
+    return _ShardAnswer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
 
 
 def _check(header: PushHeader) -> None:

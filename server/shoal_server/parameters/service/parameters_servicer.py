@@ -34,18 +34,23 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.optimizers import check_spec
-from shoal_server.parameters.replication.shard_replicas import Custody
-from shoal_server.parameters.service.description import Tally, add_shard
+from shoal_server.parameters.replication.shard_replicas import ShardReplicas
+from shoal_server.parameters.service.description import PushTally, add_shard
 from shoal_server.parameters.service.headers import no_header
 from shoal_server.parameters.service.incoming_push import IncomingPush, dense, not_expected
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.chunk_assembler import Budget, Inflow, Reservation, shard_bytes
-from shoal_server.parameters.shard.dense import LiveShard, Values
-from shoal_server.parameters.shard.memory import Claim, Memory
-from shoal_server.parameters.shard.replica import Held, Role
-from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, Outlet
+from shoal_server.parameters.shard.chunk_assembler import (
+    Budget,
+    ChunkAssembler,
+    Reservation,
+    shard_bytes,
+)
+from shoal_server.parameters.shard.dense import DenseShard, Values
+from shoal_server.parameters.shard.memory import Memory, MemoryClaim
+from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
 from shoal_server.parameters.shard.workers import Runner
-from shoal_server.parameters.snapshot.barriers import Cuts
+from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.serving.rpc import Context
 
 MAX_WAIT_S = 60.0
@@ -53,28 +58,28 @@ FORMING_S = 10.0
 """How long a call that creates waits for the first backup to have the values."""
 
 
-class Servicer:
+class ParametersServicer:
     def __init__(
         self,
         *,
         catalog: Catalog,
-        custody: Custody,
+        replicas: ShardReplicas,
         fence: Fence,
-        cuts: Cuts,
+        barriers: SnapshotBarriers,
         run: Runner,
         budget: Budget,
         memory: Memory,
         offers: Offers,
     ) -> None:
         self._catalog = catalog
-        self._custody = custody
+        self._replicas = replicas
         self._fence = fence
-        self._cuts = cuts
+        self._barriers = barriers
         self._run = run
         self._budget = budget
         self._memory = memory
         self._offers = offers
-        self._tally = Tally()
+        self._tally = PushTally()
 
     async def Create(
         self, requests: AsyncIterator[CreateRequest | OnlyPiece], context: Context
@@ -86,17 +91,17 @@ class Servicer:
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
         # What is created must be led as the record says from the start: a watch may be behind.
-        await self._custody.refresh(header.token.job)
+        await self._replicas.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with self._claim(header) as claim, Reservation(self._budget) as reservation:
             created = await self._receive(header, requests, reservation, claim)
         return CreateReply(created=created)
 
-    def _claim(self, header: CreateHeader) -> Claim:
+    def _claim(self, header: CreateHeader) -> MemoryClaim:
         """Room for those of the shards that are not here yet. Raises Overloaded."""
         job = header.token.job
         new = [s for s in header.shards if self._catalog.find(job, s.shard_id) is None]
-        num_bytes = sum(LiveShard.bytes_to_make(shard, header.optimizer) for shard in new)
+        num_bytes = sum(DenseShard.bytes_to_make(shard, header.optimizer) for shard in new)
         return self._memory.reserve(num_bytes, f"{len(new)} new shards of job {job}")
 
     async def _receive(
@@ -104,34 +109,34 @@ class Servicer:
         header: CreateHeader,
         requests: AsyncIterator[CreateRequest | OnlyPiece],
         reservation: Reservation,
-        claim: Claim,
+        claim: MemoryClaim,
     ) -> list[int]:
         specs = {shard.shard_id: shard for shard in header.shards}
-        inflows = {shard.shard_id: Inflow(shard) for shard in header.shards}
+        inflows = {shard.shard_id: ChunkAssembler(shard) for shard in header.shards}
         created = []
         async for request in requests:
             shard_id = request.piece.shard_id
             if shard_id not in inflows:
                 raise not_expected(shard_id, inflows)
-            spec, inflow = specs[shard_id], inflows[shard_id]
+            spec, assembler = specs[shard_id], inflows[shard_id]
             reservation.reserve(shard_id, shard_bytes(spec))
-            inflow.take(request.piece)
-            if inflow.is_complete:
-                make = partial(_new_shard, spec, header, inflow)
+            assembler.take(request.piece)
+            if assembler.is_complete:
+                make = partial(_new_shard, spec, header, assembler)
                 shard = await self._run(shard_bytes(spec), make)
                 job = header.token.job
-                held = Held(job, shard, Role.PRIMARY, spec.epoch)
+                replica = ShardReplica(job, shard, Role.PRIMARY, spec.epoch)
                 # Once more: the shard may have gone elsewhere while its values came in.
-                self._catalog.check_new(job, spec, self._custody.holding(job, shard_id))
-                if self._catalog.add(held):
-                    self._custody.created(held)
+                self._catalog.check_new(job, spec, self._replicas.assignment(job, shard_id))
+                if self._catalog.add(replica):
+                    self._replicas.created(replica)
                     created.append(shard_id)
                     claim.became(shard.memory_bytes)
                 reservation.release(shard_id)
                 del inflows[shard_id]
         await self._catalog.notify()
-        for inflow in inflows.values():
-            raise inflow.truncated()
+        for assembler in inflows.values():
+            raise assembler.truncated()
         await self._catalog.wait_for(header.token.job, created, FORMING_S)
         return created
 
@@ -139,7 +144,7 @@ class Servicer:
         return self.pull(request, SHARD_DATA)
 
     async def pull(
-        self, request: PullRequest, outlet: Outlet
+        self, request: PullRequest, reply_writer: ReplyWriter
     ) -> AsyncGenerator[ShardData | bytes, None]:
         """The shards, as of one version each, by that way back."""
         await self._fence.check(request.token)
@@ -151,16 +156,16 @@ class Servicer:
         for error in errors:
             raise routes.gather(error, errors)
         reads = [
-            (held, item.known_version)
-            for item, held in zip(request.shards, found, strict=True)
-            if isinstance(held, Held)
+            (replica, item.known_version)
+            for item, replica in zip(request.shards, found, strict=True)
+            if isinstance(replica, ShardReplica)
         ]
-        async for held, values in self._read_ahead(reads, outlet):
+        async for replica, values in self._read_ahead(reads, reply_writer):
             # What a backup has not got yet may still vanish: nobody is to have seen it.
-            await held.receipts.wait_safe(values.version)
+            await replica.receipts.wait_safe(values.version)
             yield ShardData(
                 version=ShardVersion(
-                    shard_id=held.shard_id,
+                    shard_id=replica.shard_id,
                     version=values.version,
                     num_bytes=values.num_bytes,
                 )
@@ -169,21 +174,21 @@ class Servicer:
                 yield message
 
     async def _read_ahead(
-        self, reads: Iterable[tuple[Held, int]], outlet: Outlet
-    ) -> AsyncIterator[tuple[Held, Values]]:
+        self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
+    ) -> AsyncIterator[tuple[ShardReplica, Values]]:
         """Each shard's values in order; one shard is read while the one before it goes out."""
-        pending: deque[tuple[Held, Awaitable[Values]]] = deque()
-        for held, known_version in reads:
-            shard = dense(held)
-            await outlet.await_room(held.shard_id)
-            writer = outlet.writer(held.shard_id, shard.num_bytes)
+        pending: deque[tuple[ShardReplica, Awaitable[Values]]] = deque()
+        for replica, known_version in reads:
+            shard = dense(replica)
+            await reply_writer.await_room(replica.shard_id)
+            writer = reply_writer.writer(replica.shard_id, shard.num_bytes)
             read = self._run(shard.num_bytes, partial(shard.read, known_version, writer))
-            pending.append((held, read))
+            pending.append((replica, read))
             if len(pending) == 2:
                 earlier, values = pending.popleft()
                 yield earlier, await values
-        for held, values in pending:
-            yield held, await values
+        for replica, values in pending:
+            yield replica, await values
 
     def Push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], context: Context
@@ -191,7 +196,7 @@ class Servicer:
         return self.push(requests, PUSH_REPLIES)
 
     async def push(
-        self, requests: AsyncIterator[PushRequest | OnlyPiece], outlet: Outlet
+        self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[PushReply | bytes, None]:
         """Apply a push as it comes in; the outcome of each shard, and its values by that way
         back."""
@@ -199,9 +204,9 @@ class Servicer:
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
         session = await self._fence.check(first.header.token)
-        push = IncomingPush(first.header, session, self._fence.is_live, self._run, outlet)
+        push = IncomingPush(first.header, session, self._fence.is_live, self._run, reply_writer)
         async with (
-            self._cuts.passing(
+            self._barriers.passing(
                 first.header.token.job,
                 session,
                 first.header.sequence,
@@ -236,17 +241,17 @@ class Servicer:
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
         self._memory.refresh()
         reply = DescribeReply(
-            server_id=self._custody.me.server_id,
+            server_id=self._replicas.me.server_id,
             unfinished_bytes=self._budget.held_bytes,
             held_bytes=self._memory.held_bytes,
             memory_limit_bytes=self._memory.limit_bytes,
             full_peers=[
                 FullPeer(server_id=holder.server_id, reason=reason)
-                for holder, reason in self._custody.full_peers.items()
+                for holder, reason in self._replicas.full_peers.items()
             ],
         )
-        for held in self._catalog.shards(request.job):
-            add_shard(reply, held, self._custody.holding(held.job, held.shard_id))
+        for replica in self._catalog.shards(request.job):
+            add_shard(reply, replica, self._replicas.assignment(replica.job, replica.shard_id))
         self._tally.fill(reply, request.job)
         return reply
 
@@ -256,7 +261,7 @@ class Servicer:
 
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
         await self._fence.check(request.token)
-        return DropReply(dropped=await self._custody.empty_job(request.token.job))
+        return DropReply(dropped=await self._replicas.empty_job(request.token.job))
 
 
 async def _take_all(
@@ -271,5 +276,5 @@ async def _take_all(
         push.close()
 
 
-def _new_shard(spec: Shard, header: CreateHeader, inflow: Inflow) -> LiveShard:
-    return LiveShard(spec, header.optimizer, bytearray(inflow.join()))
+def _new_shard(spec: Shard, header: CreateHeader, assembler: ChunkAssembler) -> DenseShard:
+    return DenseShard(spec, header.optimizer, bytearray(assembler.join()))

@@ -12,14 +12,14 @@ from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, Wro
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
 from shoal_server.core.names import NAME_RULE, is_name
-from shoal_server.parameters.replication.shard_replicas import Custody
+from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import ShardState
-from shoal_server.parameters.shard.memory import Claim, Memory
-from shoal_server.parameters.shard.replica import Held, Role
-from shoal_server.parameters.snapshot.barriers import Cuts
+from shoal_server.parameters.shard.memory import Memory, MemoryClaim
+from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
 from shoal_server.parameters.tables import restore
 from shoal_server.serving.rpc import Context
@@ -40,23 +40,23 @@ FORMING_S = 10.0
 """How long a load waits for backups to have the shards."""
 
 
-class ShardSnapshots(ShardSnapshotsServicer):
+class SnapshotsServicer(ShardSnapshotsServicer):
     """`pool` is for storage alone: it may be slow."""
 
     def __init__(
         self,
         *,
         catalog: Catalog,
-        custody: Custody,
-        cuts: Cuts,
+        replicas: ShardReplicas,
+        barriers: SnapshotBarriers,
         maker: TableMaker,
         memory: Memory,
         pool: Executor,
         read_roots: Callable[[], Awaitable[Sequence[str]]],
     ) -> None:
         self._catalog = catalog
-        self._custody = custody
-        self._cuts = cuts
+        self._replicas = replicas
+        self._barriers = barriers
         self._maker = maker
         self._memory = memory
         self._pool = pool
@@ -70,11 +70,11 @@ class ShardSnapshots(ShardSnapshotsServicer):
                 expected=f"above 0, at most {MAX_LIMIT_S:g} s",
             )
         await self._maker.make_all(request.job)
-        begun = self._cuts.close(request.job, request.cut_id, request.limit_s)
+        begun = self._barriers.close(request.job, request.cut_id, request.limit_s)
         return pb.CloseReply(begun=messages.of_begun(begun))
 
     async def Freeze(self, request: pb.FreezeRequest, context: Context) -> pb.FreezeReply:
-        stamps, torn = await self._cuts.freeze(
+        stamps, torn = await self._barriers.freeze(
             request.job,
             request.cut_id,
             messages.to_begun(request.begun),
@@ -82,7 +82,7 @@ class ShardSnapshots(ShardSnapshotsServicer):
             take_torn=request.take_torn,
         )
         known = [Stamp(each.shard_id, each.epoch, each.version) for each in request.known]
-        self._cuts.keep_only(request.job, request.cut_id, known, WRITE_WITHIN_S)
+        self._barriers.keep_only(request.job, request.cut_id, known, WRITE_WITHIN_S)
         return pb.FreezeReply(
             shards=[
                 pb.ShardStamp(shard_id=s.shard_id, epoch=s.epoch, version=s.version) for s in stamps
@@ -95,23 +95,23 @@ class ShardSnapshots(ShardSnapshotsServicer):
             _check_cut(request)
             library = await self._library(request.url, request.job)
             files = []
-            for image in self._cuts.taken(request.job, request.cut_id):
+            for image in self._barriers.taken(request.job, request.cut_id):
                 await image.take_in_turn(lambda _, take: self._in_pool(take))
                 part = await self._in_pool(partial(_write, library, request, image))
                 files.append(messages.of_part(part))
             return pb.WriteReply(files=files)
         finally:
-            self._cuts.abort(request.job, request.cut_id, "it was written, or could not be")
+            self._barriers.abort(request.job, request.cut_id, "it was written, or could not be")
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
-        self._cuts.abort(request.job, request.cut_id, "the coordinator gave it up")
+        self._barriers.abort(request.job, request.cut_id, "the coordinator gave it up")
         return pb.AbortReply()
 
     async def Load(self, request: pb.LoadRequest, context: Context) -> pb.LoadReply:
         job = request.job
         parts = [messages.to_part(file) for file in request.files]
         # The record names this server before it is asked to load.
-        await self._custody.begin_anew(job)
+        await self._replicas.begin_anew(job)
         epochs = {part.shard_id: self._epoch_to_lead(job, part.shard_id) for part in parts}
         library = await self._library(request.url, job)
         with self._claim(job, parts) as claim:
@@ -125,26 +125,28 @@ class ShardSnapshots(ShardSnapshotsServicer):
         log.info("shards_loaded", job=job, num_shards=len(parts), url=request.url)
         return pb.LoadReply(shard_ids=sorted(epochs))
 
-    def _claim(self, job: str, parts: Sequence[Part]) -> Claim:
+    def _claim(self, job: str, parts: Sequence[Part]) -> MemoryClaim:
         """Room for what is to be loaded in place of what is here. Raises Overloaded."""
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
     def _bytes_of(self, job: str, part: Part) -> int:
-        held = self._catalog.find(job, part.shard_id)
-        return 0 if held is None else held.state.memory_bytes
+        replica = self._catalog.find(job, part.shard_id)
+        return 0 if replica is None else replica.state.memory_bytes
 
     def _epoch_to_lead(self, job: str, shard_id: int) -> int:
-        holding = self._custody.holding(job, shard_id)
-        me = self._custody.me
-        if holding is None or holding.primary != me:
+        assignment = self._replicas.assignment(job, shard_id)
+        me = self._replicas.me
+        if assignment is None or assignment.primary != me:
             raise WrongEpoch(
                 f"shard {shard_id} of job {job} is not this server's to load",
                 seen=f"server {me.server_id}",
-                expected="no record" if holding is None else f"server {holding.primary.server_id}",
+                expected="no record"
+                if assignment is None
+                else f"server {assignment.primary.server_id}",
                 fix="Restore again.",
             )
-        return holding.epoch
+        return assignment.epoch
 
     def _lead(self, job: str, state: ShardState, epoch: int) -> None:
         """Take a shard over, in the place of what a member may have created meanwhile."""
@@ -153,9 +155,9 @@ class ShardSnapshots(ShardSnapshotsServicer):
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
             )
         state.enter_epoch(epoch)
-        held = Held(job, state, Role.PRIMARY, epoch)
-        self._custody.adopt(held)
-        self._custody.created(held)
+        replica = ShardReplica(job, state, Role.PRIMARY, epoch)
+        self._replicas.adopt(replica)
+        self._replicas.created(replica)
 
     async def _library(self, url: str, job: str) -> Library:
         roots = Roots(await self._read_roots())
@@ -208,4 +210,4 @@ def _read(library: Library, part: Part) -> ShardState:
         ) from error
 
 
-__all__ = ["ShardSnapshots"]
+__all__ = ["SnapshotsServicer"]

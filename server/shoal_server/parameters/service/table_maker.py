@@ -10,11 +10,11 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.core.shards.assignments import ShardContent
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import shard_map
-from shoal_server.parameters.replication.shard_replicas import Custody
-from shoal_server.parameters.service.table_parts import Part
+from shoal_server.parameters.replication.shard_replicas import ShardReplicas
+from shoal_server.parameters.service.table_parts import TablePushPart
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.tables.shard import TableShard
 
 log = structlog.get_logger(__name__)
@@ -27,16 +27,16 @@ class TableMaker:
     """Lives on the event loop."""
 
     def __init__(
-        self, store: KeyValueStore, catalog: Catalog, custody: Custody, memory: Memory
+        self, store: KeyValueStore, catalog: Catalog, replicas: ShardReplicas, memory: Memory
     ) -> None:
         self._store = store
         self._catalog = catalog
-        self._custody = custody
+        self._replicas = replicas
         self._memory = memory
 
     async def look_up(
         self, job: str, wanted: Iterable[tuple[int, int]]
-    ) -> list[tuple[Held, TableShard] | ShoalError]:
+    ) -> list[tuple[ShardReplica, TableShard] | ShoalError]:
         """For each (shard id, epoch) the shard that this server leads, made now if it never was, or
         the error that explains why it is not to be had."""
         items = list(wanted)
@@ -48,20 +48,20 @@ class TableMaker:
         ]
         if missing:
             await self._make(job)
-        found: list[tuple[Held, TableShard] | ShoalError] = []
-        for held in await self._catalog.look_up(job, items):
-            if isinstance(held, ShoalError):
-                found.append(held)
-            elif isinstance(held.state, TableShard):
-                found.append((held, held.state))
+        found: list[tuple[ShardReplica, TableShard] | ShoalError] = []
+        for replica in await self._catalog.look_up(job, items):
+            if isinstance(replica, ShoalError):
+                found.append(replica)
+            elif isinstance(replica.state, TableShard):
+                found.append((replica, replica.state))
             else:
-                found.append(_dense(held))
+                found.append(_dense(replica))
         return found
 
-    def with_route(self, error: ShoalError, part: Part) -> ShoalError:
+    def with_route(self, error: ShoalError, part: TablePushPart) -> ShoalError:
         """A refusal of a shard, with the way to where it is led now; see `Catalog`."""
         item = part.item
-        return self._catalog.with_route(error, part.held.job, item.shard_id, item.epoch)
+        return self._catalog.with_route(error, part.replica.job, item.shard_id, item.epoch)
 
     async def make_all(self, job: str) -> None:
         """Make all that this server leads and nobody ever had: a snapshot has every shard."""
@@ -70,19 +70,19 @@ class TableMaker:
     async def _make(self, job: str) -> None:
         """Make all of the job's tables that this server leads and nobody ever had."""
         # What is made must be led as the record says from the start: a watch may be behind.
-        await self._custody.refresh(job)
+        await self._replicas.refresh(job)
         layout = await shard_map.read(self._store, job)
         if layout is None:
             return
         new = []
         for spec in layout.shards:
-            holding = self._custody.holding(job, spec.shard_id)
-            if not spec.table or holding is None or holding.primary != self._custody.me:
+            assignment = self._replicas.assignment(job, spec.shard_id)
+            if not spec.table or assignment is None or assignment.primary != self._replicas.me:
                 continue
-            is_new = holding.content is ShardContent.NONE
+            is_new = assignment.content is ShardContent.NONE
             if is_new and self._catalog.find(job, spec.shard_id) is None:
-                shard = _new(spec, layout, holding.epoch)
-                new.append(Held(job, shard, Role.PRIMARY, holding.epoch))
+                shard = _new(spec, layout, assignment.epoch)
+                new.append(ShardReplica(job, shard, Role.PRIMARY, assignment.epoch))
         made = self._register(job, new) if new else []
         if made:
             log.info("table_shards_made", job=job, num_shards=len(made))
@@ -90,24 +90,24 @@ class TableMaker:
             await self._catalog.wait_for(job, made, FORMING_S)
             await self._wait_on_disk(job, made)
 
-    def _register(self, job: str, new: Sequence[Held]) -> list[int]:
+    def _register(self, job: str, new: Sequence[ShardReplica]) -> list[int]:
         """Lead new shards; their ids. Raises Overloaded, and then leads none of them."""
-        num_bytes = sum(held.state.memory_bytes for held in new)
+        num_bytes = sum(replica.state.memory_bytes for replica in new)
         with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
-            for held in new:
-                self._catalog.add(held)
-                self._custody.created(held)
-                claim.became(held.state.memory_bytes)
-        return [held.shard_id for held in new]
+            for replica in new:
+                self._catalog.add(replica)
+                self._replicas.created(replica)
+                claim.became(replica.state.memory_bytes)
+        return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
         """Have shards in the journal, where there is one, before anybody trains them: one that is
         on no disk would be told to be lost after all servers died, though nobody pushed to it."""
-        for held in map(partial(self._catalog.find, job), made):
-            if held is None:
+        for replica in map(partial(self._catalog.find, job), made):
+            if replica is None:
                 continue
             try:
-                await held.disk.wait_safe(held.state.version)
+                await replica.disk.wait_safe(replica.state.version)
             except ShoalError as error:
                 log.warning("table_shard_not_on_disk", job=job, why=str(error))
 
@@ -120,9 +120,9 @@ def _new(spec: Shard, layout: ShardMap, epoch: int) -> TableShard:
     return TableShard(first, table)
 
 
-def _dense(held: Held) -> MalformedMessage:
+def _dense(replica: ShardReplica) -> MalformedMessage:
     return MalformedMessage(
-        f"shard {held.shard_id} of job {held.job} is not part of a table",
+        f"shard {replica.shard_id} of job {replica.job} is not part of a table",
         seen="a call of the Tables service",
         expected="one of the Parameters service",
     )

@@ -17,7 +17,7 @@ from shoal_proto.v1.tables_pb2 import (
     TablePushItem,
     TablePushOutcome,
 )
-from shoal_server.parameters.shard.replica import Held
+from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import Scope
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
@@ -28,11 +28,11 @@ MAX_PUSH_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(kw_only=True)
-class Part:
+class TablePushPart:
     """One shard's part of a push."""
 
     item: TablePushItem
-    held: Held
+    replica: ShardReplica
     shard: TableShard
     _ids: list[bytes] = field(default_factory=list)
     _births: list[bytes] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Part:
 
     def __post_init__(self) -> None:
         """Raises Overloaded or InvalidSpec for a push that is not to be taken in at all."""
-        self.held.check_room()
+        self.replica.check_room()
         if self.num_bytes > MAX_PUSH_BYTES:
             raise InvalidSpec(
                 f"a push names too many rows of shard {self.item.shard_id}",

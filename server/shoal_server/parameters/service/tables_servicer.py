@@ -29,13 +29,13 @@ from shoal_proto.v1.tables_pb2_grpc import TablesServicer as Base
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.service.headers import no_header
 from shoal_server.parameters.service.table_maker import TableMaker
-from shoal_server.parameters.service.table_parts import Part, answer, checked, refusal
+from shoal_server.parameters.service.table_parts import TablePushPart, answer, checked, refusal
 from shoal_server.parameters.shard.chunk_assembler import Budget, Reservation
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Held
+from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import TABLES, Scope
 from shoal_server.parameters.shard.workers import Runner
-from shoal_server.parameters.snapshot.barriers import Cuts
+from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
 from shoal_server.parameters.tables.shard import TableShard
@@ -57,14 +57,14 @@ class TablesServicer(Base):
         *,
         maker: TableMaker,
         fence: Fence,
-        cuts: Cuts,
+        barriers: SnapshotBarriers,
         run: Runner,
         budget: Budget,
         memory: Memory,
     ) -> None:
         self._maker = maker
         self._fence = fence
-        self._cuts = cuts
+        self._barriers = barriers
         self._run = run
         self._budget = budget
         self._memory = memory
@@ -100,12 +100,12 @@ class TablesServicer(Base):
         return reply
 
     async def _found(
-        self, rows: RowIds, held: Held, shard: TableShard, num_bytes: int
+        self, rows: RowIds, replica: ShardReplica, shard: TableShard, num_bytes: int
     ) -> FoundRows:
         look_up = partial(shard.look_up, rows.ids)
-        looked_up = await held.in_turn(self._run, num_bytes, look_up)
+        looked_up = await replica.in_turn(self._run, num_bytes, look_up)
         # What a backup has not got yet may still vanish: nobody is to have seen it.
-        await held.receipts.wait_safe(looked_up.version)
+        await replica.receipts.wait_safe(looked_up.version)
         return FoundRows(
             shard_id=rows.shard_id,
             epoch=rows.epoch,
@@ -127,7 +127,7 @@ class TablesServicer(Base):
         scope = checked(header)
         counted = session if header.with_parameters else TABLES + session
         touched = frozenset(header.all_shard_ids)
-        passing = self._cuts.passing(header.token.job, counted, header.sequence, touched)
+        passing = self._barriers.passing(header.token.job, counted, header.sequence, touched)
         pushed = self._pushed(_Sender(session, scope), first, requests)
         async with passing as passage, aclosing(pushed) as replies:
             async for reply in replies:
@@ -152,28 +152,28 @@ class TablesServicer(Base):
             yield push.reply()
 
     async def apply(
-        self, part: Part, header: TablePushHeader, sender: "_Sender"
+        self, part: TablePushPart, header: TablePushHeader, sender: "_Sender"
     ) -> TablePushOutcome:
         """Apply one shard's part; its answer, once what it tells of is as safe as was asked for."""
         push = part.push(sender.session, header.sequence, time.time(), sender.scope)
         self._memory.refresh()
         try:
-            num_bytes = part.num_bytes + part.held.copy_bytes
+            num_bytes = part.num_bytes + part.replica.copy_bytes
             num_bytes += part.shard.regrown_bytes(part.item.num_rows)
             work = partial(self._push, part, push)
-            outcome = await part.held.in_turn(self._run, num_bytes, work)
-            await part.held.wait_acknowledged(outcome.version, header.acknowledgement)
+            outcome = await part.replica.in_turn(self._run, num_bytes, work)
+            await part.replica.wait_acknowledged(outcome.version, header.acknowledgement)
         except ShoalError as error:
             return refusal(part.item.shard_id, self._maker.with_route(error, part))
         except Exception as error:
-            log.exception("table_push_failed", job=part.held.job, shard_id=part.item.shard_id)
+            log.exception("table_push_failed", job=part.replica.job, shard_id=part.item.shard_id)
             unnamed = InternalError("the push failed", seen=repr(error))
             return refusal(part.item.shard_id, unnamed)
         return answer(part.shard, outcome)
 
-    def _push(self, part: Part, push: TablePush) -> TableOutcome:
-        part.held.before_push()
-        what = f"more rows in shard {part.item.shard_id} of job {part.held.job}"
+    def _push(self, part: TablePushPart, push: TablePush) -> TableOutcome:
+        part.replica.before_push()
+        what = f"more rows in shard {part.item.shard_id} of job {part.replica.job}"
         return part.shard.push(push, self._fence.is_live, partial(self._memory.take, what=what))
 
 
@@ -199,7 +199,7 @@ class _IncomingPush:
         self._header = header
         self._sender = sender
         self._reservation = reservation
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, TablePushPart] = {}
         self._refused: set[int] = set()
         self._pending: deque[tuple[int, asyncio.Future[TablePushOutcome]]] = deque()
         self.answers: list[TablePushOutcome] = []
@@ -215,9 +215,9 @@ class _IncomingPush:
             try:
                 if isinstance(found, ShoalError):
                     raise found
-                part = Part(item=item, held=found[0], shard=found[1])
+                part = TablePushPart(item=item, replica=found[0], shard=found[1])
                 if self._header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE:
-                    part.held.check_durable()
+                    part.replica.check_durable()
             except ShoalError as error:
                 self._refuse(item.shard_id, error)
                 continue
@@ -271,7 +271,7 @@ class _IncomingPush:
         answers, self.answers = self.answers, []
         return TablePushReply(outcomes=answers)
 
-    def _start(self, part: Part) -> None:
+    def _start(self, part: TablePushPart) -> None:
         applied = self._servicer.apply(part, self._header, self._sender)
         self._pending.append((part.item.shard_id, asyncio.ensure_future(applied)))
 

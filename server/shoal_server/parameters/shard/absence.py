@@ -1,39 +1,43 @@
 """Why a server that is to lead a shard has nothing of it."""
 
 from shoal_proto.errors import ShardNotReady, ShoalError, StateLost
-from shoal_server.core.shards.assignments import Holding, ShardContent
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
-def why_absent(job: str, holding: Holding, *, is_kept: bool) -> ShoalError:
+def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
     """For a shard of which its primary holds nothing. `is_kept`: that server's journal has it.
 
     StateLost where it was trained and nobody is known to have it any more, else ShardNotReady.
     """
-    if holding.content is ShardContent.NONE:
-        return not_ready(job, holding.shard_id, "a worker that creates it")
-    if holding.content is ShardContent.LOADING:
-        return not_ready(job, holding.shard_id, "a snapshot that is being restored")
+    if assignment.content is ShardContent.NONE:
+        return not_ready(job, assignment.shard_id, "a worker that creates it")
+    if assignment.content is ShardContent.LOADING:
+        return not_ready(job, assignment.shard_id, "a snapshot that is being restored")
     if is_kept:
-        return not_ready(job, holding.shard_id, "its server, which reads it from its journal")
-    if holding.backups:
-        return not_ready(job, holding.shard_id, "one of its backups to lead it")
-    return _lost(job, holding)
+        return not_ready(job, assignment.shard_id, "its server, which reads it from its journal")
+    if assignment.backups:
+        return not_ready(job, assignment.shard_id, "one of its backups to lead it")
+    return _lost(job, assignment)
 
 
 def not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
     return ShardNotReady(f"shard {shard_id} of job {job} has no values yet", expected=expected)
 
 
-def _lost(job: str, holding: Holding) -> StateLost:
-    disk = f"start server {holding.on_disk} again with its journal, or " if holding.on_disk else ""
+def _lost(job: str, assignment: ShardAssignment) -> StateLost:
+    disk = (
+        f"start server {assignment.on_disk} again with its journal, or "
+        if assignment.on_disk
+        else ""
+    )
     return StateLost(
-        f"shard {holding.shard_id} of job {job} was lost with every server that had it",
-        seen=f"epoch {holding.epoch}, led by server {holding.primary.server_id}, which has nothing"
-        " of it",
+        f"shard {assignment.shard_id} of job {job} was lost with every server that had it",
+        seen=f"epoch {assignment.epoch}, led by server {assignment.primary.server_id},"
+        " which has nothing of it",
         expected="a server that has its values",
         fix=f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`."
         " It is not begun anew.",
-        details={"job": job, "shard": str(holding.shard_id), "epoch": str(holding.epoch)},
+        details={"job": job, "shard": str(assignment.shard_id), "epoch": str(assignment.epoch)},
     )
 
 

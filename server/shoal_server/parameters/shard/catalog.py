@@ -17,13 +17,13 @@ from shoal_proto.errors import (
 from shoal_proto.routes import Route
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.core.shards.assignments import Holder, Holding, ShardContent
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.shard.absence import not_ready, why_absent
-from shoal_server.parameters.shard.dense import LiveShard
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 log = structlog.get_logger(__name__)
 
@@ -48,42 +48,44 @@ class Catalog:
     def __init__(self, store: KeyValueStore, me: Holder) -> None:
         self._store = store
         self._me = me
-        self._shards: dict[str, dict[int, Held]] = {}
+        self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
         self.route: FindRoute = _no_route
         """Where a shard is led, or is about to be, as far as this server knows."""
         self.is_kept: Callable[[str, int], bool] = _never_kept
         """Whether this server's journal has a shard that is not led here."""
 
-    def find(self, job: str, shard_id: int) -> Held | None:
+    def find(self, job: str, shard_id: int) -> ShardReplica | None:
         return self._shards.get(job, {}).get(shard_id)
 
-    async def look_up(self, job: str, wanted: Sequence[tuple[int, int]]) -> list[Held | ShoalError]:
+    async def look_up(
+        self, job: str, wanted: Sequence[tuple[int, int]]
+    ) -> list[ShardReplica | ShoalError]:
         """For each (shard id, epoch) the shard that this server leads, or the error that explains
         why it is not to be had: WrongEpoch, ShardNotReady or UnknownShard.
 
         Waits for those that it is about to lead: who sends somebody here for them does so while
         they are handed over."""
         await self._wait_led(job, wanted)
-        found: list[Held | ShoalError] = []
+        found: list[ShardReplica | ShoalError] = []
         for shard_id, epoch in wanted:
-            held = self.find(job, shard_id)
-            if held is None or held.role is not Role.PRIMARY:
+            replica = self.find(job, shard_id)
+            if replica is None or replica.role is not Role.PRIMARY:
                 found.append(
                     self.redirect(job, shard_id, epoch) or await self._explain(job, shard_id)
                 )
-            elif held.epoch != epoch or held.is_handing_over:
-                found.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(held, epoch))
-            elif held.is_forming:
+            elif replica.epoch != epoch or replica.is_handing_over:
+                found.append(self.redirect(job, shard_id, epoch) or _wrong_epoch(replica, epoch))
+            elif replica.is_forming:
                 found.append(not_ready(job, shard_id, "a backup that has its values"))
             else:
-                found.append(held)
+                found.append(replica)
         return found
 
     async def _wait_led(self, job: str, wanted: Sequence[tuple[int, int]]) -> None:
         def is_expected(shard_id: int, epoch: int) -> bool:
-            held = self.find(job, shard_id)
-            return held is not None and held.role is Role.BACKUP and held.epoch < epoch
+            replica = self.find(job, shard_id)
+            return replica is not None and replica.role is Role.BACKUP and replica.epoch < epoch
 
         def none_expected() -> bool:
             return not any(is_expected(*each) for each in wanted)
@@ -126,8 +128,8 @@ class Catalog:
             route = self.route(job, shard_id)
             if route is not None and route.server_id != self._me.server_id:
                 return True
-            held = self.find(job, shard_id)
-            return held is not None and held.role is Role.PRIMARY and not held.is_forming
+            replica = self.find(job, shard_id)
+            return replica is not None and replica.role is Role.PRIMARY and not replica.is_forming
 
         def all_there() -> bool:
             return all(map(is_there, wanted))
@@ -147,16 +149,16 @@ class Catalog:
         record = await shard_map.read(self._store, job)
         entry = await records.read(self._store, job)
         mapped = {shard.shard_id: shard for shard in record.shards} if record else {}
-        holdings = {h.shard_id: h for h in entry.holdings.shards} if entry else {}
+        assignments = {h.shard_id: h for h in entry.assignments.shards} if entry else {}
         for shard in shards:
-            expected, holding = mapped.get(shard.shard_id), holdings.get(shard.shard_id)
-            if expected is None or holding is None:
+            expected, assignment = mapped.get(shard.shard_id), assignments.get(shard.shard_id)
+            if expected is None or assignment is None:
                 raise _unknown(job, shard.shard_id, record)
-            self.check_new(job, shard, holding)
+            self.check_new(job, shard, assignment)
             self._compare(shard, expected)
-            held = self.find(job, shard.shard_id)
-            known = held.state if held is not None else None
-            if isinstance(known, LiveShard) and known.optimizer_spec != optimizer:
+            replica = self.find(job, shard.shard_id)
+            known = replica.state if replica is not None else None
+            if isinstance(known, DenseShard) and known.optimizer_spec != optimizer:
                 raise ProposalConflict(
                     f"shard {shard.shard_id} of job {job} has another optimizer",
                     seen=_one_line(optimizer),
@@ -164,25 +166,25 @@ class Catalog:
                     fix="Give every worker the same optimizer and hyper-parameters.",
                 )
 
-    def check_new(self, job: str, shard: Shard, holding: Holding | None) -> None:
+    def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
         """Raise unless a shard may get its first values here now, or has got them: WrongEpoch, or
         ShardNotReady or StateLost where it had some already."""
-        if holding is None or holding.primary != self._me or shard.epoch != holding.epoch:
+        if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
                 f"shard {shard.shard_id} is mapped in another way",
                 seen=f"epoch {shard.epoch} at server {self._me.server_id}",
-                expected=f"epoch {holding.epoch} at server {holding.primary.server_id}"
-                if holding is not None
+                expected=f"epoch {assignment.epoch} at server {assignment.primary.server_id}"
+                if assignment is not None
                 else "no record of it",
                 fix="Fetch the shard map and retry.",
             )
-        is_new = holding.content is ShardContent.NONE
+        is_new = assignment.content is ShardContent.NONE
         if not is_new and self.find(job, shard.shard_id) is None:
-            raise self.why_absent(job, holding)
+            raise self.why_absent(job, assignment)
 
-    def why_absent(self, job: str, holding: Holding) -> ShoalError:
+    def why_absent(self, job: str, assignment: ShardAssignment) -> ShoalError:
         """Why nothing of a shard is here, which this server leads by the record."""
-        return why_absent(job, holding, is_kept=self.is_kept(job, holding.shard_id))
+        return why_absent(job, assignment, is_kept=self.is_kept(job, assignment.shard_id))
 
     def _compare(self, shard: Shard, expected: Shard) -> None:
         if shard.dtype != expected.dtype:
@@ -200,28 +202,28 @@ class Catalog:
                 fix="Fetch the shard map and create from it.",
             )
 
-    def add(self, held: Held) -> bool:
+    def add(self, replica: ShardReplica) -> bool:
         """Add a shard unless there is one; whether it was added. `notify` tells who waits."""
-        shards = self._shards.setdefault(held.job, {})
-        if held.shard_id in shards:
+        shards = self._shards.setdefault(replica.job, {})
+        if replica.shard_id in shards:
             return False
-        shards[held.shard_id] = held
+        shards[replica.shard_id] = replica
         return True
 
-    def remove(self, held: Held) -> None:
+    def remove(self, replica: ShardReplica) -> None:
         """Forget a shard, if it is still the one that is held here."""
-        if self.find(held.job, held.shard_id) is held:
-            del self._shards[held.job][held.shard_id]
+        if self.find(replica.job, replica.shard_id) is replica:
+            del self._shards[replica.job][replica.shard_id]
 
     async def notify(self) -> None:
         """Have those look again who wait for shards."""
         async with self._changed:
             self._changed.notify_all()
 
-    def of_job(self, job: str) -> list[Held]:
+    def of_job(self, job: str) -> list[ShardReplica]:
         return list(self._shards.get(job, {}).values())
 
-    def shards(self, job: str = "") -> Iterator[Held]:
+    def shards(self, job: str = "") -> Iterator[ShardReplica]:
         """All the shards of one job, or of all, in order."""
         for name in sorted(self._shards):
             if job in ("", name):
@@ -232,26 +234,26 @@ class Catalog:
         """Why this server does not lead a shard."""
         record = await shard_map.read(self._store, job)
         entry = await records.read(self._store, job)
-        holding = entry.holdings.find(shard_id) if entry is not None else None
-        if holding is None:
+        assignment = entry.assignments.find(shard_id) if entry is not None else None
+        if assignment is None:
             return _unknown(job, shard_id, record)
-        if holding.primary == self._me:
+        if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
                 return not_ready(job, shard_id, "this server, which is about to lead it")
-            return self.why_absent(job, holding)
+            return self.why_absent(job, assignment)
         return WrongEpoch(
             f"shard {shard_id} of job {job} is not here",
             seen=f"server {self._me.server_id}",
-            expected=f"server {holding.primary.server_id}, epoch {holding.epoch}",
+            expected=f"server {assignment.primary.server_id}, epoch {assignment.epoch}",
             fix="Fetch the shard map and retry.",
         )
 
 
-def _wrong_epoch(held: Held, epoch: int) -> WrongEpoch:
+def _wrong_epoch(replica: ShardReplica, epoch: int) -> WrongEpoch:
     return WrongEpoch(
-        f"shard {held.shard_id} has another epoch",
+        f"shard {replica.shard_id} has another epoch",
         seen=str(epoch),
-        expected=f"{held.epoch + 1}, soon" if held.is_handing_over else str(held.epoch),
+        expected=f"{replica.epoch + 1}, soon" if replica.is_handing_over else str(replica.epoch),
         fix="Fetch the shard map and retry.",
     )
 

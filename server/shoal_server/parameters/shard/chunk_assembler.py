@@ -65,7 +65,7 @@ class Reservation:
         self._budget.release(self._held.pop(shard_id, 0))
 
 
-class Inflow:
+class ChunkAssembler:
     """Takes the pieces of one shard in order, and no byte more than the shard has."""
 
     def __init__(

@@ -20,10 +20,10 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.shard.gradients import DTYPES, Cutter
-from shoal_server.parameters.shard.image import Image, Keeper, Record
-from shoal_server.parameters.shard.reply_writer import SHARD_DATA, Writer
-from shoal_server.parameters.shard.sessions import Outcome, SessionTable
+from shoal_server.parameters.shard.gradients import DTYPES, BlockSplitter
+from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
+from shoal_server.parameters.shard.reply_writer import SHARD_DATA, CopyOut
+from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 from shoal_server.parameters.shard.update_rule import UpdateRule
 
@@ -66,7 +66,7 @@ class Values:
     """What its writer made of them."""
 
 
-class LiveShard:
+class DenseShard:
     def __init__(self, spec: Shard, optimizer: OptimizerSpec, values: bytearray) -> None:
         """Takes `values` over: they become the shard's storage."""
         self.spec = spec
@@ -75,12 +75,12 @@ class LiveShard:
         self._bytes = memoryview(values)
         self._values = torch.frombuffer(values, dtype=DTYPES[spec.dtype])
         blocks = torch.split(self._values, [block.num_elements for block in spec.blocks])
-        self._rule = UpdateRule(optimizer, spec.group, blocks, Cutter(spec))
+        self._rule = UpdateRule(optimizer, spec.group, blocks, BlockSplitter(spec))
         self._sessions = SessionTable()
         self._version = 1
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
-        self._keeper: Keeper | None = None
+        self._keeper: UpdateListener | None = None
         self._lock = threading.Lock()
 
     @property
@@ -110,8 +110,8 @@ class LiveShard:
         )
 
     def push(
-        self, push: Push, is_live: Callable[[str], bool], *, writer: Writer | None = None
-    ) -> tuple[Outcome, bool, Values | None]:
+        self, push: Push, is_live: Callable[[str], bool], *, writer: CopyOut | None = None
+    ) -> tuple[RememberedOutcome, bool, Values | None]:
         """Apply a gradient once; gives the outcome, whether it is a repeat, and, with a writer, the
         values.
 
@@ -127,7 +127,7 @@ class LiveShard:
                 raise
             return outcome, duplicate, None if writer is None else self._read(writer)
 
-    def _push(self, push: Push, is_live: Callable[[str], bool]) -> tuple[Outcome, bool]:
+    def _push(self, push: Push, is_live: Callable[[str], bool]) -> tuple[RememberedOutcome, bool]:
         if push.epoch != self.spec.epoch:
             raise self.wrong_epoch(push.epoch)
         first = self._sessions.recall(push.session, push.sequence)
@@ -150,7 +150,7 @@ class LiveShard:
         # A keeper needs the gradient for longer than the push takes.
         is_copied = push.is_borrowed and self._keeper is not None
         gradient = bytes(push.gradient) if is_copied else push.gradient
-        return self._apply(Record(record, gradient)), False
+        return self._apply(UpdateRecord(record, gradient)), False
 
     def _staleness(self, push: Push) -> int:
         """How many updates the gradient does not know of."""
@@ -166,13 +166,13 @@ class LiveShard:
             fix="Pull the shard again; it may have been made anew.",
         )
 
-    def _apply(self, record: Record) -> Outcome:
+    def _apply(self, record: UpdateRecord) -> RememberedOutcome:
         """All that a push changes, on the primary and on every copy alike: nothing in here may
         depend on anything but the shard and the record."""
         push = record.push
         self._rule.apply(push, record.data)
         self._sessions.forget(push.forgotten_sessions)
-        outcome = Outcome(push.version, push.staleness)
+        outcome = RememberedOutcome(push.version, push.staleness)
         self._version = outcome.version
         scope = Scope.from_message(push.step)
         self._sessions.remember(push.session, push.sequence, outcome, scope)
@@ -182,7 +182,7 @@ class LiveShard:
             self._keeper(record)
         return outcome
 
-    def replay(self, record: Record) -> None:
+    def replay(self, record: UpdateRecord) -> None:
         """Apply what the primary applied; the keeper, if there is one, is told of it too.
 
         Raises InternalError if it is not the next version, or ShapeMismatch if its data have
@@ -197,7 +197,7 @@ class LiveShard:
                 )
             self._apply(record)
 
-    def read(self, known_version: int = 0, writer: Writer | None = None) -> Values:
+    def read(self, known_version: int = 0, writer: CopyOut | None = None) -> Values:
         """The values now, as ShardData if no writer is given; none if the version is still
         `known_version`."""
         with self._lock:
@@ -205,11 +205,11 @@ class LiveShard:
                 return Values(version=self._version, num_bytes=0, messages=())
             return self._read(writer or SHARD_DATA.writer(self.shard_id, self.num_bytes))
 
-    def _read(self, writer: Writer) -> Values:
+    def _read(self, writer: CopyOut) -> Values:
         messages = writer(self.spec.shard_id, self._bytes)
         return Values(version=self._version, num_bytes=self.num_bytes, messages=messages)
 
-    def keep(self, keeper: Keeper | None) -> None:
+    def keep(self, keeper: UpdateListener | None) -> None:
         """From now on `keeper` is told of every push, in place of the keeper before it."""
         with self._lock:
             self._keeper = keeper
@@ -223,7 +223,7 @@ class LiveShard:
         """Nothing: a dense shard has its size from the beginning."""
         return 0
 
-    def image(self, keeper: Keeper | None = None) -> Image:
+    def image(self, keeper: UpdateListener | None = None) -> Image:
         """A copy of all of it as of one version; `keeper`, if given, is told of every push after
         exactly that version, in place of the keeper before it."""
         with self._lock:
@@ -240,7 +240,7 @@ class LiveShard:
             )
 
     @classmethod
-    def from_image(cls, image: Image) -> "LiveShard":
+    def from_image(cls, image: Image) -> "DenseShard":
         """The same shard once more, to the last bit; its counters start from 0.
 
         Raises InternalError if the image is not whole or not of a dense shard.
@@ -290,7 +290,7 @@ class LiveShard:
         def bytes_of(block_size: int) -> int:
             values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])
             blocks = torch.split(values, [block_size] * len(spec.blocks))
-            rule = UpdateRule(optimizer, spec.group, blocks, Cutter(spec))
+            rule = UpdateRule(optimizer, spec.group, blocks, BlockSplitter(spec))
             return values.nbytes + sum(tensor.nbytes for tensor in rule.state().values())
 
         if not spec.blocks:

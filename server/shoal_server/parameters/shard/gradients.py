@@ -22,7 +22,7 @@ DTYPES = {
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
-class Cutter:
+class BlockSplitter:
     """Cuts the flat data of one shard along its blocks."""
 
     def __init__(self, spec: Shard) -> None:

@@ -1,8 +1,8 @@
 """What one shard is made of, apart from the process that holds it.
 
-A shard goes from server to server as an `Image` and what was applied to it since as `Record`s, in
-order; snapshots and the journal keep the same two. Whoever replays the same records on the same
-image has the same shard, to the last bit.
+A shard goes from server to server as an `Image` and what was applied to it since as
+`UpdateRecord`s, in order; snapshots and the journal keep the same two. Whoever replays the same
+records on the same image has the same shard, to the last bit.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +37,7 @@ class Image:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class UpdateRecord:
     """One push as it was applied."""
 
     push: PushRecord
@@ -45,10 +45,10 @@ class Record:
     """The gradient, little-endian, as it came."""
 
 
-class Keeper(Protocol):
+class UpdateListener(Protocol):
     """Told of every push that a shard applies, within the shard's lock, so in order."""
 
-    def __call__(self, record: Record) -> None: ...
+    def __call__(self, record: UpdateRecord) -> None: ...
 
 
 class ShardState(Protocol):
@@ -74,12 +74,12 @@ class ShardState(Protocol):
         """What a push of so many rows copies, at most, to make room for them. Takes no lock."""
         ...
 
-    def image(self, keeper: Keeper | None = None) -> Image:
+    def image(self, keeper: UpdateListener | None = None) -> Image:
         """A copy of all of it as of one version; `keeper`, if given, is told of every push after
         exactly that version, in place of the keeper before it."""
         ...
 
-    def keep(self, keeper: Keeper | None) -> None:
+    def keep(self, keeper: UpdateListener | None) -> None:
         """From now on `keeper` is told of every push, in place of the keeper before it."""
         ...
 
@@ -87,6 +87,6 @@ class ShardState(Protocol):
         """Pushes of any other epoch are refused from now on, with WrongEpoch."""
         ...
 
-    def replay(self, record: Record) -> None:
+    def replay(self, record: UpdateRecord) -> None:
         """Apply what the primary applied. Raises InternalError if it is not the next version."""
         ...

@@ -44,7 +44,7 @@ class Memory:
 
     def _sum(self) -> None:
         before_bytes = self._taken_bytes
-        summed_bytes = sum(held.state.memory_bytes for held in self._catalog.shards())
+        summed_bytes = sum(replica.state.memory_bytes for replica in self._catalog.shards())
         with self._lock:
             self._summed_at_s = self._now_s()
             self._summed_bytes = summed_bytes
@@ -70,7 +70,7 @@ class Memory:
             self._check_fits(num_bytes, what)
             self._taken_bytes += num_bytes
 
-    def reserve(self, num_bytes: int, what: str) -> "Claim":
+    def reserve(self, num_bytes: int, what: str) -> "MemoryClaim":
         """Hold room for shards that are still to be made. Raises Overloaded if it does not fit."""
         self.refresh()
         if self.held_bytes + num_bytes > self.limit_bytes:
@@ -80,7 +80,7 @@ class Memory:
             if num_bytes > 0:
                 self._check_fits(num_bytes, what)
             self._reserved_bytes += num_bytes
-        return Claim(self, num_bytes)
+        return MemoryClaim(self, num_bytes)
 
     def settle(self, num_bytes: int, *, is_held: bool) -> None:
         """Reserved room is not needed any more: what it was for is held now, or will not be."""
@@ -107,14 +107,14 @@ class Memory:
         )
 
 
-class Claim:
+class MemoryClaim:
     """Reserved room; what is left of it is given back on exit."""
 
     def __init__(self, memory: Memory, num_bytes: int) -> None:
         self._memory = memory
         self._left_bytes = num_bytes
 
-    def __enter__(self) -> "Claim":
+    def __enter__(self) -> "MemoryClaim":
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -126,4 +126,4 @@ class Claim:
         self._memory.settle(num_bytes, is_held=True)
 
 
-__all__ = ["Claim", "Memory"]
+__all__ = ["Memory", "MemoryClaim"]

@@ -12,7 +12,7 @@ import structlog
 from shoal_proto.errors import InvalidSpec, Overloaded, ShoalError, WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.shards.assignments import Holder
-from shoal_server.parameters.shard.image import Record, ShardState
+from shoal_server.parameters.shard.image import ShardState, UpdateRecord
 from shoal_server.parameters.shard.workers import Runner
 
 log = structlog.get_logger(__name__)
@@ -87,7 +87,7 @@ class Receipts:
                 waiter.set_result(None)
 
 
-class Held:
+class ShardReplica:
     """A shard in the catalog. Lives on the event loop; its state may be used from any thread."""
 
     def __init__(self, job: str, state: ShardState, role: Role, epoch: int) -> None:
@@ -197,6 +197,6 @@ def _always_room() -> None:
     """Where no journal is kept."""
 
 
-def num_bytes_of(record: Record) -> int:
+def num_bytes_of(record: UpdateRecord) -> int:
     """What a record takes up while it waits."""
     return len(record.data) + len(record.push.row_ids) + len(record.push.row_births)

@@ -8,24 +8,24 @@ from shoal_proto.checksum import crc32
 
 SEND_PIECE_BYTES = 1024 * 1024
 
-Writer = Callable[[int, memoryview], Sequence[bytes]]
+CopyOut = Callable[[int, memoryview], Sequence[bytes]]
 """Copies the values of the shard of that id; gives the messages that bring them, or tell of them.
 Called from any thread, under the shard's lock."""
 
 
-class Outlet(Protocol):
+class ReplyWriter(Protocol):
     """The way back of one call. Lives on the event loop."""
 
     async def await_room(self, shard_id: int) -> None:
         """Return once the values of a pulled shard may come."""
         ...
 
-    def writer(self, shard_id: int, num_bytes: int) -> Writer:
+    def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
         """What takes so many bytes of that shard."""
         ...
 
 
-def in_messages(field: int) -> Writer:
+def in_messages(field: int) -> CopyOut:
     """Serialized messages around pieces, which are their field of that number."""
 
     def write(shard_id: int, values: memoryview) -> Sequence[bytes]:
@@ -39,7 +39,7 @@ def in_messages(field: int) -> Writer:
     return write
 
 
-class Messages:
+class MessageReplyWriter:
     """The way back of a gRPC call whose replies have pieces in this field."""
 
     def __init__(self, field: int) -> None:
@@ -48,11 +48,18 @@ class Messages:
     async def await_room(self, shard_id: int) -> None:
         """gRPC holds the stream up by itself."""
 
-    def writer(self, shard_id: int, num_bytes: int) -> Writer:
+    def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
         return self._writer
 
 
-PUSH_REPLIES = Messages(pieces.PUSH_REPLY)
-SHARD_DATA = Messages(pieces.SHARD_DATA)
+PUSH_REPLIES = MessageReplyWriter(pieces.PUSH_REPLY)
+SHARD_DATA = MessageReplyWriter(pieces.SHARD_DATA)
 
-__all__ = ["PUSH_REPLIES", "SHARD_DATA", "Messages", "Outlet", "Writer", "in_messages"]
+__all__ = [
+    "PUSH_REPLIES",
+    "SHARD_DATA",
+    "CopyOut",
+    "MessageReplyWriter",
+    "ReplyWriter",
+    "in_messages",
+]

@@ -19,7 +19,7 @@ MAX_OUTCOMES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RememberedOutcome:
     """What a push was answered: the version right after it, and its staleness."""
 
     version: int
@@ -29,7 +29,9 @@ class Outcome:
 @dataclass(slots=True)
 class _Session:
     floor: int = 0
-    outcomes: OrderedDict[int, tuple[Outcome, Scope | None]] = field(default_factory=OrderedDict)
+    outcomes: OrderedDict[int, tuple[RememberedOutcome, Scope | None]] = field(
+        default_factory=OrderedDict
+    )
 
 
 class SessionTable:
@@ -42,7 +44,7 @@ class SessionTable:
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, _Session] = {}
 
-    def recall(self, session: str, sequence: int) -> Outcome | None:
+    def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
         """The first outcome of a push; None if it was never applied.
 
         Raises ForgottenPush for one that is older than what is remembered.
@@ -85,7 +87,7 @@ class SessionTable:
             self._sessions.pop(session, None)
 
     def remember(
-        self, session: str, sequence: int, outcome: Outcome, scope: Scope | None = None
+        self, session: str, sequence: int, outcome: RememberedOutcome, scope: Scope | None = None
     ) -> None:
         """Keep the outcome of an applied push, and what else belongs to its step. `make_room` has
         passed for the session."""
@@ -137,7 +139,7 @@ class SessionTable:
                     seen=f"{sorted(counts)} entries",
                     expected="as many sequences as versions, staleness and steps",
                 )
-            outcomes = map(Outcome, image.versions, image.staleness)
+            outcomes = map(RememberedOutcome, image.versions, image.staleness)
             restored[image.session] = _Session(
                 floor=image.floor,
                 outcomes=OrderedDict(

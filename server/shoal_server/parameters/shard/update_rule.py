@@ -10,14 +10,14 @@ from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.optimizers import RunningSchedule, new_optimizer
 from shoal_server.parameters.optimizers.staleness import Staleness
 from shoal_server.parameters.optimizers.tensors import Stateful
-from shoal_server.parameters.shard.gradients import Cutter
+from shoal_server.parameters.shard.gradients import BlockSplitter
 
 
 class UpdateRule:
     """Changes the blocks in place. Who holds the shard's lock may call it."""
 
     def __init__(
-        self, spec: OptimizerSpec, group: int, blocks: Sequence[Tensor], cutter: Cutter
+        self, spec: OptimizerSpec, group: int, blocks: Sequence[Tensor], cutter: BlockSplitter
     ) -> None:
         """`check_spec` has passed."""
         hyper = spec.groups[group]

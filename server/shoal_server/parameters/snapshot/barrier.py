@@ -1,4 +1,4 @@
-"""The gate of one job at one server: it lets pushes in so that a cut through all servers is clean.
+"""The barrier of one job at one server: pushes pass it so that a cut through all servers is clean.
 
 A *step* is one push of one session over all the shards that it touches, at any number of servers;
 or one of gradients and one of rows that have the same number, over the shards of both. A cut holds
@@ -29,7 +29,7 @@ MAX_STEPS = 8
 MAX_SESSIONS = 4096
 
 
-class Phase(Enum):
+class BarrierPhase(Enum):
     OPEN = "open"
     CLOSED = "closed"
     DRAINING = "draining"
@@ -49,18 +49,18 @@ class _Known:
     given_up: bool = False
 
 
-class Gate:
+class SnapshotBarrier:
     """Every method leaves it untouched when it raises."""
 
     def __init__(self) -> None:
-        self.phase = Phase.OPEN
+        self.phase = BarrierPhase.OPEN
         self.cut_id = ""
         self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
         self._begun: Begun = {}
 
     def may_enter(self, step: Step) -> bool:
         """Whether a part of the step is let in now. If not: ask again when the phase changes."""
-        if self.phase is Phase.OPEN or step in self._begun:
+        if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
         known = self._sessions.get(step.session, {})
         # Older than anything remembered: a retry of what was applied long ago.
@@ -96,14 +96,14 @@ class Gate:
 
         Raises SnapshotFailed while another cut is under way.
         """
-        if self.phase is not Phase.OPEN:
+        if self.phase is not BarrierPhase.OPEN:
             raise SnapshotFailed(
                 "another snapshot is being taken",
                 seen=f"cut {self.cut_id} is {self.phase.value}",
                 expected="no other",
                 fix="Wait for it to end.",
             )
-        self.phase, self.cut_id = Phase.CLOSED, cut_id
+        self.phase, self.cut_id = BarrierPhase.CLOSED, cut_id
         return {
             Step(session, sequence): known.shards
             for session, steps in self._sessions.items()
@@ -111,18 +111,18 @@ class Gate:
         }
 
     def drain(self, cut_id: str, begun: Begun) -> None:
-        """Let in what has begun anywhere. Raises SnapshotFailed if the gate opened meanwhile."""
-        self.check(cut_id, Phase.CLOSED)
-        self.phase, self._begun = Phase.DRAINING, dict(begun)
+        """Let in what has begun anywhere. Raises SnapshotFailed if the barrier opened meanwhile."""
+        self.check(cut_id, BarrierPhase.CLOSED)
+        self.phase, self._begun = BarrierPhase.DRAINING, dict(begun)
         for step, shards in sorted(begun.items()):
             self._note(step, shards)
 
-    def check(self, cut_id: str, phase: Phase) -> None:
-        """Raise SnapshotFailed unless the gate is in that phase of that cut."""
+    def check(self, cut_id: str, phase: BarrierPhase) -> None:
+        """Raise SnapshotFailed unless the barrier is in that phase of that cut."""
         if self.phase is not phase or self.cut_id != cut_id:
             raise SnapshotFailed(
                 f"cut {cut_id} is over",
-                seen=f"a gate that is {self.phase.value} {self.cut_id}".rstrip(),
+                seen=f"a barrier that is {self.phase.value} {self.cut_id}".rstrip(),
                 expected=f"one that is {phase.value}",
                 fix="Take another snapshot.",
             )
@@ -148,9 +148,9 @@ class Gate:
 
     def open(self, cut_id: str) -> bool:
         """Let everything in again, if that cut is under way; whether it was."""
-        if self.phase is Phase.OPEN or self.cut_id != cut_id:
+        if self.phase is BarrierPhase.OPEN or self.cut_id != cut_id:
             return False
-        self.phase, self.cut_id, self._begun = Phase.OPEN, "", {}
+        self.phase, self.cut_id, self._begun = BarrierPhase.OPEN, "", {}
         return True
 
     def forget(self, is_live: Callable[[str], bool]) -> None:
@@ -195,4 +195,4 @@ class Gate:
         return known
 
 
-__all__ = ["MAX_STEPS", "Gate", "Lacking", "Phase"]
+__all__ = ["MAX_STEPS", "BarrierPhase", "Lacking", "SnapshotBarrier"]

@@ -1,4 +1,4 @@
-"""The server's side of snapshots: a gate for each job's pushes, and shards copied when need be.
+"""The server's side of snapshots: a barrier for each job's pushes, and shards copied when need be.
 
 Once a cut is drained, every shard is marked and everything is let in again at once. A marked shard
 is copied before the next push to it, or when its turn to be written comes, whichever is first.
@@ -17,31 +17,31 @@ from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_server.core.shards.steps import Begun, Shards, Step
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import LiveShard
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.step_scope import TABLES
-from shoal_server.parameters.snapshot.barrier import Gate, Phase
+from shoal_server.parameters.snapshot.barrier import BarrierPhase, SnapshotBarrier
 from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
 
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.002
-"""While a gate drains, how often it is looked whether all is applied: the threads that apply
+"""While a barrier drains, how often it is looked whether all is applied: the threads that apply
 pushes tell nobody."""
 MAX_QUIET_JOBS = 64
 
 
 @dataclass
-class _JobCut:
-    """What there is of one job's gate, and of the cut that is under way."""
+class _JobBarrier:
+    """What there is of one job's barrier, and of the cut that is under way."""
 
-    gate: Gate = field(default_factory=Gate)
+    barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     turned: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced, when the gate lets in more than before."""
+    """Set, and replaced, when the barrier lets in more than before."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a part of a push has gone through."""
-    known: dict[int, tuple[Held, int]] = field(default_factory=dict)
-    """Shards whose sessions the gate has learnt, and their epochs."""
+    known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
+    """Shards whose sessions the barrier has learnt, and their epochs."""
     images: dict[int, LazyImage] = field(default_factory=dict)
     cut_id: str = ""
     """Whose images these are."""
@@ -57,13 +57,13 @@ class _JobCut:
         self.limit = limit
 
 
-class Cuts:
+class SnapshotBarriers:
     """Lives on the event loop."""
 
     def __init__(self, catalog: Catalog, fence: Fence) -> None:
         self._catalog = catalog
         self._fence = fence
-        self._jobs: dict[str, _JobCut] = {}
+        self._jobs: dict[str, _JobBarrier] = {}
 
     @asynccontextmanager
     async def passing(
@@ -75,14 +75,14 @@ class Cuts:
         """
         step = Step(session, sequence)
         cut = self._of(job)
-        while not cut.gate.may_enter(step):
+        while not cut.barrier.may_enter(step):
             await cut.turned.wait()
             cut = self._of(job)
-        cut.gate.enter(step, shards)
+        cut.barrier.enter(step, shards)
         try:
-            yield Passage(cut.gate, step)
+            yield Passage(cut.barrier, step)
         finally:
-            cut.gate.leave(step, _Lacking(self._led(job)))
+            cut.barrier.leave(step, _Lacking(self._led(job)))
             cut.left.set()
 
     def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
@@ -99,7 +99,7 @@ class Cuts:
                 fix="Wait for it to end.",
             )
         self._learn(job, cut)
-        begun = cut.gate.close(cut_id)
+        begun = cut.barrier.close(cut_id)
         self._limit(job, cut_id, limit_s)
         return begun
 
@@ -109,29 +109,29 @@ class Cuts:
         """Take every shard that is led here, with all that has begun; what was torn.
 
         Raises SnapshotFailed if something is torn and may not be, if shards came or went, or if
-        the gate has opened; and then the gate is open.
+        the barrier has opened; and then it is open.
         """
         cut = self._of(job)
-        cut.gate.drain(cut_id, begun)
+        cut.barrier.drain(cut_id, begun)
         cut.set_limit(None)
         cut.turn()
         try:
             await self._drained(job, cut, wait_s)
-            cut.gate.check(cut_id, Phase.DRAINING)
+            cut.barrier.check(cut_id, BarrierPhase.DRAINING)
             led = self._led(job)
-            torn = cut.gate.torn(_Lacking(led))
+            torn = cut.barrier.torn(_Lacking(led))
             if torn and not take_torn:
                 raise _torn(job, torn)
-            if {held.shard_id: (held, held.epoch) for held in led} != cut.known:
+            if {replica.shard_id: (replica, replica.epoch) for replica in led} != cut.known:
                 raise SnapshotFailed(
                     f"shards of job {job} came or went",
                     seen=f"{len(led)} shards led here",
                     expected=f"the same {len(cut.known)} as at the beginning",
                 )
             cut.cut_id = cut_id
-            cut.images = {held.shard_id: LazyImage(held) for held in led}
-            for held in led:
-                held.copy_first = cut.images[held.shard_id].take
+            cut.images = {replica.shard_id: LazyImage(replica) for replica in led}
+            for replica in led:
+                replica.copy_first = cut.images[replica.shard_id].take
             return [image.stamp for image in cut.images.values()], torn
         finally:
             self.open(job, cut_id)
@@ -165,7 +165,7 @@ class Cuts:
     def open(self, job: str, cut_id: str) -> None:
         """Let everything in again, if that cut holds it back."""
         cut = self._of(job)
-        if cut.gate.open(cut_id):
+        if cut.barrier.open(cut_id):
             cut.set_limit(None)
             cut.turn()
 
@@ -176,23 +176,29 @@ class Cuts:
         if cut.cut_id == cut_id:
             for image in cut.images.values():
                 self._let_go(job, image)
-            log.info("cut_ended", job=job, cut=cut_id, num_left=len(cut.images), reason=reason)
+            log.info(
+                "snapshot_barrier_opened",
+                job=job,
+                cut=cut_id,
+                num_left=len(cut.images),
+                reason=reason,
+            )
             cut.images, cut.cut_id = {}, ""
             cut.set_limit(None)
 
     def _limit(self, job: str, cut_id: str, limit_s: float) -> None:
         def expire() -> None:
-            log.warning("cut_expired", job=job, cut=cut_id, limit_s=limit_s)
+            log.warning("snapshot_barrier_expired", job=job, cut=cut_id, limit_s=limit_s)
             self.abort(job, cut_id, "nothing was heard of it")
 
         loop = asyncio.get_running_loop()
         self._of(job).set_limit(loop.call_later(limit_s, expire))
 
-    async def _drained(self, job: str, cut: _JobCut, wait_s: float) -> None:
+    async def _drained(self, job: str, cut: _JobBarrier, wait_s: float) -> None:
         """Return once all that may still come has come and is applied, or when the time is over."""
         give_up_s = time.monotonic() + wait_s
         while (
-            cut.gate.waits_for(_Lacking(self._led(job)), self._is_live)
+            cut.barrier.waits_for(_Lacking(self._led(job)), self._is_live)
             and (left_s := give_up_s - time.monotonic()) > 0
         ):
             cut.left.clear()
@@ -202,74 +208,82 @@ class Cuts:
             except TimeoutError:
                 continue
 
-    def _learn(self, job: str, cut: _JobCut) -> None:
-        """Tell the gate of the steps in shards that did not get them through it."""
-        led = {held.shard_id: (held, held.epoch) for held in self._led(job)}
-        for shard_id, (held, epoch) in led.items():
-            if cut.known.get(shard_id) != (held, epoch):
-                cut.gate.learn(_begun_in(held))
+    def _learn(self, job: str, cut: _JobBarrier) -> None:
+        """Tell the barrier of the steps in shards that did not get them through it."""
+        led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
+        for shard_id, (replica, epoch) in led.items():
+            if cut.known.get(shard_id) != (replica, epoch):
+                cut.barrier.learn(_begun_in(replica))
         cut.known = led
 
-    def _led(self, job: str) -> list[Held]:
-        return [held for held in self._catalog.of_job(job) if held.role is Role.PRIMARY]
+    def _led(self, job: str) -> list[ShardReplica]:
+        return [replica for replica in self._catalog.of_job(job) if replica.role is Role.PRIMARY]
 
     def _is_live(self, session: str) -> bool:
         return self._fence.is_live(session.removeprefix(TABLES))
 
     def _let_go(self, job: str, image: LazyImage) -> None:
         image.drop()
-        held = self._catalog.find(job, image.stamp.shard_id)
-        if held is not None and held.copy_first == image.take:
-            held.copy_first = None
+        replica = self._catalog.find(job, image.stamp.shard_id)
+        if replica is not None and replica.copy_first == image.take:
+            replica.copy_first = None
 
-    def _of(self, job: str) -> _JobCut:
-        return self._jobs.setdefault(job, _JobCut())
+    def _of(self, job: str) -> _JobBarrier:
+        return self._jobs.setdefault(job, _JobBarrier())
 
     def _forget_quiet_jobs(self) -> None:
         """What is kept for jobs that have nothing here any more."""
         if len(self._jobs) <= MAX_QUIET_JOBS:
             return
         for job, cut in list(self._jobs.items()):
-            cut.gate.forget(self._is_live)
-            if not cut.gate.num_sessions and cut.gate.phase is Phase.OPEN and not cut.images:
+            cut.barrier.forget(self._is_live)
+            if (
+                not cut.barrier.num_sessions
+                and cut.barrier.phase is BarrierPhase.OPEN
+                and not cut.images
+            ):
                 del self._jobs[job]
 
 
 class Passage:
     """A part of a push that was let in."""
 
-    def __init__(self, gate: Gate, step: Step) -> None:
-        self._gate = gate
+    def __init__(self, barrier: SnapshotBarrier, step: Step) -> None:
+        self._barrier = barrier
         self._step = step
 
     def answered(self, shard_id: int, error: ErrorDetail) -> None:
         """Tell of a shard that refused: a cut waits for a part that may be sent again."""
         if issubclass(ShoalError.kinds.get(error.kind, InternalError), RefusedError):
-            self._gate.refuse(self._step, shard_id)
+            self._barrier.refuse(self._step, shard_id)
 
 
 class _Lacking:
     """Which of these shards have not applied a step. Asks them without their locks."""
 
-    def __init__(self, led: Sequence[Held]) -> None:
+    def __init__(self, led: Sequence[ShardReplica]) -> None:
         self._led = led
 
     def __call__(self, step: Step, shards: Shards) -> Sequence[int]:
         session = step.session.removeprefix(TABLES)
         return [
-            held.shard_id
-            for held in self._led
-            if (isinstance(held.state, LiveShard) if shards is None else held.shard_id in shards)
-            and not held.state.sessions.has_applied(session, step.sequence)
+            replica.shard_id
+            for replica in self._led
+            if (
+                isinstance(replica.state, DenseShard)
+                if shards is None
+                else replica.shard_id in shards
+            )
+            and not replica.state.sessions.has_applied(session, step.sequence)
         ]
 
 
-def _begun_in(held: Held) -> Begun:
+def _begun_in(replica: ShardReplica) -> Begun:
     """The steps that a shard remembers."""
-    is_dense = isinstance(held.state, LiveShard)
-    alone = None if is_dense else frozenset({held.shard_id})
+    is_dense = isinstance(replica.state, DenseShard)
+    alone = None if is_dense else frozenset({replica.shard_id})
     begun = {}
-    for session, sequence, scope in held.state.sessions.remembered():
+    for session, sequence, scope in replica.state.sessions.remembered():
         if scope is None:
             begun[Step(session if is_dense else TABLES + session, sequence)] = alone
         else:
@@ -287,4 +301,4 @@ def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
     )
 
 
-__all__ = ["Cuts", "Passage"]
+__all__ = ["Passage", "SnapshotBarriers"]

@@ -4,7 +4,7 @@ import threading
 from dataclasses import dataclass
 
 from shoal_server.parameters.shard.image import Image, ShardState
-from shoal_server.parameters.shard.replica import Held
+from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.workers import Runner
 
 
@@ -20,10 +20,10 @@ class Stamp:
 class LazyImage:
     """A shard as of now, copied when it is first asked for. Any thread."""
 
-    def __init__(self, held: Held) -> None:
-        self.stamp = Stamp(held.shard_id, held.epoch, held.state.version)
-        self._state: ShardState | None = held.state
-        self._held = held
+    def __init__(self, replica: ShardReplica) -> None:
+        self.stamp = Stamp(replica.shard_id, replica.epoch, replica.state.version)
+        self._state: ShardState | None = replica.state
+        self._replica = replica
         self._lock = threading.Lock()
         self._image: Image | None = None
 
@@ -36,7 +36,7 @@ class LazyImage:
 
     async def take_in_turn(self, run: Runner) -> None:
         """Copy the shard now, without holding up the event loop or what waits on it."""
-        await self._held.in_turn(run, self._held.state.memory_bytes, self.take)
+        await self._replica.in_turn(run, self._replica.state.memory_bytes, self.take)
 
     def drop(self) -> None:
         with self._lock:

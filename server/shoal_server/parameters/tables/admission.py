@@ -24,7 +24,7 @@ counts less, and the sketch never fills up. With so many, one id in 200 is count
 MAX_COUNT = 2**16 - 1
 
 
-class Gate(Protocol):
+class RowGate(Protocol):
     """Asked for each id that has no row and is pushed; each id at most once a version."""
 
     def admit(self, ids: Ids, version: int) -> Mask: ...
@@ -34,7 +34,7 @@ class Gate(Protocol):
         ...
 
 
-class OpenGate:
+class OpenRowGate:
     def admit(self, ids: Ids, version: int) -> Mask:
         return np.ones(len(ids), np.bool_)
 
@@ -42,7 +42,7 @@ class OpenGate:
         return {}
 
 
-class DrawnGate:
+class ProbabilityRowGate:
     """Lets an id in with a fixed probability at each push of it (McMahan et al. 2013)."""
 
     def __init__(self, probability: float) -> None:
@@ -55,7 +55,7 @@ class DrawnGate:
         return {}
 
 
-class CountingGate:
+class CountRowGate:
     """Lets an id in at its `min_pushes`-th push.
 
     Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005), which ages
@@ -91,10 +91,10 @@ class CountingGate:
         }
 
 
-def new_gate(admission: Admission, held: Mapping[str, Tensor]) -> Gate:
+def new_gate(admission: Admission, held: Mapping[str, Tensor]) -> RowGate:
     """The gate of a table's shard, with what it remembered; takes these tensors over."""
     if admission.kind == "count":
-        return CountingGate(admission.min_pushes, held)
+        return CountRowGate(admission.min_pushes, held)
     if admission.kind == "probability":
-        return DrawnGate(admission.probability)
-    return OpenGate()
+        return ProbabilityRowGate(admission.probability)
+    return OpenRowGate()

@@ -24,7 +24,7 @@ warnings.filterwarnings("ignore", message="The given buffer is not writable", mo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class RowBatch:
     ids: Ids
     """Each once, rising."""
     births: Ids
@@ -63,7 +63,7 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
 
 def read_batch(
     table: TableSpec, table_index: int, row_ids: bytes, births: bytes, gradient: Buffer
-) -> Batch:
+) -> RowBatch:
     """The rows of a push.
 
     Raises ShapeMismatch or MalformedMessage for what is no push of this shard, NonFiniteGradient
@@ -80,16 +80,16 @@ def read_batch(
         )
     if not len(ids):
         empty = torch.zeros((0, table.dim), dtype=dtype)
-        return Batch(ids=ids, births=ids, gradient_rc=empty, places=None)
+        return RowBatch(ids=ids, births=ids, gradient_rc=empty, places=None)
     gradient_rc = torch.frombuffer(gradient, dtype=dtype).view(len(ids), table.dim)
     _check_finite(table, ids, gradient_rc)
     seen = np.frombuffer(births, "<i8")
     if np.all(ids[1:] > ids[:-1]):
-        return Batch(ids=ids, births=seen, gradient_rc=gradient_rc, places=None)
+        return RowBatch(ids=ids, births=seen, gradient_rc=gradient_rc, places=None)
     return _coalesce(table, ids, seen, gradient_rc)
 
 
-def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> Batch:
+def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> RowBatch:
     distinct, first, places = np.unique(ids, return_index=True, return_inverse=True)
     if np.any(births[first][places] != births):
         raise MalformedMessage(
@@ -105,7 +105,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> B
         total_rc = torch.ops.aten.embedding_dense_backward(
             gradient_rc, torch.from_numpy(places), len(distinct), -1, False
         )
-    return Batch(ids=distinct, births=births[first], gradient_rc=total_rc, places=places)
+    return RowBatch(ids=distinct, births=births[first], gradient_rc=total_rc, places=places)
 
 
 def _check_finite(table: TableSpec, ids: Ids, gradient_rc: Tensor) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
 from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.tables.admission import new_gate
-from shoal_server.parameters.tables.batch import Batch, Fates
+from shoal_server.parameters.tables.batch import Fates, RowBatch
 from shoal_server.parameters.tables.hashing import Ids
 from shoal_server.parameters.tables.index import MAX_ROWS, Rows
 from shoal_server.parameters.tables.initial import InitialRows
-from shoal_server.parameters.tables.optimizers import Adam, new_rule
+from shoal_server.parameters.tables.optimizers import RowAdam, new_rule
 from shoal_server.parameters.tables.rows import RowStore
 
 DEFAULT_SHARD_BYTES = 1024**3
@@ -93,7 +93,7 @@ class TableContent:
         """What is copied, at most, to make room for so many more rows."""
         return self.num_bytes if self._rows.moves_for(num_rows) else 0
 
-    def growth_bytes(self, batch: Batch, at_unix_s: float) -> int:
+    def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
         """By how much a push at that time may grow what is held, if all its new ids are admitted.
 
         Nothing where its rows exist, or fit into the room of rows that are, or will be, evicted.
@@ -107,7 +107,9 @@ class TableContent:
         num_rows = num_live + min(num_new, max(self.max_rows - num_live, 0))
         return self._rows.growth_bytes(num_rows)
 
-    def push(self, batch: Batch, *, version: int, at_unix_s: float, step: int, lr: float) -> Fates:
+    def push(
+        self, batch: RowBatch, *, version: int, at_unix_s: float, step: int, lr: float
+    ) -> Fates:
         """Apply gradients; what became of each row of the batch.
 
         A gradient goes to the row that it was computed on and to no other: where that row was
@@ -131,7 +133,7 @@ class TableContent:
         self.counts.not_admitted += int(np.count_nonzero(fates == NOT_ADMITTED))
         return fates
 
-    def _make(self, batch: Batch, rows: Rows, fates: Fates, version: int) -> None:
+    def _make(self, batch: RowBatch, rows: Rows, fates: Fates, version: int) -> None:
         """Make rows for those that are admitted, as far as there is room; writes rows and fates."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
@@ -157,7 +159,7 @@ class TableContent:
             values_rc, gradient_rc = values_rc.float(), gradient_rc.float()
         if decay := self._table.optimizer.weight_decay:
             gradient_rc.add_(values_rc, alpha=decay)
-        if isinstance(self._rule, Adam):
+        if isinstance(self._rule, RowAdam):
             self._rule.table_step = self.table_step
         state = {name: self._rows.state(name, rows) for name in self._rows.state_names}
         self._rule.step(values_rc, gradient_rc, state, lr)

@@ -42,7 +42,7 @@ class RowRule(Protocol):
         ...
 
 
-class Sgd:
+class RowSgd:
     def __init__(self, spec: RowOptimizer) -> None:
         self._momentum = spec.momentum
         self._nesterov = spec.nesterov
@@ -61,7 +61,7 @@ class Sgd:
         values_rc.add_(direction_rc, alpha=-lr)
 
 
-class Adagrad:
+class RowAdagrad:
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps
         self._initial = spec.initial_accumulator
@@ -89,7 +89,7 @@ class RowwiseAdagrad:
         values_rc.add_(gradient_rc.div_(total_r.sqrt().add_(self._eps)[:, None]), alpha=-lr)
 
 
-class Adam:
+class RowAdam:
     """Lazy Adam: a row that has no gradient keeps its averages as they are.
 
     The bias correction goes by the steps of each row, or, as in `torch.optim.SparseAdam`, by those
@@ -135,13 +135,13 @@ class Adam:
 def new_rule(spec: RowOptimizer) -> RowRule:
     """The rule of a table; its specification was checked when the table was placed."""
     if spec.kind == "sgd":
-        return Sgd(spec)
+        return RowSgd(spec)
     if spec.kind == "adagrad":
-        return Adagrad(spec)
+        return RowAdagrad(spec)
     if spec.kind == "rowwise_adagrad":
         return RowwiseAdagrad(spec)
     if spec.kind in ("adam", "sparse_adam"):
-        return Adam(spec, counts_rows=spec.kind == "adam")
+        return RowAdam(spec, counts_rows=spec.kind == "adam")
     raise InternalError(
         "a row optimizer that no table has", seen=spec.kind, expected="as checked by Place"
     )

@@ -1,7 +1,7 @@
 """From an image back to a shard of its kind."""
 
 from shoal_proto.errors import MalformedMessage
-from shoal_server.parameters.shard.dense import LiveShard
+from shoal_server.parameters.shard.dense import DenseShard
 from shoal_server.parameters.shard.image import Image, ShardState
 from shoal_server.parameters.tables.shard import TableShard
 
@@ -12,7 +12,7 @@ def restore(image: Image) -> ShardState:
     Raises MalformedMessage for an image of an unknown kind, or one that does not fit together.
     """
     if image.kind == "dense":
-        return LiveShard.from_image(image)
+        return DenseShard.from_image(image)
     if image.kind == "table":
         return TableShard.from_image(image)
     raise MalformedMessage(

@@ -18,11 +18,11 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.parameters.shard.dense import STALENESS_BUCKETS
 from shoal_server.parameters.shard.gradients import DTYPES
-from shoal_server.parameters.shard.image import Image, Keeper, Record
-from shoal_server.parameters.shard.sessions import Outcome, SessionTable
+from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
+from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 from shoal_server.parameters.tables.answers import Answers
-from shoal_server.parameters.tables.batch import Batch, read_batch, read_ids
+from shoal_server.parameters.tables.batch import RowBatch, read_batch, read_ids
 from shoal_server.parameters.tables.content import Counts, TableContent
 from shoal_server.parameters.tables.pushes import LookedUp, TableOutcome, TablePush
 
@@ -44,7 +44,7 @@ class TableShard:
         self._version = 1
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
-        self._keeper: Keeper | None = None
+        self._keeper: UpdateListener | None = None
         self._content_lock = threading.Lock()
         """For what reads or writes rows; taken before the other one. An image holds it for as long
         as a gigabyte takes to be copied."""
@@ -167,7 +167,7 @@ class TableShard:
         )
         return self._apply(record, batch, push.gradient)
 
-    def _read(self, row_ids: bytes, births: bytes, gradient: Buffer) -> Batch:
+    def _read(self, row_ids: bytes, births: bytes, gradient: Buffer) -> RowBatch:
         return read_batch(self.table, self.spec.table_index, row_ids, births, gradient)
 
     def _staleness(self, push: TablePush) -> int:
@@ -184,7 +184,7 @@ class TableShard:
             fix="Look the rows up again.",
         )
 
-    def _apply(self, record: PushRecord, batch: Batch, data: Buffer) -> TableOutcome:
+    def _apply(self, record: PushRecord, batch: RowBatch, data: Buffer) -> TableOutcome:
         """All that a push changes, on the primary and on every copy alike: nothing in here may
         depend on anything but the shard and the record."""
         self._sessions.forget(record.forgotten_sessions)
@@ -205,7 +205,7 @@ class TableShard:
         self._sessions.remember(
             record.session,
             record.sequence,
-            Outcome(record.version, record.staleness),
+            RememberedOutcome(record.version, record.staleness),
             Scope.from_message(record.step),
         )
         if outcome.fates:
@@ -213,10 +213,10 @@ class TableShard:
         self._pushes += 1
         self._staleness_counts[min(outcome.staleness, STALENESS_BUCKETS - 1)] += 1
         if self._keeper is not None:
-            self._keeper(Record(record, data))
+            self._keeper(UpdateRecord(record, data))
         return outcome
 
-    def replay(self, record: Record) -> None:
+    def replay(self, record: UpdateRecord) -> None:
         """Apply what the primary applied; the keeper, if there is one, is told of it too.
 
         Raises InternalError if it is not the next version, ShapeMismatch or MalformedMessage if it
@@ -233,7 +233,7 @@ class TableShard:
             batch = self._read(push.row_ids, push.row_births, record.data)
             self._apply(push, batch, record.data)
 
-    def keep(self, keeper: Keeper | None) -> None:
+    def keep(self, keeper: UpdateListener | None) -> None:
         """From now on `keeper` is told of every push, in place of the keeper before it."""
         with self._lock:
             self._keeper = keeper
@@ -243,7 +243,7 @@ class TableShard:
         with self._lock:
             self.spec.epoch = epoch
 
-    def image(self, keeper: Keeper | None = None) -> Image:
+    def image(self, keeper: UpdateListener | None = None) -> Image:
         """A copy of all of it as of one version; `keeper`, if given, is told of every push after
         exactly that version, in place of the keeper before it."""
         with self._content_lock:

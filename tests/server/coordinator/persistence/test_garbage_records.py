@@ -108,17 +108,17 @@ def test_people_see_which_job_is_set_aside_and_why(coordinator: CoordinatorProce
 def test_a_parameter_server_starts_amid_garbage(
     written: str, supervisor: Supervisor, folder: Path
 ) -> None:
-    """It follows members, holdings and servers of all jobs."""
+    """It follows members, assignments and servers of all jobs."""
     server = ServedProcess(
         supervisor, folder, "ps", "ps", "--etcd", written, "--listen", "127.0.0.1:0", "--id", "ps-0"
     ).ready()
     assert server.runs
-    assert keys.HOLDINGS in server.log_path.read_text()
+    assert keys.ASSIGNMENTS in server.log_path.read_text()
 
 
 def test_the_shards_of_other_jobs_are_tended(coordinator: CoordinatorProcess) -> None:
     """The keeper tells of each record that it cannot use, once, and goes on."""
-    broken = [each for each in GARBAGE if each.what.startswith("holdings")]
+    broken = [each for each in GARBAGE if each.what.startswith("assignments")]
 
     def told() -> bool:
         text = coordinator.log_path.read_text()

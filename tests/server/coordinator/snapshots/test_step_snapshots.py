@@ -22,7 +22,7 @@ from shoal_proto.errors import SnapshotFailed, Unavailable
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_proto.v1.tables_pb2 import Initialiser, TableSpec
-from shoal_server.etcd.records import assignments as holdings
+from shoal_server.etcd.records import assignments
 from shoal_server.snapshots.manifest import Manifest
 
 TABLE = TableSpec(
@@ -199,12 +199,12 @@ def await_everything_on(
     """Wait until the server leads every shard of the job, or has a copy of the others."""
 
     def is_there() -> bool:
-        entry = servers.run(holdings.read(servers.store, "job"))
+        entry = servers.run(assignments.read(servers.store, "job"))
         assert entry is not None
         return all(
             server_id
             in [h.server_id for h in (each.primary, *(each.backups if with_copies else ()))]
-            for each in entry.holdings.shards
+            for each in entry.assignments.shards
         )
 
     awaited(is_there, LIMIT_S, f"{server_id} has every shard")

@@ -4,7 +4,7 @@ import pytest
 
 from shoal_server.core.shards.assignments import (
     Holder,
-    Holding,
+    ShardAssignment,
     led_from_disk,
     off_disk,
     put_on_disk,
@@ -15,12 +15,12 @@ B, C = Holder("b", "one"), Holder("c", "one")
 NOBODY: frozenset[Holder] = frozenset()
 
 
-def led_by(primary: Holder, *backups: Holder) -> Holding:
-    return Holding(shard_id=0, epoch=4, primary=primary, backups=backups, on_disk="a")
+def led_by(primary: Holder, *backups: Holder) -> ShardAssignment:
+    return ShardAssignment(shard_id=0, epoch=4, primary=primary, backups=backups, on_disk="a")
 
 
 def test_only_the_primary_says_that_it_has_the_shard_on_disk() -> None:
-    shard = Holding(shard_id=0, epoch=1, primary=B, backups=(C,))
+    shard = ShardAssignment(shard_id=0, epoch=1, primary=B, backups=(C,))
     assert put_on_disk(shard, B).on_disk == "b"
     assert put_on_disk(shard, C) == shard
 
@@ -39,8 +39,8 @@ def test_the_next_process_leads_from_the_disk(primary: Holder) -> None:
         (led_by(B), {B}, ()),
         (led_by(B), (), ()),
         (led_by(B, C), {C}, {B}),
-        (Holding(shard_id=0, epoch=4, primary=OLD, on_disk="b"), (), ()),
-        (Holding(shard_id=0, epoch=4, primary=OLD), (), ()),
+        (ShardAssignment(shard_id=0, epoch=4, primary=OLD, on_disk="b"), (), ()),
+        (ShardAssignment(shard_id=0, epoch=4, primary=OLD), (), ()),
         (led_by(NEW), (), ()),
     ],
     ids=[
@@ -54,7 +54,7 @@ def test_the_next_process_leads_from_the_disk(primary: Holder) -> None:
     ],
 )
 def test_whoever_has_more_is_not_robbed(
-    shard: Holding, present: set[Holder], dead: set[Holder]
+    shard: ShardAssignment, present: set[Holder], dead: set[Holder]
 ) -> None:
     assert led_from_disk(shard, NEW, frozenset(present), frozenset(dead)) == shard
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shoal_server.core.shards.assignments import (
     Holder,
-    Holding,
-    Holdings,
+    JobAssignments,
+    ShardAssignment,
     ShardContent,
     handed_over,
     in_step,
@@ -24,14 +24,14 @@ A, B, C = (Holder(name, "one") for name in "abc")
 ROUNDS = 2000
 
 
-def holdings(*shards: Holding, copies: int = 2) -> Holdings:
-    return Holdings(job="job", copies=copies, shards=shards)
+def assignments(*shards: ShardAssignment, copies: int = 2) -> JobAssignments:
+    return JobAssignments(job="job", copies=copies, shards=shards)
 
 
-def carried_out(record: Holdings) -> Holdings:
+def carried_out(record: JobAssignments) -> JobAssignments:
     """What servers make of the wishes: the joiners are level, the successors take over."""
 
-    def after(h: Holding) -> Holding:
+    def after(h: ShardAssignment) -> ShardAssignment:
         if h.joining is not None:
             return in_step(h, h.primary, h.joining)
         return handed_over(h, h.primary) if h.successor is not None else h
@@ -39,7 +39,7 @@ def carried_out(record: Holdings) -> Holdings:
     return replace(record, shards=tuple(map(after, record.shards)))
 
 
-def at_rest(record: Holdings, servers: Servers, weights: dict[int, int]) -> Holdings:
+def at_rest(record: JobAssignments, servers: Servers, weights: dict[int, int]) -> JobAssignments:
     """The record once nobody wishes for anything else."""
     for _ in range(ROUNDS):
         wished = upkeep(record, servers, weights)
@@ -54,10 +54,11 @@ def at_rest(record: Holdings, servers: Servers, weights: dict[int, int]) -> Hold
     raise AssertionError(f"no rest after {ROUNDS} rounds")
 
 
-def a_record(num_shards: int, primaries: list[Holder], copies: int) -> Holdings:
+def a_record(num_shards: int, primaries: list[Holder], copies: int) -> JobAssignments:
     chosen = [primaries[i % len(primaries)] for i in range(num_shards)]
-    return holdings(
-        *(Holding(shard_id=i, epoch=1, primary=p) for i, p in enumerate(chosen)), copies=copies
+    return assignments(
+        *(ShardAssignment(shard_id=i, epoch=1, primary=p) for i, p in enumerate(chosen)),
+        copies=copies,
     )
 
 
@@ -103,7 +104,7 @@ def test_many_small_shards_lie_evenly() -> None:
 
 def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
     """Also where the backup did not do so itself."""
-    record = holdings(Holding(shard_id=0, epoch=3, primary=A, backups=(B,)))
+    record = assignments(ShardAssignment(shard_id=0, epoch=3, primary=A, backups=(B,)))
     (shard,) = upkeep(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (B, 4, ())
     assert shard.joining == C
@@ -111,14 +112,14 @@ def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
 
 def test_the_only_copy_is_waited_for() -> None:
     """A server that is away from etcd may still have what nobody else has."""
-    record = holdings(Holding(shard_id=0, epoch=1, primary=A))
+    record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     (shard,) = upkeep(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.joining) == (A, 1, B)
 
 
 def test_what_is_lost_for_good_gets_a_new_primary() -> None:
     """Once no holder can come back, somebody takes the shard, to be restored or made anew."""
-    record = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
+    record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}))
     (shard,) = upkeep(record, servers, {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (C, 2, ())
@@ -137,7 +138,7 @@ def test_what_was_trained_stays_lost_until_it_is_brought_back(
     before: ShardContent, after: ShardContent
 ) -> None:
     """Only what nobody ever created may be created; a lost shard gets no copies of nothing."""
-    record = holdings(Holding(shard_id=0, epoch=1, primary=A, content=before))
+    record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, content=before))
     servers = Servers(present=frozenset({B, C}), dead=frozenset({A}))
     tended = upkeep(record, servers, {})
     assert tended.shards[0].content is after
@@ -147,9 +148,11 @@ def test_what_was_trained_stays_lost_until_it_is_brought_back(
 
 def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
     """That server leads it again, should it come back after all."""
-    trained = Holding(shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT)
+    trained = ShardAssignment(
+        shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT
+    )
     servers = Servers(present=frozenset({C}), dead=frozenset({A}))
-    (lost,) = upkeep(holdings(trained), servers, {}).shards
+    (lost,) = upkeep(assignments(trained), servers, {}).shards
     assert (lost.primary, lost.on_disk) == (C, "a")
     again = Holder("a", "again")
     found = led_from_disk(lost, again, present=frozenset({C, again}), dead=frozenset())
@@ -158,7 +161,7 @@ def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
 
 def test_a_disk_that_may_come_back_is_waited_for() -> None:
     """All that held the shard in memory are gone, and one journal has it."""
-    record = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
+    record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}), disks=frozenset({"a"}))
     assert upkeep(record, servers, {}).shards[0].primary == A
     (shard,) = upkeep(record, replace(servers, disks=frozenset()), {}).shards
@@ -167,8 +170,8 @@ def test_a_disk_that_may_come_back_is_waited_for() -> None:
 
 def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
     """It may be dead, and not known so yet: somebody else is recruited."""
-    before = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
-    after = holdings(Holding(shard_id=0, epoch=1, primary=A))
+    before = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
+    after = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
     suspects = gone_on_without(before, after)
     assert suspects == {B}
     servers = Servers(present=frozenset({A, B, C}), suspects=suspects)
@@ -178,14 +181,14 @@ def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
 
 def test_nobody_is_left_to_take_anything() -> None:
     """All servers leave: nothing is moved about any more."""
-    record = holdings(Holding(shard_id=0, epoch=1, primary=A, backups=(B,)))
+    record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     everybody = frozenset({A, B})
     assert upkeep(record, Servers(present=everybody, leaving=everybody), {}) == record
 
 
 def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
     """Each change names what it is based on."""
-    shard = Holding(shard_id=0, epoch=5, primary=A, backups=(B,), joining=C)
+    shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), joining=C)
     assert promoted(shard, lost=B, backup=C) == shard
     assert promoted(shard, lost=A, backup=C) == shard
     assert in_step(shard, primary=B, joined=C) == shard
@@ -196,5 +199,7 @@ def test_changes_that_do_not_apply_any_more_change_nothing() -> None:
 
 def test_a_hand_over_leaves_the_old_primary_as_backup() -> None:
     """It has everything: until the coordinator lets it go it is as good as any."""
-    shard = Holding(shard_id=0, epoch=5, primary=A, backups=(B,), successor=B)
-    assert handed_over(shard, primary=A) == Holding(shard_id=0, epoch=6, primary=B, backups=(A,))
+    shard = ShardAssignment(shard_id=0, epoch=5, primary=A, backups=(B,), successor=B)
+    assert handed_over(shard, primary=A) == ShardAssignment(
+        shard_id=0, epoch=6, primary=B, backups=(A,)
+    )

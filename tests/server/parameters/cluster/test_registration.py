@@ -41,7 +41,7 @@ async def registered(store: MemoryStore, start: Revision) -> bytes:
     raise AssertionError("the watch ended")
 
 
-async def held(store: MemoryStore) -> KeyValue:
+async def replica(store: MemoryStore) -> KeyValue:
     found = await store.get(KEY)
     assert found is not None
     return found
@@ -50,7 +50,7 @@ async def held(store: MemoryStore) -> KeyValue:
 async def test_known_while_it_serves(store: MemoryStore) -> None:
     """The record has the address that was advertised, and is gone as soon as the server stops."""
     async with running(config("ps-0", advertise="127.0.0.7"), store) as server:
-        record = json.loads((await held(store)).value)
+        record = json.loads((await replica(store)).value)
         assert record["address"] == server.address == f"127.0.0.7:{server.port}"
         assert record["started_unix_s"] > 0
     assert await store.get(KEY) is None
@@ -59,21 +59,21 @@ async def test_known_while_it_serves(store: MemoryStore) -> None:
 async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> None:
     """A lease that ran out while etcd could not be reached is replaced."""
     async with Registration(store, identity(), lease_ttl_s=0.3):
-        first = await held(store)
+        first = await replica(store)
         await store.revoke(first.lease)
         value = await registered(store, Revision(first.mod_revision + 1))
         assert value == first.value
-        assert (await held(store)).lease != first.lease
+        assert (await replica(store)).lease != first.lease
 
 
 async def test_the_lease_is_kept(store: MemoryStore) -> None:
     """A server that lives stays known for longer than its lease would last by itself."""
     async with Registration(store, identity(), lease_ttl_s=0.2):
-        first = await held(store)
+        first = await replica(store)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.7):
                 await registered(store, Revision(first.mod_revision + 1))
-        assert (await held(store)).mod_revision == first.mod_revision
+        assert (await replica(store)).mod_revision == first.mod_revision
 
 
 async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None:
@@ -82,7 +82,7 @@ async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None
         with pytest.raises(AddressInUse, match=r"127\.0\.0\.1:1"):
             async with Registration(store, identity("127.0.0.1:2"), lease_ttl_s=0.2):
                 pass
-        assert json.loads((await held(store)).value)["address"] == "127.0.0.1:1"
+        assert json.loads((await replica(store)).value)["address"] == "127.0.0.1:1"
 
 
 async def test_a_successor_waits_for_the_lease_to_end(store: MemoryStore) -> None:
@@ -90,7 +90,7 @@ async def test_a_successor_waits_for_the_lease_to_end(store: MemoryStore) -> Non
     lease = await store.grant(0.3)
     await store.put(KEY, identity().record(), lease)
     async with Registration(store, identity("127.0.0.1:2"), lease_ttl_s=1.0):
-        assert json.loads((await held(store)).value)["address"] == "127.0.0.1:2"
+        assert json.loads((await replica(store)).value)["address"] == "127.0.0.1:2"
 
 
 async def test_a_busy_port_is_refused(store: MemoryStore) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal_proto.errors import AddressInUse, JournalDamaged, Overloaded, Unavailable
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.journal.log import Journal, JournalConfig
-from shoal_server.parameters.shard.image import Image, Keeper, Record
+from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
 
 LIMIT_S = 20.0
 
@@ -33,7 +33,7 @@ class Log:
     def memory_bytes(self) -> int:
         return len(self.pushed)
 
-    def image(self, keeper: Keeper | None = None) -> Image:
+    def image(self, keeper: UpdateListener | None = None) -> Image:
         return Image(
             kind="log",
             shard_id=self.shard_id,
@@ -43,12 +43,12 @@ class Log:
             sessions=(),
         )
 
-    def replay(self, record: Record) -> None:
+    def replay(self, record: UpdateRecord) -> None:
         assert record.push.version == self.version + 1
         self.pushed += record.data
 
-    def push(self, value: int) -> Record:
-        record = Record(PushRecord(session="s", version=self.version + 1), bytes([value]))
+    def push(self, value: int) -> UpdateRecord:
+        record = UpdateRecord(PushRecord(session="s", version=self.version + 1), bytes([value]))
         self.replay(record)
         return record
 

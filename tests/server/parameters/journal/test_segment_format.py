@@ -6,17 +6,23 @@ from hypothesis import strategies as st
 
 from shoal_proto.errors import JournalDamaged
 from shoal_proto.v1.replication_pb2 import PushRecord
-from shoal_server.parameters.journal.segment_format import START_BYTES, Entry, encode, scan, start
-from shoal_server.parameters.shard.image import Record
+from shoal_server.parameters.journal.segment_format import (
+    START_BYTES,
+    JournalEntry,
+    encode,
+    scan,
+    start,
+)
+from shoal_server.parameters.shard.image import UpdateRecord
 
 NUM_ENTRIES = 9
 GROUP = 3
 """Entries that go to disk together."""
 
 
-def entry(number: int) -> Entry:
+def entry(number: int) -> JournalEntry:
     push = PushRecord(session="job/a#1", sequence=number, version=number + 1, lr=0.1)
-    return Entry("job", number % 4, 2, Record(push, bytes([number]) * (number % 5)))
+    return JournalEntry("job", number % 4, 2, UpdateRecord(push, bytes([number]) * (number % 5)))
 
 
 def segment() -> tuple[bytes, list[int]]:
@@ -25,7 +31,7 @@ def segment() -> tuple[bytes, list[int]]:
     for first in range(1, NUM_ENTRIES + 1, GROUP):
         synced_bytes = len(data)
         for number in range(first, first + GROUP):
-            made = entry(number) if number != 5 else Entry("job", 1, 0, None)
+            made = entry(number) if number != 5 else JournalEntry("job", 1, 0, None)
             data += encode(made, number, synced_bytes)
             ends.append(len(data))
     return data, ends
@@ -42,7 +48,7 @@ def test_every_entry_comes_back_with_its_number() -> None:
     assert [made for number, made in WHOLE.entries if number != 5] == [
         entry(number) for number in range(1, NUM_ENTRIES + 1) if number != 5
     ]
-    assert WHOLE.entries[4][1] == Entry("job", 1, 0, None)
+    assert WHOLE.entries[4][1] == JournalEntry("job", 1, 0, None)
 
 
 def test_a_segment_cut_at_any_byte_gives_what_was_whole() -> None:

@@ -13,7 +13,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, Stalene
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers import check_spec
 from shoal_server.parameters.optimizers.damping import damping
-from shoal_server.parameters.shard.dense import LiveShard, Push
+from shoal_server.parameters.shard.dense import DenseShard, Push
 from shoal_server.parameters.shard.reply_writer import in_messages
 
 SIZE = 64
@@ -43,16 +43,16 @@ def test_rates_of_adaptive_steps_follow_the_root(kind: str) -> None:
     assert damping(kind, HyperParameters(), 0).rate == 1.0
 
 
-def new_shard(hyper: HyperParameters) -> LiveShard:
+def new_shard(hyper: HyperParameters) -> DenseShard:
     spec = Shard(
         shard_id=0, epoch=1, dtype="float32", blocks=[Block(parameter="w", num_elements=SIZE)]
     )
     optimizer = OptimizerSpec(kind="sgd", groups=[hyper], staleness=DAMP)
     check_spec(optimizer, 1)
-    return LiveShard(spec, optimizer, bytearray(4 * SIZE))
+    return DenseShard(spec, optimizer, bytearray(4 * SIZE))
 
 
-def push(shard: LiveShard, base_version: int, gradient: torch.Tensor, sequence: int) -> None:
+def push(shard: DenseShard, base_version: int, gradient: torch.Tensor, sequence: int) -> None:
     a_push = Push(
         session="s",
         sequence=sequence,

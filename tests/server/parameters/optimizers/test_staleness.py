@@ -12,7 +12,7 @@ from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch, St
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers import check_spec
-from shoal_server.parameters.shard.dense import LiveShard, Push, Values
+from shoal_server.parameters.shard.dense import DenseShard, Push, Values
 from shoal_server.parameters.shard.reply_writer import in_messages
 
 SIZES = (130, 65)
@@ -26,14 +26,14 @@ def drawn(seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def new_shard(
     policy: StalenessPolicy, dtype: torch.dtype = torch.float32, *, maximize: bool = False
-) -> LiveShard:
+) -> DenseShard:
     """Plain SGD, and a first push by somebody else behind it: version 2."""
     blocks = [Block(parameter=str(i), num_elements=size) for i, size in enumerate(SIZES)]
     spec = Shard(shard_id=7, epoch=1, dtype=str(dtype).removeprefix("torch."), blocks=blocks)
     hyper = HyperParameters(lr=LR, maximize=maximize)
     optimizer = OptimizerSpec(kind="sgd", groups=[hyper], staleness=policy)
     check_spec(optimizer, 1)
-    shard = LiveShard(spec, optimizer, bytearray(raw(drawn(0, dtype))))
+    shard = DenseShard(spec, optimizer, bytearray(raw(drawn(0, dtype))))
     push(shard, 1, drawn(1, dtype), base=drawn(0, dtype), session="other")
     return shard
 
@@ -43,7 +43,7 @@ def raw(tensor: Tensor) -> bytes:
 
 
 def push(
-    shard: LiveShard, base_version: int, gradient: Tensor, *, base: Tensor, session: str = "s"
+    shard: DenseShard, base_version: int, gradient: Tensor, *, base: Tensor, session: str = "s"
 ) -> Values:
     data = raw(gradient) + (raw(base) if shard.needs_base else b"")
     a_push = Push(
@@ -60,7 +60,7 @@ def push(
     return values
 
 
-def now(shard: LiveShard) -> Tensor:
+def now(shard: DenseShard) -> Tensor:
     return shard.image().tensors["values"]
 
 
@@ -187,11 +187,11 @@ def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
     optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.25)], staleness=policy)
     values = torch.cat([t.flatten() for t in first])
     spec = Shard(shard_id=7, epoch=1, dtype="float32", blocks=blocks)
-    shard = LiveShard(spec, optimizer, bytearray(raw(values)))
-    held = [(1, values)] * num_members
+    shard = DenseShard(spec, optimizer, bytearray(raw(values)))
+    replica = [(1, values)] * num_members
     for number in range(NUM_PUSHES):
         member = number % num_members
-        version, base = held[member]
+        version, base = replica[member]
         chosen = torch.randint(len(images), (32,), generator=generator)
         weights = base.clone().requires_grad_()
         loss = torch.nn.functional.cross_entropy(scores(weights, images[chosen]), targets[chosen])
@@ -206,7 +206,7 @@ def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
             gradient=raw(gradient) + (raw(base) if shard.needs_base else b""),
         )
         shard.push(a_push, lambda _: True)
-        held[member] = (shard.version, now(shard))
+        replica[member] = (shard.version, now(shard))
     right = scores(now(shard), digits.test_images).argmax(1) == digits.test_digits
     return float(right.float().mean())
 

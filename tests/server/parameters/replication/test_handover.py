@@ -13,7 +13,7 @@ from support.clusters.parameter_servers import ParameterServers, config
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.shards.assignments import Holding, Holdings
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
 from shoal_server.etcd.memory import MemoryStore
@@ -69,29 +69,29 @@ async def name_successors(servers: ParameterServers) -> int:
     entry = await records.read(servers.store, JOB)
     assert entry is not None
 
-    def named(holding: Holding) -> Holding:
-        return replace(holding, joining=None, successor=holding.backups[0])
+    def named(assignment: ShardAssignment) -> ShardAssignment:
+        return replace(assignment, joining=None, successor=assignment.backups[0])
 
-    def all_named(holdings: Holdings) -> Holdings:
-        return holdings.changed([h.shard_id for h in holdings.shards], named)
+    def all_named(assignments: JobAssignments) -> JobAssignments:
+        return assignments.changed([h.shard_id for h in assignments.shards], named)
 
     changed = await records.change(servers.store, entry, all_named)
     assert changed is not None
     return changed.revision
 
 
-async def first_move(servers: ParameterServers, since: int) -> dict[int, Holding]:
+async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAssignment]:
     """The shards that have another primary by the first change of the record that gave any one."""
     epochs: dict[int, int] = {}
-    watch = servers.store.watch(keys.holdings(JOB), Revision(since))
+    watch = servers.store.watch(keys.assignments(JOB), Revision(since))
     async with aclosing(watch) as batches:
         async for batch in batches:
             for event in batch.events:
                 at = Revision(event.mod_revision)
-                held = records.parse(KeyValue(event.key, event.value, at, at, 1)).holdings
+                replica = records.parse(KeyValue(event.key, event.value, at, at, 1)).assignments
                 moved = {
                     h.shard_id: h
-                    for h in held.shards
+                    for h in replica.shards
                     if h.epoch > epochs.setdefault(h.shard_id, h.epoch)
                 }
                 if moved:
@@ -99,7 +99,7 @@ async def first_move(servers: ParameterServers, since: int) -> dict[int, Holding
     raise AssertionError("the watch ended")
 
 
-def swap(servers: ParameterServers) -> dict[int, Holding]:
+def swap(servers: ParameterServers) -> dict[int, ShardAssignment]:
     """Have the two servers change places; what moved first."""
     told_at = servers.run(name_successors(servers))
     return servers.run(first_move(servers, told_at))
@@ -145,17 +145,17 @@ async def test_who_is_to_lead_is_connected_to_its_backup_before(part: str) -> No
     """The first push that a new primary takes waits for its backup, and not for a stream to it."""
     store = MemoryStore()
     async with running(config("ps-0"), store) as last, running(config("ps-1"), store) as next_:
-        me = next_.custody.me
-        holding = Holding(
+        me = next_.replicas.me
+        assignment = ShardAssignment(
             shard_id=0,
             epoch=1,
-            primary=last.custody.me,
+            primary=last.replicas.me,
             backups=() if part == "joining" else (me,),
             joining=me if part == "joining" else None,
             successor=me if part == "successor" else None,
         )
-        record = records.encode(Holdings(job=JOB, copies=2, shards=(holding,)))
-        await store.put(keys.holdings(JOB), record)
-        await next_.custody.refresh(JOB)
-        assert "link-to-ps-0" in {task.get_name() for task in asyncio.all_tasks()}
+        record = records.encode(JobAssignments(job=JOB, copies=2, shards=(assignment,)))
+        await store.put(keys.assignments(JOB), record)
+        await next_.replicas.refresh(JOB)
+        assert "replicate-to-ps-0" in {task.get_name() for task in asyncio.all_tasks()}
     await store.close()

@@ -24,17 +24,17 @@ from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.shards.assignments import Holder, Holding, Holdings
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
-from shoal_server.parameters.process import Running, running
+from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication import frames
-from shoal_server.parameters.replication.replication_servicer import Follower
+from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import LiveShard, Push
-from shoal_server.parameters.shard.image import Record
-from shoal_server.parameters.shard.replica import Held, Role
+from shoal_server.parameters.shard.dense import DenseShard, Push
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 JOB, EPOCH = "job", 3
 PRIMARY = Holder("ps-9", "one")
@@ -56,12 +56,12 @@ class Primary:
     def __init__(self) -> None:
         block = Block(parameter="p", num_elements=NUM_ELEMENTS)
         spec = Shard(shard_id=0, server_id="ps-9", epoch=EPOCH, dtype="float32", blocks=[block])
-        self.shard = LiveShard(spec, ADAM, bytearray(4 * NUM_ELEMENTS))
-        self._records: list[Record] = []
+        self.shard = DenseShard(spec, ADAM, bytearray(4 * NUM_ELEMENTS))
+        self._records: list[UpdateRecord] = []
         self.shard.keep(self._records.append)
         self._sequence = 0
 
-    def push(self) -> Record:
+    def push(self) -> UpdateRecord:
         self._sequence += 1
         gradient = torch.full((NUM_ELEMENTS,), float(self._sequence)).numpy().tobytes()
         push = Push(
@@ -79,7 +79,7 @@ class Primary:
     def image(self) -> Frames:
         return [as_message(f) for f in frames.of_image(JOB, EPOCH, self.shard.image())]
 
-    def told(self, record: Record, epoch: int = EPOCH) -> Frames:
+    def told(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
         return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
 
 
@@ -87,7 +87,7 @@ class Primary:
 class World:
     """A server that is to become the backup of the one shard."""
 
-    server: Running
+    server: RunningServer
     store: MemoryStore
     stub: ReplicationStub
     primary: Primary
@@ -95,15 +95,15 @@ class World:
     @property
     def version(self) -> int:
         """Of the copy that the server has; 0: it has none."""
-        held = self.server.custody.held(JOB, 0)
-        return 0 if held is None else held.state.version
+        replica = self.server.replicas.replica(JOB, 0)
+        return 0 if replica is None else replica.state.version
 
     async def assert_same(self) -> None:
         """The copy is what the primary has, to the last bit."""
-        held = self.server.custody.held(JOB, 0)
-        assert held is not None
-        await self.server.custody.settle(held)
-        copy, own = held.state.image(), self.primary.shard.image()
+        replica = self.server.replicas.replica(JOB, 0)
+        assert replica is not None
+        await self.server.replicas.settle(replica)
+        copy, own = replica.state.image(), self.primary.shard.image()
         assert (copy.version, list(copy.sessions)) == (own.version, list(own.sessions))
         assert copy.tensors.keys() == own.tensors.keys()
         for name, tensor in own.tensors.items():
@@ -117,9 +117,11 @@ async def world() -> AsyncIterator[World]:
         running(config("ps-0"), store) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        shard = Holding(shard_id=0, epoch=EPOCH, primary=PRIMARY, joining=server.custody.me)
-        held = Holdings(job=JOB, copies=2, shards=(shard,))
-        await store.put(keys.holdings(JOB), records.encode(held))
+        shard = ShardAssignment(
+            shard_id=0, epoch=EPOCH, primary=PRIMARY, joining=server.replicas.me
+        )
+        replica = JobAssignments(job=JOB, copies=2, shards=(shard,))
+        await store.put(keys.assignments(JOB), records.encode(replica))
         yield World(server=server, store=store, stub=ReplicationStub(channel), primary=Primary())
     await store.close()
 
@@ -238,9 +240,9 @@ async def test_no_bad_record_is_applied(world: World, name: str) -> None:
     spoiled = spoil(world.primary.told(world.primary.push()))
     with pytest.raises(kind):
         await tell(world, spoiled, hold=True)
-    held = world.server.custody.held(JOB, 0)
-    assert held is not None
-    await world.server.custody.settle(held)
+    replica = world.server.replicas.replica(JOB, 0)
+    assert replica is not None
+    await world.server.replicas.settle(replica)
     assert world.version == (2 if name == "bytes twice" else 1)
     assert outcomes(await tell(world, world.primary.image())) == [2]
     await world.assert_same()
@@ -277,16 +279,16 @@ async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
     assert world.version == 0
     assert outcomes(await tell(world, world.primary.image())) == [2]
     assert outcomes(await tell(world, world.primary.told(record, EPOCH - 1))) == [WrongEpoch]
-    deposed = Holding(
+    deposed = ShardAssignment(
         shard_id=0,
         epoch=EPOCH + 1,
         primary=Holder("ps-8", "one"),
-        backups=(world.server.custody.me,),
+        backups=(world.server.replicas.me,),
     )
-    held = Holdings(job=JOB, copies=2, shards=(deposed,))
-    await world.store.put(keys.holdings(JOB), records.encode(held))
+    replica = JobAssignments(job=JOB, copies=2, shards=(deposed,))
+    await world.store.put(keys.assignments(JOB), records.encode(replica))
     assert outcomes(await tell(world, world.primary.image())) == [WrongEpoch]
-    await world.server.custody.refresh(JOB)
+    await world.server.replicas.refresh(JOB)
     assert outcomes(await tell(world, world.primary.told(world.primary.push()))) == [WrongEpoch]
 
 
@@ -316,37 +318,37 @@ class Gate:
         await self.go_on.wait()
 
 
-async def write_holding(world: World, holding: Holding) -> None:
+async def write_holding(world: World, assignment: ShardAssignment) -> None:
     """Have the record say so, and the server know it."""
-    held = Holdings(job=JOB, copies=2, shards=(holding,))
-    await world.store.put(keys.holdings(JOB), records.encode(held))
-    await world.server.custody.refresh(JOB)
+    replica = JobAssignments(job=JOB, copies=2, shards=(assignment,))
+    await world.store.put(keys.assignments(JOB), records.encode(replica))
+    await world.server.replicas.refresh(JOB)
 
 
-def led_by(world: World) -> Holding:
+def led_by(world: World) -> ShardAssignment:
     """What the record says once the server has taken over from its primary."""
-    return Holding(shard_id=0, epoch=EPOCH + 1, primary=world.server.custody.me)
+    return ShardAssignment(shard_id=0, epoch=EPOCH + 1, primary=world.server.replicas.me)
 
 
-async def led(world: World) -> Held:
+async def led(world: World) -> ShardReplica:
     """The shard, once the server leads it."""
     async with asyncio.timeout(ANSWER_S):
         await catalog_of(world).wait_for(JOB, [0], ANSWER_S)
-    held = world.server.custody.held(JOB, 0)
-    assert held is not None
-    assert held.role is Role.PRIMARY
-    return held
+    replica = world.server.replicas.replica(JOB, 0)
+    assert replica is not None
+    assert replica.role is Role.PRIMARY
+    return replica
 
 
 def catalog_of(world: World) -> Catalog:
-    return world.server.custody._catalog
+    return world.server.replicas._catalog
 
 
-def follower_of(world: World) -> Follower:
+def follower_of(world: World) -> ReplicationServicer:
     """The service that the server's custody has told to settle shards."""
-    bound = world.server.custody.settle
+    bound = world.server.replicas.settle
     assert isinstance(bound, MethodType)
-    assert isinstance(bound.__self__, Follower)
+    assert isinstance(bound.__self__, ReplicationServicer)
     return bound.__self__
 
 
@@ -354,8 +356,10 @@ async def in_step(world: World, version: int) -> None:
     """Give the server a copy of that version, and have the record list it as in step."""
     assert outcomes(await tell(world, world.primary.image())) == [version]
     # As long as there is a stream of the primary, the server does not take over by itself.
-    world.server.custody.stream_opened(PRIMARY)
-    backup = Holding(shard_id=0, epoch=EPOCH, primary=PRIMARY, backups=(world.server.custody.me,))
+    world.server.replicas.stream_opened(PRIMARY)
+    backup = ShardAssignment(
+        shard_id=0, epoch=EPOCH, primary=PRIMARY, backups=(world.server.replicas.me,)
+    )
     await write_holding(world, backup)
 
 
@@ -378,7 +382,7 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
     async with asyncio.timeout(ANSWER_S):
         await gate.reached.wait()
     await write_holding(world, led_by(world))
-    held = await led(world)
+    replica = await led(world)
     gradient = torch.ones(NUM_ELEMENTS).numpy().tobytes()
     for sequence in (1, 2):
         push = Push(
@@ -390,13 +394,13 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
             blocks=[0],
             gradient=gradient,
         )
-        assert isinstance(held.state, LiveShard)
-        held.state.push(push, lambda session: True)
+        assert isinstance(replica.state, DenseShard)
+        replica.state.push(push, lambda session: True)
     gate.go_on.set()
     assert outcomes(await telling) == [WrongEpoch]
-    assert world.server.custody.held(JOB, 0) is held
-    assert (held.role, held.epoch, held.state.version) == (Role.PRIMARY, EPOCH + 1, 3)
-    await held.receipts.wait_safe(3)
+    assert world.server.replicas.replica(JOB, 0) is replica
+    assert (replica.role, replica.epoch, replica.state.version) == (Role.PRIMARY, EPOCH + 1, 3)
+    await replica.receipts.wait_safe(3)
 
 
 async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
@@ -417,12 +421,12 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     async with asyncio.timeout(ANSWER_S):
         await gate.reached.wait()
     await write_holding(world, led_by(world))
-    held = await led(world)
+    replica = await led(world)
     gate.go_on.set()
     assert outcomes(await telling) == [WrongEpoch]
-    await service.settle(held)
-    assert world.server.custody.held(JOB, 0) is held
-    assert (held.role, held.state.version) == (Role.PRIMARY, 1)
+    await service.settle(replica)
+    assert world.server.replicas.replica(JOB, 0) is replica
+    assert (replica.role, replica.state.version) == (Role.PRIMARY, 1)
 
 
 async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
@@ -454,12 +458,12 @@ async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
     await write_holding(world, led_by(world))
-    held = world.server.custody.held(JOB, 0)
-    assert held is not None
-    assert held.role is Role.BACKUP
+    replica = world.server.replicas.replica(JOB, 0)
+    assert replica is not None
+    assert replica.role is Role.BACKUP
     gate.go_on.set()
-    assert await led(world) is held
-    assert (held.role, held.state.version) == (Role.PRIMARY, 2)
+    assert await led(world) is replica
+    assert (replica.role, replica.state.version) == (Role.PRIMARY, 2)
 
 
 async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> None:

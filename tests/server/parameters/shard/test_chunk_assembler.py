@@ -13,7 +13,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.parameters_pb2 import Piece
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.shard.chunk_assembler import Budget, Inflow, Reservation
+from shoal_server.parameters.shard.chunk_assembler import Budget, ChunkAssembler, Reservation
 
 SHARD = Shard(
     shard_id=1,
@@ -30,41 +30,41 @@ def piece(start: int, stop: int, data: bytes = DATA) -> Piece:
 
 def test_pieces_in_order_make_the_shard() -> None:
     """However the shard was cut, its bytes come out; only the last piece completes it."""
-    inflow = Inflow(SHARD)
+    assembler = ChunkAssembler(SHARD)
     for start, stop in ((0, 1), (1, 50), (50, 119)):
-        inflow.take(piece(start, stop))
-        assert not inflow.is_complete
-    inflow.take(piece(119, 120))
-    assert inflow.is_complete
-    assert inflow.join() == DATA
+        assembler.take(piece(start, stop))
+        assert not assembler.is_complete
+    assembler.take(piece(119, 120))
+    assert assembler.is_complete
+    assert assembler.join() == DATA
 
 
 def test_nothing_is_expected_for_absent_blocks() -> None:
     """The pieces jump over blocks that have no gradient, and the bytes come out without them."""
-    inflow = Inflow(SHARD, absent_blocks=(1,))
-    assert inflow.blocks == [0, 2]
-    inflow.take(piece(0, 40))
-    inflow.take(piece(80, 120))
-    assert inflow.is_complete
-    assert inflow.join() == DATA[:40] + DATA[80:]
-    assert Inflow(SHARD, absent_blocks=(0, 1, 2)).is_complete
+    assembler = ChunkAssembler(SHARD, absent_blocks=(1,))
+    assert assembler.blocks == [0, 2]
+    assembler.take(piece(0, 40))
+    assembler.take(piece(80, 120))
+    assert assembler.is_complete
+    assert assembler.join() == DATA[:40] + DATA[80:]
+    assert ChunkAssembler(SHARD, absent_blocks=(0, 1, 2)).is_complete
     with pytest.raises(MalformedMessage, match="absent block 3"):
-        Inflow(SHARD, absent_blocks=(3,))
+        ChunkAssembler(SHARD, absent_blocks=(3,))
 
 
 def test_what_a_gradient_was_computed_on_follows_it() -> None:
     """At offsets beyond the shard, for the present blocks again; both come out in one."""
-    inflow = Inflow(SHARD, absent_blocks=(1,), with_base=True)
-    assert inflow.expected_bytes == 160
+    assembler = ChunkAssembler(SHARD, absent_blocks=(1,), with_base=True)
+    assert assembler.expected_bytes == 160
     twice = DATA + DATA
     for start, stop in ((0, 40), (80, 120), (120, 150), (150, 160)):
-        inflow.take(piece(start, stop, twice))
-    assert not inflow.is_complete
+        assembler.take(piece(start, stop, twice))
+    assert not assembler.is_complete
     with pytest.raises(MalformedMessage, match=r"offset 160; expected .* offset 200"):
-        inflow.take(piece(160, 170, twice))
-    inflow.take(piece(200, 240, twice))
-    assert inflow.is_complete
-    assert inflow.join() == (DATA[:40] + DATA[80:]) * 2
+        assembler.take(piece(160, 170, twice))
+    assembler.take(piece(200, 240, twice))
+    assert assembler.is_complete
+    assert assembler.join() == (DATA[:40] + DATA[80:]) * 2
 
 
 @pytest.mark.parametrize(
@@ -81,25 +81,25 @@ def test_what_is_not_the_next_piece_is_refused(
     bad: Piece, kind: type[ShoalError], fragment: str
 ) -> None:
     """Gaps, repeats, empty, overlong and corrupted pieces are refused by name."""
-    inflow = Inflow(SHARD)
-    inflow.take(piece(0, 10))
+    assembler = ChunkAssembler(SHARD)
+    assembler.take(piece(0, 10))
     with pytest.raises(kind, match=fragment):
-        inflow.take(bad)
-    assert not inflow.is_complete
+        assembler.take(bad)
+    assert not assembler.is_complete
 
 
 def test_a_piece_may_not_run_into_an_absent_block() -> None:
     """Bytes for a block that was declared absent are too many bytes."""
-    inflow = Inflow(SHARD, absent_blocks=(1,))
+    assembler = ChunkAssembler(SHARD, absent_blocks=(1,))
     with pytest.raises(ShapeMismatch, match="at most 40"):
-        inflow.take(piece(0, 80))
+        assembler.take(piece(0, 80))
 
 
 def test_a_truncated_shard_is_told_with_its_lengths() -> None:
     """Whoever sent too little is told how much came and how much was missing."""
-    inflow = Inflow(SHARD)
-    inflow.take(piece(0, 100))
-    assert "saw 100 bytes; expected 120" in str(inflow.truncated())
+    assembler = ChunkAssembler(SHARD)
+    assembler.take(piece(0, 100))
+    assert "saw 100 bytes; expected 120" in str(assembler.truncated())
 
 
 def test_the_budget_is_shared_and_given_back() -> None:

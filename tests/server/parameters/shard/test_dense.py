@@ -17,7 +17,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.shard.dense import STALENESS_BUCKETS, LiveShard, Push, Values
+from shoal_server.parameters.shard.dense import STALENESS_BUCKETS, DenseShard, Push, Values
 from shoal_server.parameters.shard.reply_writer import in_messages
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 
@@ -25,7 +25,7 @@ TO_REPLIES = in_messages(pieces.PUSH_REPLY)
 NUM_ELEMENTS = 1000
 
 
-def new_shard(num_elements: int = NUM_ELEMENTS, dtype: str = "float32") -> LiveShard:
+def new_shard(num_elements: int = NUM_ELEMENTS, dtype: str = "float32") -> DenseShard:
     """Zeros in two parameters, plain SGD with learning rate 1: a push of -1 counts up by one."""
     half = num_elements // 2
     blocks = [
@@ -35,7 +35,7 @@ def new_shard(num_elements: int = NUM_ELEMENTS, dtype: str = "float32") -> LiveS
     spec = Shard(shard_id=7, epoch=3, dtype=dtype, blocks=blocks)
     optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
     size = torch.zeros((), dtype=getattr(torch, dtype)).element_size()
-    return LiveShard(spec, optimizer, bytearray(num_elements * size))
+    return DenseShard(spec, optimizer, bytearray(num_elements * size))
 
 
 def gradient(value: float, num_elements: int = NUM_ELEMENTS) -> bytes:

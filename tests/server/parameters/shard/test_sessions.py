@@ -6,19 +6,19 @@ import pytest
 
 from shoal_proto.errors import ForgottenPush, InternalError, Overloaded
 from shoal_proto.v1.replication_pb2 import SessionImage
-from shoal_server.parameters.shard.sessions import Outcome, SessionTable
+from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable
 from shoal_server.parameters.shard.step_scope import Scope
 
 
 def test_a_repeat_gets_the_first_outcome() -> None:
     """Whatever happened since, a repeated sequence is answered with what it was answered first."""
     table = SessionTable()
-    table.remember("a", 1, Outcome(2, 0))
-    table.remember("a", 2, Outcome(5, 1))
-    table.remember("b", 1, Outcome(6, 3))
-    assert table.recall("a", 1) == Outcome(2, 0)
-    assert table.recall("a", 2) == Outcome(5, 1)
-    assert table.recall("b", 1) == Outcome(6, 3)
+    table.remember("a", 1, RememberedOutcome(2, 0))
+    table.remember("a", 2, RememberedOutcome(5, 1))
+    table.remember("b", 1, RememberedOutcome(6, 3))
+    assert table.recall("a", 1) == RememberedOutcome(2, 0)
+    assert table.recall("a", 2) == RememberedOutcome(5, 1)
+    assert table.recall("b", 1) == RememberedOutcome(6, 3)
     assert table.recall("a", 3) is None
     assert table.recall("c", 1) is None
 
@@ -27,22 +27,22 @@ def test_what_is_older_than_the_memory_is_refused() -> None:
     """A push that fell out of the memory is not taken for a new one."""
     table = SessionTable(max_outcomes=3)
     for sequence in range(1, 6):
-        table.remember("a", sequence, Outcome(sequence + 1, 0))
+        table.remember("a", sequence, RememberedOutcome(sequence + 1, 0))
     for forgotten in (1, 2):
         with pytest.raises(ForgottenPush, match="above 2"):
             table.recall("a", forgotten)
-    assert table.recall("a", 3) == Outcome(4, 0)
+    assert table.recall("a", 3) == RememberedOutcome(4, 0)
 
 
 def test_only_ended_sessions_make_room() -> None:
     """A live session is never forgotten for another one; when all live, the new one has to wait."""
     table = SessionTable(max_sessions=2)
-    table.remember("dead", 1, Outcome(2, 0))
-    table.remember("live", 1, Outcome(3, 0))
+    table.remember("dead", 1, RememberedOutcome(2, 0))
+    table.remember("live", 1, RememberedOutcome(3, 0))
     assert table.make_room("new", lambda session: session == "live") == ["dead"]
-    table.remember("new", 1, Outcome(4, 0))
+    table.remember("new", 1, RememberedOutcome(4, 0))
     assert len(table) == 2
-    assert table.recall("live", 1) == Outcome(3, 0)
+    assert table.recall("live", 1) == RememberedOutcome(3, 0)
     with pytest.raises(Overloaded, match="2 live sessions"):
         table.make_room("newer", lambda session: True)
     table.make_room("live", lambda session: True)
@@ -54,7 +54,7 @@ def test_random_order_repeats_and_gaps(seed: int) -> None:
     and repeats come, and the table stays small."""
     rng = random.Random(seed)
     table = SessionTable(max_outcomes=4)
-    applied: dict[int, Outcome] = {}
+    applied: dict[int, RememberedOutcome] = {}
     for number in range(500):
         sequence = max(1, number // 3 + rng.randrange(-8, 4))
         try:
@@ -63,7 +63,7 @@ def test_random_order_repeats_and_gaps(seed: int) -> None:
             continue
         assert known == applied.get(sequence)
         if known is None:
-            applied[sequence] = Outcome(len(applied) + 2, 0)
+            applied[sequence] = RememberedOutcome(len(applied) + 2, 0)
             table.remember("s", sequence, applied[sequence])
     assert len(applied) > 50
 
@@ -74,9 +74,11 @@ def test_what_is_exported_is_restored(seed: int) -> None:
     rng = random.Random(seed)
     table = SessionTable(max_outcomes=4)
     for version in range(2, 60):
-        table.remember(rng.choice("abc"), version + rng.randrange(-3, 3), Outcome(version, 1))
+        table.remember(
+            rng.choice("abc"), version + rng.randrange(-3, 3), RememberedOutcome(version, 1)
+        )
     restored = SessionTable(max_outcomes=4)
-    restored.remember("gone", 1, Outcome(2, 0))
+    restored.remember("gone", 1, RememberedOutcome(2, 0))
     restored.restore(table.export())
     assert restored.export() == table.export()
     assert len(restored) == 3
@@ -85,7 +87,7 @@ def test_what_is_exported_is_restored(seed: int) -> None:
             assert answer(restored, session, sequence) == answer(table, session, sequence)
 
 
-def answer(table: SessionTable, session: str, sequence: int) -> Outcome | str | None:
+def answer(table: SessionTable, session: str, sequence: int) -> RememberedOutcome | str | None:
     try:
         return table.recall(session, sequence)
     except ForgottenPush as error:
@@ -95,10 +97,10 @@ def answer(table: SessionTable, session: str, sequence: int) -> Outcome | str | 
 def test_a_torn_memory_is_refused() -> None:
     """Half of what was remembered would let a push in twice."""
     table = SessionTable()
-    table.remember("a", 1, Outcome(2, 0))
+    table.remember("a", 1, RememberedOutcome(2, 0))
     with pytest.raises(InternalError, match="session a is torn"):
         table.restore([SessionImage(session="a", sequences=[1, 2], versions=[2], staleness=[0])])
-    assert table.recall("a", 1) == Outcome(2, 0)
+    assert table.recall("a", 1) == RememberedOutcome(2, 0)
 
 
 def test_the_steps_of_pushes_are_remembered_with_them() -> None:
@@ -106,8 +108,8 @@ def test_the_steps_of_pushes_are_remembered_with_them() -> None:
     table = SessionTable(max_outcomes=3)
     scopes = [None, Scope.of([1, 20]), None, Scope.of([2], of_tables=True)]
     for sequence, scope in enumerate(scopes, 1):
-        table.remember("a", sequence, Outcome(sequence + 1, 0), scope)
-    table.remember("b", 1, Outcome(9, 0))
+        table.remember("a", sequence, RememberedOutcome(sequence + 1, 0), scope)
+    table.remember("b", 1, RememberedOutcome(9, 0))
     restored = SessionTable()
     restored.restore(table.export())
     for each in (table, restored):
@@ -117,7 +119,7 @@ def test_the_steps_of_pushes_are_remembered_with_them() -> None:
             ("a", 4, scopes[3]),
             ("b", 1, None),
         ]
-        assert each.recall("a", 2) == Outcome(3, 0)
+        assert each.recall("a", 2) == RememberedOutcome(3, 0)
     assert [len(image.steps) for image in table.export()] == [3, 0]
     (torn, _) = table.export()
     del torn.steps[0]

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 
 from shoal_proto.errors import SnapshotFailed
 from shoal_server.core.shards.steps import Begun, Shards, Step, merged
-from shoal_server.parameters.snapshot.barrier import MAX_STEPS, Gate, Lacking, Phase
+from shoal_server.parameters.snapshot.barrier import (
+    MAX_STEPS,
+    BarrierPhase,
+    Lacking,
+    SnapshotBarrier,
+)
 
 A1, A2, A3 = (Step("a", number) for number in (1, 2, 3))
 B1 = Step("b", 1)
@@ -23,121 +28,121 @@ def applied_are(*steps: Step) -> Lacking:
     return lambda step, shards: () if step in steps else (1, 2)
 
 
-def passed(gate: Gate, step: Step) -> None:
-    assert gate.may_enter(step)
-    gate.enter(step, None)
-    gate.leave(step, applied_are(step))
+def passed(barrier: SnapshotBarrier, step: Step) -> None:
+    assert barrier.may_enter(step)
+    barrier.enter(step, None)
+    barrier.leave(step, applied_are(step))
 
 
 def test_an_open_gate_lets_everything_in() -> None:
-    gate = Gate()
+    barrier = SnapshotBarrier()
     for step in (A1, A2, B1, A3):
-        passed(gate, step)
-    assert gate.phase is Phase.OPEN and gate.num_sessions == 2
+        passed(barrier, step)
+    assert barrier.phase is BarrierPhase.OPEN and barrier.num_sessions == 2
 
 
 def test_a_closed_gate_lets_in_what_has_begun_here() -> None:
-    gate = Gate()
-    passed(gate, A1)
-    assert gate.close("cut") == {A1: None}
-    assert gate.may_enter(A1)
-    assert not gate.may_enter(A2) and not gate.may_enter(B1)
+    barrier = SnapshotBarrier()
+    passed(barrier, A1)
+    assert barrier.close("cut") == {A1: None}
+    assert barrier.may_enter(A1)
+    assert not barrier.may_enter(A2) and not barrier.may_enter(B1)
 
 
 def test_a_draining_gate_lets_in_what_has_begun_elsewhere_and_waits_for_it() -> None:
-    gate = Gate()
-    passed(gate, A1)
-    gate.close("cut")
-    gate.drain("cut", {A1: None, A2: None})
-    assert not gate.may_enter(A3)
-    assert gate.waits_for(applied_are(A1), always) == [A2]
-    passed(gate, A2)
-    assert gate.waits_for(applied_are(A1, A2), always) == []
-    assert gate.torn(applied_are(A1, A2)) == []
-    assert gate.open("cut") and gate.may_enter(A3)
+    barrier = SnapshotBarrier()
+    passed(barrier, A1)
+    barrier.close("cut")
+    barrier.drain("cut", {A1: None, A2: None})
+    assert not barrier.may_enter(A3)
+    assert barrier.waits_for(applied_are(A1), always) == [A2]
+    passed(barrier, A2)
+    assert barrier.waits_for(applied_are(A1, A2), always) == []
+    assert barrier.torn(applied_are(A1, A2)) == []
+    assert barrier.open("cut") and barrier.may_enter(A3)
 
 
 def test_a_step_that_touches_nothing_here_is_not_waited_for() -> None:
-    gate = Gate()
-    gate.close("cut")
-    gate.drain("cut", {A1: frozenset({7})})
-    assert gate.waits_for(lambda step, shards: () if shards == {7} else (1,), always) == []
+    barrier = SnapshotBarrier()
+    barrier.close("cut")
+    barrier.drain("cut", {A1: frozenset({7})})
+    assert barrier.waits_for(lambda step, shards: () if shards == {7} else (1,), always) == []
 
 
 def test_a_part_that_came_in_and_is_not_applied_is_waited_for() -> None:
     """Refused as the shard had moved, say: the client tries again."""
-    gate = Gate()
-    gate.enter(A1, None)
-    gate.leave(A1, applied_are())
-    gate.drain("cut", gate.close("cut"))
-    assert gate.waits_for(applied_are(), always) == [A1]
+    barrier = SnapshotBarrier()
+    barrier.enter(A1, None)
+    barrier.leave(A1, applied_are())
+    barrier.drain("cut", barrier.close("cut"))
+    assert barrier.waits_for(applied_are(), always) == [A1]
 
 
 def test_a_part_that_was_refused_for_good_is_not_waited_for() -> None:
-    gate = Gate()
-    gate.enter(A1, None)
-    gate.refuse(A1, 1)
-    gate.leave(A1, applied_are())
-    gate.drain("cut", gate.close("cut"))
-    assert gate.waits_for(applied_are(), always) == [A1]
-    gate.refuse(A1, 2)
-    assert gate.waits_for(applied_are(), always) == [] == gate.torn(applied_are())
+    barrier = SnapshotBarrier()
+    barrier.enter(A1, None)
+    barrier.refuse(A1, 1)
+    barrier.leave(A1, applied_are())
+    barrier.drain("cut", barrier.close("cut"))
+    assert barrier.waits_for(applied_are(), always) == [A1]
+    barrier.refuse(A1, 2)
+    assert barrier.waits_for(applied_are(), always) == [] == barrier.torn(applied_are())
 
 
 def test_nobody_waits_for_the_steps_of_the_dead_but_they_are_told() -> None:
-    gate = Gate()
-    gate.enter(A1, None)
-    gate.drain("cut", gate.close("cut"))
-    assert gate.waits_for(applied_are(), lambda session: session != "a") == []
-    assert gate.torn(applied_are()) == [A1]
+    barrier = SnapshotBarrier()
+    barrier.enter(A1, None)
+    barrier.drain("cut", barrier.close("cut"))
+    assert barrier.waits_for(applied_are(), lambda session: session != "a") == []
+    assert barrier.torn(applied_are()) == [A1]
 
 
 def test_what_was_given_up_once_is_not_waited_for_again_unless_it_comes() -> None:
-    gate = Gate()
-    gate.enter(A1, None)
-    gate.leave(A1, applied_are())
-    gate.drain("first", gate.close("first"))
-    assert gate.torn(applied_are()) == [A1]
-    gate.open("first")
-    gate.drain("second", gate.close("second"))
-    assert gate.waits_for(applied_are(), always) == []
-    assert gate.torn(applied_are()) == [A1]
-    gate.enter(A1, None)
-    assert gate.waits_for(applied_are(), always) == [A1]
+    barrier = SnapshotBarrier()
+    barrier.enter(A1, None)
+    barrier.leave(A1, applied_are())
+    barrier.drain("first", barrier.close("first"))
+    assert barrier.torn(applied_are()) == [A1]
+    barrier.open("first")
+    barrier.drain("second", barrier.close("second"))
+    assert barrier.waits_for(applied_are(), always) == []
+    assert barrier.torn(applied_are()) == [A1]
+    barrier.enter(A1, None)
+    assert barrier.waits_for(applied_are(), always) == [A1]
 
 
 def test_a_shard_that_arrives_is_asked_for_every_step() -> None:
-    gate = Gate()
-    passed(gate, A2)
-    gate.learn({A1: None})
-    gate.drain("cut", gate.close("cut"))
-    assert gate.waits_for(applied_are(A1), always) == [A2]
+    barrier = SnapshotBarrier()
+    passed(barrier, A2)
+    barrier.learn({A1: None})
+    barrier.drain("cut", barrier.close("cut"))
+    assert barrier.waits_for(applied_are(A1), always) == [A2]
 
 
 def test_one_cut_at_a_time() -> None:
-    gate = Gate()
-    gate.close("first")
+    barrier = SnapshotBarrier()
+    barrier.close("first")
     with pytest.raises(SnapshotFailed, match="another snapshot is being taken"):
-        gate.close("second")
+        barrier.close("second")
     with pytest.raises(SnapshotFailed, match="cut second is over"):
-        gate.drain("second", {})
-    assert not gate.open("second") and gate.open("first") and not gate.open("first")
+        barrier.drain("second", {})
+    assert not barrier.open("second") and barrier.open("first") and not barrier.open("first")
     with pytest.raises(SnapshotFailed, match="expected one that is closed"):
-        gate.drain("first", {})
-    gate.close("second")
+        barrier.drain("first", {})
+    barrier.close("second")
 
 
 def test_memory_is_bounded_and_the_newest_steps_stay() -> None:
-    gate = Gate()
+    barrier = SnapshotBarrier()
     for number in range(1, 100):
-        passed(gate, Step("a", number))
-    begun = gate.close("cut")
+        passed(barrier, Step("a", number))
+    begun = barrier.close("cut")
     assert sorted(step.sequence for step in begun) == list(range(100 - MAX_STEPS, 100))
     # A retry of what was forgotten changes nothing: its shards remember it.
-    assert gate.may_enter(Step("a", 3)) and not gate.may_enter(Step("a", 100))
-    gate.open("cut")
-    gate.forget(lambda session: False)
-    assert gate.num_sessions == 0
+    assert barrier.may_enter(Step("a", 3)) and not barrier.may_enter(Step("a", 100))
+    barrier.open("cut")
+    barrier.forget(lambda session: False)
+    assert barrier.num_sessions == 0
 
 
 def test_what_touches_every_shard_anywhere_touches_every_shard() -> None:
@@ -153,7 +158,7 @@ def test_what_touches_every_shard_anywhere_touches_every_shard() -> None:
 @dataclass
 class Server:
     shard_ids: Sequence[int]
-    gate: Gate = field(default_factory=Gate)
+    barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     shards: dict[int, set[Step]] = field(default_factory=dict)
     taken: dict[int, frozenset[Step]] | None = None
 
@@ -165,11 +170,13 @@ class Server:
         return [i for i in touched if step not in self.shards[i]]
 
     def try_to_take(self, cut_id: str) -> bool:
-        if self.gate.phase is not Phase.DRAINING or self.gate.waits_for(self.lacking, always):
+        if self.barrier.phase is not BarrierPhase.DRAINING or self.barrier.waits_for(
+            self.lacking, always
+        ):
             return False
-        assert self.gate.torn(self.lacking) == []
+        assert self.barrier.torn(self.lacking) == []
         self.taken = {shard_id: frozenset(steps) for shard_id, steps in self.shards.items()}
-        return self.gate.open(cut_id)
+        return self.barrier.open(cut_id)
 
 
 @dataclass
@@ -184,17 +191,17 @@ class Part:
 
     def advance(self, breaks: bool) -> bool:
         """Whether the part is done."""
-        gate = self.server.gate
+        barrier = self.server.barrier
         if not self.inside:
-            if gate.may_enter(self.step):
-                gate.enter(self.step, self.shards)
+            if barrier.may_enter(self.step):
+                barrier.enter(self.step, self.shards)
                 self.inside = True
             return False
         if self.todo and not breaks:
             self.server.shards[self.todo.pop()].add(self.step)
             return False
         # The connection may break at any time; the client then calls again for what is left.
-        gate.leave(self.step, self.server.lacking)
+        barrier.leave(self.step, self.server.lacking)
         self.inside = False
         return not self.todo
 
@@ -245,12 +252,12 @@ class Coordinator:
 
     def advance(self, pick: int) -> None:
         at = pick % len(self.servers)
-        gate = self.servers[at].gate
+        barrier = self.servers[at].barrier
         if len(self.reports) < len(self.servers):
             if at not in self.reports:
-                self.reports[at] = gate.close("cut")
+                self.reports[at] = barrier.close("cut")
         elif at not in self.drained:
-            gate.drain("cut", merged(self.reports.values()))
+            barrier.drain("cut", merged(self.reports.values()))
             self.drained.add(at)
         elif at not in self.taken and self.servers[at].try_to_take("cut"):
             self.taken.add(at)

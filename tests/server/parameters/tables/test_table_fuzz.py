@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate, TableSpec
-from shoal_server.parameters.shard.image import Record
+from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
 from shoal_server.parameters.tables.shard import TableShard
 
@@ -134,7 +134,7 @@ class World:
         self.shard = new_shard(table)
         self.twin = Twin(table, table.max_rows)
         self.pushers = [Pusher(f"w{i}") for i in range(NUM_PUSHERS)]
-        self.records: list[Record] = []
+        self.records: list[UpdateRecord] = []
         self.copy = TableShard.from_image(self.shard.image(self.records.append))
 
     def copy_again(self) -> None:
@@ -225,7 +225,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
     )
     random = np.random.default_rng(seed)
     shard = new_shard(table)
-    records: list[Record] = []
+    records: list[UpdateRecord] = []
     copies = [TableShard.from_image(shard.image(records.append))]
     starts = [0]
     for number in range(1, 30):

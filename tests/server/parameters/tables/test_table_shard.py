@@ -13,7 +13,7 @@ from shoal_proto.errors import (
     WrongEpoch,
 )
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate
-from shoal_server.parameters.shard.image import Image, Record
+from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 from shoal_server.parameters.tables.hashing import shards_of
 from shoal_server.parameters.tables.restore import restore
@@ -224,7 +224,7 @@ def test_every_dtype_is_kept_as_it_is(dtype: str) -> None:
 def test_records_must_come_in_order_and_images_whole() -> None:
     """A copy refuses what it cannot be sure of."""
     shard = new_shard(new_table())
-    records: list[Record] = []
+    records: list[UpdateRecord] = []
     image = shard.image(records.append)
     for step in (1, 2):
         shard.push(new_push([step], ones(1), sequence=step), live)
