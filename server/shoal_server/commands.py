@@ -259,11 +259,11 @@ def limits_of(options: argparse.Namespace) -> Limits:
 
 def coordinator(options: argparse.Namespace) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT."""
-    from shoal_server.coordinator.process import (  # noqa: PLC0415
+    from shoal_server.coordinator.config import (  # noqa: PLC0415
         CoordinatorConfig,
-        serve,
+        SnapshotPolicy,
     )
-    from shoal_server.coordinator.snapshots.service import SnapshotPolicy  # noqa: PLC0415
+    from shoal_server.coordinator.process import serve  # noqa: PLC0415
 
     try:
         config = CoordinatorConfig(
@@ -314,11 +314,9 @@ def parameter_server(options: argparse.Namespace) -> int:
         )
         return 1
     from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts  # noqa: PLC0415
-    from shoal_server.parameters.journal.log import JournalConfig  # noqa: PLC0415
-    from shoal_server.parameters.process import (  # noqa: PLC0415
-        ParameterServerConfig,
-        serve,
-    )
+    from shoal_server.parameters.config import ParameterServerConfig  # noqa: PLC0415
+    from shoal_server.parameters.journal.config import JournalConfig  # noqa: PLC0415
+    from shoal_server.parameters.process import serve  # noqa: PLC0415
 
     try:
         config = ParameterServerConfig(

@@ -16,6 +16,7 @@ from shoal_proto.v1 import (
     snapshots_pb2_grpc,
 )
 from shoal_server.coordinator.clocks import ClocksService
+from shoal_server.coordinator.config import SnapshotPolicy
 from shoal_server.coordinator.job_reset import Resetting
 from shoal_server.coordinator.jobs.job_actor import Surroundings
 from shoal_server.coordinator.jobs.membership import Membership
@@ -28,7 +29,7 @@ from shoal_server.coordinator.shards.controller import ShardKeeper
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
-from shoal_server.coordinator.snapshots.service import SnapshotPolicy, SnapshotService
+from shoal_server.coordinator.snapshots.service import SnapshotService
 from shoal_server.coordinator.snapshots.taking import JobState, SnapshotTaker
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits

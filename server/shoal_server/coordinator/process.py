@@ -3,24 +3,20 @@
 import asyncio
 import socket
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import structlog
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
 
-from shoal_proto.errors import InvalidSpec, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.coordinator.leadership.health import HealthService
 from shoal_server.coordinator.leadership.leader_failover import end_when_gone
-from shoal_server.coordinator.snapshots.service import SnapshotPolicy
-from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.election import DEFAULT_TTL_S, Election, Leadership
+from shoal_server.etcd.election import Election, Leadership
 from shoal_server.etcd.leader_key import Candidate, Leader
 from shoal_server.etcd.remote.client import EtcdClient
-from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.serving.listening import (
     advertised,
     is_loopback,
@@ -38,37 +34,6 @@ log = structlog.get_logger(__name__)
 
 STOP_WITHIN_S = 2.0
 LEAD_AGAIN_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class CoordinatorConfig:
-    etcd: EtcdConfig
-    listen: str = "127.0.0.1:7700"
-    """host:port of gRPC; port 0 takes a free one."""
-    http: str = "127.0.0.1:7780"
-    """host:port of the status endpoint; port 0 takes a free one."""
-    advertise: str = ""
-    """HOST or HOST:PORT that workers and other coordinators reach this one at. Empty: the host
-    listened on, or this machine's name where that is all of its addresses."""
-    limits: Limits = field(default_factory=Limits)
-    leader_lease_s: float = DEFAULT_TTL_S
-    """A leader that hangs or is cut off is succeeded after so long, and one that stood still for
-    most of it steps down. A killed one is succeeded at once, however long this is. Less than an
-    election within etcd takes (1 to 2 s) costs a leader its term for nothing. etcd grants at least
-    2 s with its default timings."""
-    copies: int = 2
-    """Servers that hold each shard of parameters, as far as there are so many."""
-    snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)
-    """Where snapshots go, and how often one is taken."""
-    ready_file: Path | None = None
-
-    def __post_init__(self) -> None:
-        split_address(self.listen)
-        split_address(self.http)
-        if self.copies < 1:
-            raise InvalidSpec(
-                "the number of copies is out of range", seen=str(self.copies), expected="1 or more"
-            )
 
 
 async def serve(config: CoordinatorConfig) -> None:

@@ -38,7 +38,7 @@ from shoal_proto.v1.tables_pb2 import (
     RowOptimizer,
     TableSpec,
 )
-from shoal_server.parameters.journal.log import JournalConfig
+from shoal_server.parameters.journal.config import JournalConfig
 
 DURABLE = Acknowledgement.ACKNOWLEDGEMENT_DURABLE
 DIM = 4

@@ -13,7 +13,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Acknowledgement
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.parameters.journal.log import JournalConfig
+from shoal_server.parameters.journal.config import JournalConfig
 
 NUM_ELEMENTS = 600_000
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]

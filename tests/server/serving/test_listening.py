@@ -12,9 +12,9 @@ from support.clusters.etcd_fixture import running_etcd
 from shoal_client.cli import build_parser
 from shoal_client.local.process import Command, Supervisor
 from shoal_proto.errors import InvalidSpec
-from shoal_server.coordinator.process import CoordinatorConfig
+from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.etcd.remote.config import EtcdConfig, parse_endpoints
-from shoal_server.parameters.process import ParameterServerConfig
+from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.serving.listening import advertised, is_loopback, listening, warn_of_reach
 
 START_S = 60.0

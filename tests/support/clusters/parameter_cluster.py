@@ -32,8 +32,9 @@ from shoal_proto.etcd.etcd_pb2_grpc import KVStub
 from shoal_proto.v1.replication_pb2 import ShardHoldings
 from shoal_server.etcd import keys
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.parameters.journal.log import JournalConfig
-from shoal_server.parameters.process import ParameterServerConfig, serve
+from shoal_server.parameters.config import ParameterServerConfig
+from shoal_server.parameters.journal.config import JournalConfig
+from shoal_server.parameters.process import serve
 
 START_S = 30.0
 CALL_S = 5.0

@@ -23,7 +23,8 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.parameters.process import ParameterServerConfig, RunningServer, running
+from shoal_server.parameters.config import ParameterServerConfig
+from shoal_server.parameters.process import RunningServer, running
 from shoal_server.serving.rpc import bind, new_server
 
 # As `serve` does: threads within a kernel wait for each other where all cores are busy.

@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import structlog
@@ -12,6 +11,7 @@ import structlog
 from shoal_proto.errors import InvalidSpec, ShoalError, UnknownSnapshot
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsServicer
+from shoal_server.coordinator.config import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.taking import SnapshotTaker
 from shoal_server.etcd import keys
@@ -26,39 +26,6 @@ from shoal_server.snapshots.storage import open_below
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SnapshotPolicy:
-    url: str = ""
-    """Where snapshots go that name no other place; every server reaches it. Empty: nowhere."""
-    every_s: float = 0.0
-    """Seconds between two snapshots of a job; 0: none is taken without being asked for."""
-    num_kept: int = 3
-    """Complete snapshots of a job that stay there; older ones are removed."""
-    roots: Sequence[str] = ()
-    """URLs at and below which callers may name other places; without any, `url` is the only one."""
-
-    def __post_init__(self) -> None:
-        if self.every_s < 0 or self.num_kept < 1:
-            raise InvalidSpec(
-                "the snapshot policy is out of range",
-                seen=f"every {self.every_s:g} s, {self.num_kept} kept",
-                expected="0 s or more, and at least one kept",
-            )
-        if self.every_s and not self.url:
-            raise InvalidSpec(
-                "snapshots are to be taken, but nowhere to be put",
-                seen=f"every {self.every_s:g} s, no URL",
-                expected="a directory or URL",
-                fix="Give --snapshot-url.",
-            )
-        Roots(self.allowed)  # raises InvalidSpec
-
-    @property
-    def allowed(self) -> Sequence[str]:
-        """Every URL at and below which snapshots may lie."""
-        return tuple(dict.fromkeys(each for each in (self.url, *self.roots) if each))
 
 
 class SnapshotService(SnapshotsServicer):

@@ -16,18 +16,18 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, TypeVar
 
 import structlog
 
-from shoal_proto.errors import AddressInUse, InvalidSpec, Overloaded, ShoalError, Unavailable
+from shoal_proto.errors import AddressInUse, Overloaded, ShoalError, Unavailable
+from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
 from shoal_server.parameters.journal.images import JournalImages, Kept
 from shoal_server.parameters.journal.index import JournalSegment, Key
 from shoal_server.parameters.journal.replay import Recovered, read_index, replay
-from shoal_server.parameters.journal.segment_format import START_BYTES, JournalEntry, encode, start
+from shoal_server.parameters.journal.segment_format import JournalEntry, encode, start
 from shoal_server.parameters.shard.image import Image, ShardState, UpdateRecord
 from shoal_server.parameters.shard.replica import num_bytes_of
 from shoal_server.snapshots.storage import sync_folder
@@ -37,28 +37,6 @@ log = structlog.get_logger(__name__)
 State = TypeVar("State", bound=ShardState)
 ENTRY_BYTES = 256
 """Counted for an entry beside its data."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class JournalConfig:
-    directory: Path
-    """Of this server alone, on a disk that keeps what `fsync` was called for."""
-    segment_bytes: int = 64 * 1024**2
-    """A segment that has grown so large is followed by a new one."""
-    max_pending_bytes: int = 64 * 1024**2
-    """Of records that wait for the disk; beyond it, `check_room` raises."""
-    max_bytes: int = 4 * 1024**3
-    """Of all segments; beyond it, `check_room` raises. From half of it on, `overdue` names the
-    shards whose image would let a segment go."""
-
-    def __post_init__(self) -> None:
-        if not START_BYTES < self.segment_bytes <= self.max_bytes or self.max_pending_bytes < 1:
-            raise InvalidSpec(
-                "a limit of the journal is out of range",
-                seen=f"segment_bytes {self.segment_bytes}, max_bytes {self.max_bytes},"
-                f" max_pending_bytes {self.max_pending_bytes}",
-                expected="segments of more than 16 bytes, no larger than max_bytes, all above zero",
-            )
 
 
 class _Waiting(NamedTuple):

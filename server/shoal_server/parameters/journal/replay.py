@@ -9,9 +9,10 @@ from typing import Generic, TypeVar
 import structlog
 
 from shoal_proto.errors import JournalDamaged
+from shoal_server.parameters.journal.config import START_BYTES
 from shoal_server.parameters.journal.images import JournalImages
 from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment, Key
-from shoal_server.parameters.journal.segment_format import START_BYTES, JournalEntry, scan
+from shoal_server.parameters.journal.segment_format import JournalEntry, scan
 from shoal_server.parameters.shard.image import Image, ShardState
 from shoal_server.snapshots.storage import sync_folder
 

@@ -23,6 +23,7 @@ from shoal_proto.checksum import crc32
 from shoal_proto.errors import JournalDamaged
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import RecordStart
+from shoal_server.parameters.journal.config import START_BYTES
 from shoal_server.parameters.shard.image import UpdateRecord
 
 SEGMENT_MAGIC = b"SHOALJ1\n"
@@ -30,7 +31,7 @@ ENTRY_MAGIC = b"\xf5SJ1"
 _START = struct.Struct("<8sQ")
 _HEAD = struct.Struct("<4sIIQQ")
 _CRC = struct.Struct("<I")
-START_BYTES = _START.size
+assert _START.size == START_BYTES
 HEAD_BYTES = _HEAD.size + _CRC.size
 
 

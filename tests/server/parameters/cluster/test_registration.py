@@ -15,7 +15,8 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, Revision
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.cluster.registration import Identity, Registration
-from shoal_server.parameters.process import ParameterServerConfig, running
+from shoal_server.parameters.config import ParameterServerConfig
+from shoal_server.parameters.process import running
 
 KEY = keys.server("ps-0")
 

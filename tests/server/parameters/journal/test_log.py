@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from shoal_proto.errors import AddressInUse, JournalDamaged, Overloaded, Unavailable
 from shoal_proto.v1.replication_pb2 import PushRecord
-from shoal_server.parameters.journal.log import Journal, JournalConfig
+from shoal_server.parameters.journal.config import JournalConfig
+from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
 
 LIMIT_S = 20.0

@@ -1,0 +1,31 @@
+"""Where a journal lies, and how large it may grow."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal_proto.errors import InvalidSpec
+
+START_BYTES = 16
+"""Of a segment, before its first entry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JournalConfig:
+    directory: Path
+    """Of this server alone, on a disk that keeps what `fsync` was called for."""
+    segment_bytes: int = 64 * 1024**2
+    """A segment that has grown so large is followed by a new one."""
+    max_pending_bytes: int = 64 * 1024**2
+    """Of records that wait for the disk; beyond it, `check_room` raises."""
+    max_bytes: int = 4 * 1024**3
+    """Of all segments; beyond it, `check_room` raises. From half of it on, `overdue` names the
+    shards whose image would let a segment go."""
+
+    def __post_init__(self) -> None:
+        if not START_BYTES < self.segment_bytes <= self.max_bytes or self.max_pending_bytes < 1:
+            raise InvalidSpec(
+                "a limit of the journal is out of range",
+                seen=f"segment_bytes {self.segment_bytes}, max_bytes {self.max_bytes},"
+                f" max_pending_bytes {self.max_pending_bytes}",
+                expected="segments of more than 16 bytes, no larger than max_bytes, all above zero",
+            )
