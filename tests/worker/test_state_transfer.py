@@ -12,8 +12,7 @@ from support.training import rank_bodies
 from torch import nn
 
 from shoal.model.module_proxy import replica_of
-from shoal.state.replicated import ReplicatedState
-from shoal.strategies.base import State
+from shoal.state.replicated import ReplicatedState, State
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -18,12 +18,12 @@ import shoal
 from shoal.compression import COMPRESSIONS, find_compression
 from shoal.compression.base import Compression, Compressor
 from shoal.compression.exchange import CompressedExchange
+from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.low_rank import PowerSGD
 from shoal.compression.quantised import Int8, OneBit
 from shoal.compression.sparse import TopK
 from shoal.compression.wire import Traffic, Wire
 from shoal.demo import data as digits
-from shoal.strategies.gradients import GradientExchange
 from shoal_proto.errors import ShoalError
 
 SHAPES: Mapping[str, tuple[int, ...]] = {

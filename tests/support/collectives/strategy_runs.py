@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from shoal.backends.process_group.interface import Group
 from shoal.data import Batch, Loader, share
-from shoal.strategies.base import Generation, LossFunction, Strategy
+from shoal.layouts.base import LossFunction
+from shoal.membership.generation import Generation
+from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.strategy import GroupedStrategy
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token

@@ -16,9 +16,9 @@ from shoal.layouts.base import LayOut, World
 from shoal.layouts.replicated import Zero1
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layout import TensorLayout
+from shoal.state.replicated import State
 from shoal.state.resharding import reshard
 from shoal.state.transfer import receive, send
-from shoal.strategies.base import State
 from shoal.strategies.synchronous.strategy import check_same_step
 
 

@@ -4,8 +4,8 @@ import torch
 from support.clusters.parameter_servers import ParameterServers
 from torch import nn
 
+from shoal.membership.generation import Context, Generation
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
-from shoal.strategies.base import Context, Generation
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, Roster, RosterEntry
 
 LIMITS = Limits(collective_s=20.0, bring_up_s=20.0)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import shoal
 from shoal.data import Loader, Order
+from shoal.layouts.base import LossFunction
 from shoal.strategies import find_strategy
-from shoal.strategies.base import LossFunction, Strategy
+from shoal.strategies.base import Strategy
 
 NUM_SAMPLES = 101
 CHECKPOINT_STEPS = 7

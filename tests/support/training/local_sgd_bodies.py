@@ -13,7 +13,7 @@ from support.training import elastic_bodies, rank_bodies
 from support.training.rank_bodies import Run, session_of
 from torch import nn
 
-from shoal.strategies.base import Generation
+from shoal.membership.generation import Generation
 from shoal.strategies.local_sgd.strategy import LocalSGD
 
 

@@ -20,12 +20,14 @@ import shoal
 from shoal.backends.abortable.waiter import gates_in
 from shoal.backends.network.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.backends.process_group.interface import Seat
+from shoal.compression.gradient_exchange import GradientExchange
 from shoal.layouts.pipeline.relay import Neighbours
+from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.session.session import Session
+from shoal.state.replicated import State
 from shoal.state.transfer import receive, send
-from shoal.strategies.base import Generation, State, Strategy
-from shoal.strategies.gradients import GradientExchange
+from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.ddp import DDP
 from shoal_client.membership.member import Member
 from shoal_proto.errors import GenerationBroken

@@ -17,9 +17,9 @@ from shoal.embedding.options import (
     RowSGD,
 )
 from shoal.embedding.table import EmbeddingBagTable, EmbeddingTable
+from shoal.membership.generation import Context, Generation
 from shoal.strategies.asynchronous.async_diloco import AsyncDiLoCo
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
-from shoal.strategies.base import Context, Generation
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ProposalConflict
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, Roster, RosterEntry
 

@@ -17,9 +17,9 @@ from support.processes.worlds import (
 from torch import Tensor
 
 import shoal
-from shoal.integrations.adapting import as_torch
 from shoal.integrations.keras import KerasModule, distribute
 from shoal.layouts.base import Layout, World
+from shoal.model.frameworks import as_torch
 from shoal.strategies import find_strategy
 from shoal_proto.errors import InvalidSpec, UnknownStrategy, UnsupportedOptimizer
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.state.shards import MODEL, OPTIM
-from shoal.strategies.base import Json
+from shoal.state.shards import MODEL, OPTIM, Json
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1

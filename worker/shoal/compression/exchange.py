@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
+from shoal.backends.abortable.waiter import Gate
 from shoal.compression.base import Averaging, Compressor, Packed
+from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic, Wire
-from shoal.strategies.gradients import Gate, GradientExchange
 
 
 @dataclass(frozen=True)

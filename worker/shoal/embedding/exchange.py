@@ -11,7 +11,7 @@ from shoal.embedding.cache import Held
 from shoal.embedding.routing import Routed, route
 from shoal.embedding.rows import TableRows
 from shoal.embedding.table import EmbeddingTable, tables_of
-from shoal.strategies.base import Context
+from shoal.membership.generation import Context
 from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.tables import Gradients, TableClient, TablePushResult, Where
 from shoal_proto.errors import InternalError

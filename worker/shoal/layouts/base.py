@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.layouts.non_finite_check import Verdict
+from shoal.model.gradients import watch_parameters
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import Box, Piece
-from shoal.strategies.base import LossFunction
-from shoal.strategies.gradients import watch_parameters
+
+LossFunction = Callable[[Any, Any], Tensor]
+"""(outputs, targets) -> the mean loss over the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +127,7 @@ class Layout(ABC):
 
     def watch(self, ours: Callable[[], bool]) -> None:
         """From now on raise in a backward pass which brings gradients that are not `ours`, before
-        they are anybody else's: see `shoal.strategies.gradients.bare_backward`."""
+        they are anybody else's: see `shoal.model.gradients.bare_backward`."""
         watch_parameters(self.plain.parameters(), ours)
 
     # --- a step ---

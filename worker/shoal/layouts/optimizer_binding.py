@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 from shoal.layouts.base import Layout
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.replicated import as_json, beside, take_settings
-from shoal.state.shards import MODEL, OPTIM, Box, Holding, Piece
-from shoal.strategies.base import Json
+from shoal.state.shards import MODEL, OPTIM, Box, Holding, Json, Piece
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,

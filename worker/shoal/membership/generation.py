@@ -1,18 +1,14 @@
-"""What session and strategy tell each other: where a member lives, with whom, and its state."""
+"""Where a member lives and with whom: its job, and the generation it has entered."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-
-from torch import Tensor
 
 from shoal_client.liveness.beat_board import Doing
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2 import GenerationRecord, Limits, RosterEntry
-
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +68,4 @@ class Generation:
         return self.me.rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """Everything that training has changed, by name: what a joiner needs to go on from here."""
-
-    step: int
-    """Optimizer steps behind it."""
-    tensors: Mapping[str, Tensor]
-    values: Mapping[str, Json] = field(default_factory=dict)
-    """What is no tensor: hyper-parameters, counters."""
-
-
-__all__ = ["Context", "Generation", "Json", "State"]
+__all__ = ["Context", "Generation"]

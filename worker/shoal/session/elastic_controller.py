@@ -8,8 +8,9 @@ import structlog
 import torch
 
 from shoal.membership.draining import drained
+from shoal.membership.generation import Context, Generation
 from shoal.membership.validators import Judges
-from shoal.strategies.base import Context, Generation, Strategy
+from shoal.strategies.base import Strategy
 from shoal_client.connection.reach import ProbeListener, check, peers_to_check
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession

@@ -13,17 +13,19 @@ from shoal.backends.process_group.interface import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
 from shoal.data import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
 from shoal.dropout import key_dropout
-from shoal.integrations.adapting import as_torch, fits_by_itself
+from shoal.layouts.base import LossFunction
 from shoal.membership.draining import DrainSignal
+from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Judges, Validator, validators_of
+from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.session.elastic_controller import Crew
 from shoal.session.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.session.step import Step, reason_of
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
 from shoal.strategies import find_strategy
-from shoal.strategies.base import Generation, LossFunction, Strategy
+from shoal.strategies.base import Strategy
 from shoal_proto.errors import InvalidSpec, ShoalError
 
 PAUSE_S = 1800.0
@@ -124,10 +126,9 @@ class Session:
         if self._fields:
             raise InvalidSpec("a session distributes one model", expected="one distribute()")
         if fits_by_itself(model, optimizer):
-            from shoal.integrations import keras_session  # noqa: PLC0415 - it is loaded already
-
             options = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
-            return keras_session.distribute(self, model, strategy, **options), optimizer
+            adapter = adapter_of(model)
+            return adapter.distribute_in_session(self, model, strategy, **options), optimizer
         chosen = find_strategy(strategy)
         model = as_torch(model)
         judges = Judges(validators_of(self._validators), self.member_id)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from shoal.state.inventory import Meta
-from shoal.state.shards import Box, Holding, Piece
-from shoal.strategies.base import Json
+from shoal.state.shards import Box, Holding, Json, Piece
 
 # Every piece starts at a multiple of this, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 64

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from shoal.state.dtypes import DTYPES
-from shoal.state.shards import Box, Holding
-from shoal.strategies.base import Json
+from shoal.state.shards import Box, Holding, Json
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024

@@ -1,6 +1,7 @@
 """The state of a replicated model and its optimizer, by name, and back."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -8,14 +9,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.state.shards import MODEL, OPTIM, Holding, Piece
-from shoal.strategies.base import Json, State
+from shoal.state.shards import MODEL, OPTIM, Holding, Json, Piece
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
     ShapeMismatch,
     UnsupportedOptimizer,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Everything that training has changed, by name: what a joiner needs to go on from here."""
+
+    step: int
+    """Optimizer steps behind it."""
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Json] = field(default_factory=dict)
+    """What is no tensor: hyper-parameters, counters."""
 
 
 class ReplicatedState:
@@ -220,4 +231,4 @@ def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
         )
 
 
-__all__ = ["ReplicatedState", "as_json", "beside", "take_settings"]
+__all__ = ["ReplicatedState", "State", "as_json", "beside", "take_settings"]

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.strategies.base import Json
 from shoal_proto.errors import InternalError
+
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 MODEL = "model."
 OPTIM = "optim."

@@ -9,8 +9,7 @@ from itertools import islice
 
 from shoal.state.grid import grid_of
 from shoal.state.inventory import Inventory, Meta, add_meta
-from shoal.state.shards import MODEL, Box
-from shoal.strategies.base import Json
+from shoal.state.shards import MODEL, Box, Json
 from shoal_proto.errors import StateLost
 
 MAX_NAMED = 3

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.backends.abortable.p2p import Awaited, Courier
 from shoal.state.dtypes import DTYPES, name_of
-from shoal.strategies.base import State
+from shoal.state.replicated import State
 from shoal_proto.errors import MalformedMessage
 
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024

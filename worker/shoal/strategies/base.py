@@ -22,17 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.membership.generation import Context, Generation, Json, State
-from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.layouts.base import Layout, LossFunction, World
+from shoal.membership.generation import Context, Generation
 from shoal_proto.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from shoal.checkpoint.background import Checkpoints
-    from shoal.layouts.base import Layout, World
     from shoal.layouts.optimizer_binding import Blueprint
-
-LossFunction = Callable[[Any, Any], Tensor]
-"""(outputs, targets) -> the mean loss over the samples."""
 
 
 class Strategy(ABC):
@@ -194,9 +190,7 @@ class Strategy(ABC):
     def has_state(self) -> bool:
         """Whether this member holds trained state, from a generation it has fully entered."""
 
-    def lay_out_static(
-        self, blueprint: "Blueprint", optimizer: Optimizer, world: "World"
-    ) -> "Layout":
+    def lay_out_static(self, blueprint: "Blueprint", optimizer: Optimizer, world: World) -> Layout:
         """A layout over ranks that never change, for `shoal.distribute` without a session.
 
         Raises InvalidSpec for a strategy that does not train without one, or what it refuses the
@@ -263,13 +257,4 @@ class Strategy(ABC):
         """Let go of everything. May be called twice, and without `enter` ever called."""
 
 
-__all__ = [
-    "Context",
-    "Generation",
-    "Json",
-    "LossFunction",
-    "State",
-    "Strategy",
-    "optimizer_digest",
-    "schema_digest",
-]
+__all__ = ["Strategy"]

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.choice import init_static_world
-from shoal.integrations.adapting import as_torch, fits_by_itself
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import clip
 from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.model.module_proxy import replica_of, retarget
 from shoal.state.resharding import reshard
 from shoal.state.whole_model import whole_model
@@ -107,9 +107,7 @@ def distribute(
     Raises UnknownStrategy, InvalidSpec, or what the strategy refuses the model or optimizer with.
     """
     if fits_by_itself(model, optimizer):
-        from shoal.integrations import keras  # noqa: PLC0415 - only where it is loaded already
-
-        return keras.distribute(model, strategy, backend=backend), optimizer
+        return adapter_of(model).distribute_static(model, strategy, backend), optimizer
     chosen = find_strategy(strategy)
     model = as_torch(model)
     init_static_world(backend)

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.integrations.adapting import as_torch, fits_by_itself
+from shoal.model.frameworks import as_torch, fits_by_itself
 from shoal.planning.figures import Plan, Subject
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
+from shoal.membership.generation import Generation
 from shoal.strategies import find_strategy
-from shoal.strategies.base import Generation
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer

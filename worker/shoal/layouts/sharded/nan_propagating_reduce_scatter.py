@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part_once
 from shoal.layouts.sharded.shared_slots import SharedSlots
-from shoal.strategies.gradients import bare_backward, is_finite
+from shoal.model.gradients import bare_backward, is_finite
 
 
 class Spreading(DefaultReduceScatter):

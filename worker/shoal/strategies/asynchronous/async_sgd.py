@@ -24,6 +24,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.embedding.exchange import TableExchange
+from shoal.membership.generation import Context, Generation
+from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.state.whole_model import on_host
 from shoal.strategies.asynchronous.first_values import first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
@@ -32,13 +34,7 @@ from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
 from shoal.strategies.asynchronous.pace import Pace
 from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
 from shoal.strategies.asynchronous.staleness_policy import to_policy
-from shoal.strategies.base import (
-    Context,
-    Generation,
-    Strategy,
-    optimizer_digest,
-    schema_digest,
-)
+from shoal.strategies.base import Strategy
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_client.parameters.joint_step import JointStep
 from shoal_proto.errors import (

@@ -12,7 +12,7 @@ A member that is lost, drained or without samples is waited for by nobody.
 
 from collections.abc import Mapping
 
-from shoal.strategies.base import Context
+from shoal.membership.generation import Context
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.progress.clocks import Clock
 from shoal_proto.errors import InvalidSpec

@@ -15,12 +15,13 @@ from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import check_loss, clip
 from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.membership.generation import Generation
+from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.module_proxy import replica_of, retarget, take_modes
 from shoal.state.peer_checkpoints import Keeping
 from shoal.state.resharding import reshard
 from shoal.state.shards import Holding
 from shoal.state.whole_model import whole_model
-from shoal.strategies.base import Generation, optimizer_digest, schema_digest
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.strategy import (
     GroupedStrategy,

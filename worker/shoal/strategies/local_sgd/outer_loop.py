@@ -15,10 +15,9 @@ from torch.optim import Optimizer
 from shoal.backends.abortable.waiter import Gates
 from shoal.compression.base import Compressor, Packed
 from shoal.compression.wire import Traffic, Wire
-from shoal.state.replicated import ReplicatedState
+from shoal.model.gradients import is_finite
+from shoal.state.replicated import ReplicatedState, State
 from shoal.state.shards import OPTIM, Holding, Piece
-from shoal.strategies.base import State
-from shoal.strategies.gradients import is_finite
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal_proto.errors import InternalError, NonFiniteGradient
 

@@ -22,14 +22,11 @@ from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.layouts.gradients import name_of_fault
+from shoal.membership.generation import Generation
+from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.gradients import watch_parameters
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
-from shoal.strategies.base import (
-    Generation,
-    optimizer_digest,
-    schema_digest,
-)
-from shoal.strategies.gradients import watch_parameters
 from shoal.strategies.local_sgd.figures import RoundsFigures
 from shoal.strategies.local_sgd.outer_loop import Rounds
 from shoal.strategies.local_sgd.outer_step import OuterStep

@@ -13,24 +13,21 @@ from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
+from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.optimizer_binding import Blueprint
 from shoal.layouts.replicated import Replicated, meets_in_forward
+from shoal.membership.generation import Generation
+from shoal.model.digests import optimizer_digest, schema_digest
+from shoal.model.gradients import watch_parameters
 from shoal.model.module_proxy import replica_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
-from shoal.state.replicated import ReplicatedState
+from shoal.state.replicated import ReplicatedState, State
 from shoal.state.transfer import receive, send
 from shoal.state.whole_model import on_host
-from shoal.strategies.base import (
-    Generation,
-    State,
-    optimizer_digest,
-    schema_digest,
-)
-from shoal.strategies.gradients import GradientExchange, watch_parameters
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.strategy import (
     GroupedStrategy,

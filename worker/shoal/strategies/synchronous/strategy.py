@@ -24,10 +24,11 @@ from shoal.checkpoint.directory import complete
 from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
 from shoal.checkpoint.reading import Needs, read
 from shoal.checkpoint.samples import check_samples, with_samples
+from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal.state.resharding import gather
 from shoal.state.shards import Holding
-from shoal.strategies.base import Context, Generation, Strategy
+from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.buffer_snapshot import BufferMemory
 from shoal.strategies.synchronous.hang_watch import HangWatch, Stage, Surroundings
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters

@@ -1,18 +1,17 @@
 """Gradients averaged over the members, and who is at fault when the average is not a number."""
 
-import cmath
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
-from torch.utils.hooks import RemovableHandle
 
 from shoal.backends.abortable.waiter import Gate, Gates
 from shoal.compression.wire import Traffic
-from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
+from shoal.model.gradients import is_finite
+from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
 class GradientExchange(Gates):
@@ -116,40 +115,6 @@ class GradientExchange(Gates):
         )
 
 
-def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite."""
-    # A NaN or Inf anywhere makes the sum one, so the usual case is a single pass; the sum of
-    # finite numbers can overflow, so only the exact test condemns.
-    return cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
-
-
-def bare_backward() -> InvalidSpec:
-    """What is told of a backward pass in a step that the session does not know of."""
-    return InvalidSpec(
-        "a backward pass in a step that went past the session",
-        seen="loss.backward()",
-        expected="session.backward(loss), which weighs this member's share of the batch",
-        fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
-        " train the model, ask torch.autograd.grad for it.",
-    )
-
-
-def watch_parameters(
-    parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
-) -> list[RemovableHandle]:
-    """Raise `bare_backward` in a pass that adds to these gradients where it is not `ours`."""
-
-    def look(_: Tensor) -> None:
-        if not ours():
-            raise bare_backward()
-
-    return [
-        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
-        for parameter in parameters
-        if parameter.requires_grad
-    ]
-
-
 def _averaged(gradients: Tensor, gate: Gate) -> Tensor:
     reason = gate.value()
     if reason:
@@ -157,4 +122,4 @@ def _averaged(gradients: Tensor, gate: Gate) -> Tensor:
     return gradients
 
 
-__all__ = ["Gate", "GradientExchange", "bare_backward", "is_finite", "watch_parameters"]
+__all__ = ["GradientExchange"]

@@ -1,0 +1,47 @@
+"""Gradients of a module: whether they are finite, and whose backward pass brought them."""
+
+import cmath
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shoal_proto.errors import InvalidSpec
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are finite."""
+    # A NaN or Inf anywhere makes the sum one, so the usual case is a single pass; the sum of
+    # finite numbers can overflow, so only the exact test condemns.
+    return cmath.isfinite(tensor.sum().item()) or bool(torch.isfinite(tensor).all())
+
+
+def bare_backward() -> InvalidSpec:
+    """What is told of a backward pass in a step that the session does not know of."""
+    return InvalidSpec(
+        "a backward pass in a step that went past the session",
+        seen="loss.backward()",
+        expected="session.backward(loss), which weighs this member's share of the batch",
+        fix="Add up the losses, or pass each to session.backward; for a gradient that is not to"
+        " train the model, ask torch.autograd.grad for it.",
+    )
+
+
+def watch_parameters(
+    parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
+) -> list[RemovableHandle]:
+    """Raise `bare_backward` in a pass that adds to these gradients where it is not `ours`."""
+
+    def look(_: Tensor) -> None:
+        if not ours():
+            raise bare_backward()
+
+    return [
+        parameter.register_post_accumulate_grad_hook(look)  # type: ignore[no-untyped-call]
+        for parameter in parameters
+        if parameter.requires_grad
+    ]
+
+
+__all__ = ["bare_backward", "is_finite", "watch_parameters"]
