@@ -25,7 +25,7 @@ from rows import Row, publish
 from shoal.embedding.exchange import TableExchange
 from shoal.embedding.options import RowNormal, RowSGD
 from shoal.embedding.table import EmbeddingTable
-from shoal.strategies.base import Context
+from shoal.membership.generation import Context
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession

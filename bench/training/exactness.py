@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from shoal.data import Loader, Order
+from shoal.data.batches import Loader, Order
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_FEATURES = 1000, 64, 32
 

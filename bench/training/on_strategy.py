@@ -17,7 +17,7 @@ from strategy_models import shares as num_shares
 from torch.nn.functional import mse_loss
 
 import shoal
-from shoal.data import share
+from shoal.data.batches import share
 
 WARM_UP = 20
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
 
-from shoal.session.sample_leases import Leases
+from shoal.data.sample_leases import Leases
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import member_session
 from shoal_client.progress.clocks import Clock

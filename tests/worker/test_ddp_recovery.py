@@ -17,7 +17,7 @@ from support.processes.ranks import Rank, Ranks
 from support.training import rank_bodies
 from support.training.rank_bodies import EPOCHS, NUM_SAMPLES, NUM_STEPS, Run
 
-from shoal.data import Loader, Order
+from shoal.data.batches import Loader, Order
 from shoal_client.local.cluster import LocalCluster
 
 TOLERANCE = 1e-5

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.data import share
-from shoal.dropout import draw, key_dropout, samples_along
+from shoal.data.batches import share
 from shoal.randomness import at, mix, part, present, sample_generator, seed_torch
+from shoal.randomness.dropout import draw, key_dropout, samples_along
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 12

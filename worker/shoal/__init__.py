@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shoal.compression.low_rank import PowerSGD
     from shoal.compression.quantised import Int8, OneBit
     from shoal.compression.sparse import TopK
-    from shoal.data import Batch
+    from shoal.data.batches import Batch
     from shoal.embedding.options import (
         Admission,
         Eviction,
@@ -113,7 +113,7 @@ _HOMES = {
     "AsyncSGD": "shoal.strategies.asynchronous.async_sgd",
     "BF16": "shoal.compression.half",
     "BSP": "shoal.strategies.asynchronous.bounded_staleness",
-    "Batch": "shoal.data",
+    "Batch": "shoal.data.batches",
     "Checkpoints": "shoal.checkpoint.background",
     "DDP": "shoal.strategies.synchronous.ddp",
     "DiLoCo": "shoal.strategies.local_sgd.strategy",

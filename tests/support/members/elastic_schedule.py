@@ -18,7 +18,7 @@ from support.training import elastic_bodies
 from support.training.elastic_bodies import Elastic
 from support.training.local_sgd_bodies import LocalRun
 
-from shoal.data import Order
+from shoal.data.batches import Order
 
 MARGIN_S, MAX_MARGIN_STEPS = 1.0, 150
 """Between the last step that the test has seen and the one at which members stop, at their pace."""

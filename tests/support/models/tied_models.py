@@ -6,7 +6,7 @@ from support.models import tensor_models
 from support.models.tensor_models import POSITIONS, VOCABULARY, WIDTH
 from torch import Tensor, nn
 
-from shoal.data import Loader, Order
+from shoal.data.batches import Loader, Order
 
 
 class TwoNames(nn.Module):

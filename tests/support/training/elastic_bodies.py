@@ -12,7 +12,7 @@ from support.training.rank_bodies import Run, session_of
 from torch import Tensor, nn
 
 import shoal
-from shoal.data import Loader, Order
+from shoal.data.batches import Loader, Order
 from shoal.layouts.base import LossFunction
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy

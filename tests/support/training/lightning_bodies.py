@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import shoal
-from shoal.data import Loader, Order
+from shoal.data.batches import Loader, Order
 from shoal.integrations.lightning import SessionStrategy
 
 ORDER = Order(num_samples=50, global_batch_size=12, num_epochs=3, seed=5)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LRScheduler
 
-from shoal.data import Batch, Loader, Order
+from shoal.data.batches import Batch, Loader, Order
 from shoal.session.session import Session
 
 EPOCHS = elastic_bodies.EPOCHS

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from shoal.data import Batch, Collate, Dataset, Order, dataset_size
+from shoal.data.batches import Batch, Collate, Dataset, Order, dataset_size
 from shoal.integrations.keras import KerasModule
 from shoal.integrations.keras_steps import KerasSteps
 from shoal.strategies import find_strategy

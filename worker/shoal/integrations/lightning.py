@@ -28,7 +28,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal.data import Collate, Dataset, Order, dataset_size
+from shoal.data.batches import Collate, Dataset, Order, dataset_size
 from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec
 

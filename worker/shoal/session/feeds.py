@@ -6,9 +6,9 @@ from functools import partial
 
 import structlog
 
-from shoal.data import Batch, Loader, Order
+from shoal.data.batches import Batch, Loader, Order
+from shoal.data.sample_leases import Leases
 from shoal.session.elastic_controller import Crew
-from shoal.session.sample_leases import Leases
 from shoal_client.progress.samples import SampleRange, Samples
 from shoal_proto.errors import InvalidSpec, JobFinished
 

@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 
 from shoal.backends.process_group.interface import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
-from shoal.data import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
-from shoal.dropout import key_dropout
+from shoal.data.batches import ORDER, Batch, Collate, Dataset, Loader, Order, dataset_size, describe
 from shoal.layouts.base import LossFunction
 from shoal.membership.draining import DrainSignal
 from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.validators import Judges, Validator, validators_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
+from shoal.randomness.dropout import key_dropout
 from shoal.session.elastic_controller import Crew
 from shoal.session.feeds import Feed, LeasedFeed, TogetherFeed
 from shoal.session.step import Step, reason_of

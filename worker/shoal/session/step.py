@@ -9,7 +9,7 @@ from typing import Self
 from torch import Tensor
 
 from shoal import randomness
-from shoal.data import Batch
+from shoal.data.batches import Batch
 from shoal.membership.draining import Drained
 from shoal.session.elastic_controller import Crew
 from shoal.session.feeds import Feed

@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal import randomness
-from shoal.dropout import key_dropout
 from shoal.layouts.base import World
 from shoal.layouts.pipeline.layout import MAX_SHAPES, Course, PipelineLayout
 from shoal.layouts.pipeline.schedules import num_microbatches
 from shoal.layouts.pipeline.stage_splitter import Cutter
+from shoal.randomness.dropout import key_dropout
 from shoal_proto.errors import InvalidSpec
 
 # Sums over micro-batches are taken in another order than over a batch: single roundings of fp32.

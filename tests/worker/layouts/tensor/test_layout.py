@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import shoal
 from shoal import randomness
-from shoal.dropout import key_dropout
 from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layout import TensorLayout, parallelise
 from shoal.layouts.tensor.plan import TensorPlan
+from shoal.randomness.dropout import key_dropout
 from shoal.state.shards import Holding
 
 # Sums over ranks are taken in another order than by one kernel: single roundings of fp32.

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.waiter import finish
-from shoal.dropout import draw
 from shoal.layouts.tensor.plan import part_sizes
+from shoal.randomness.dropout import draw
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, fx, nn
 from torch.fx.proxy import GraphAppendingTracer
 
-from shoal.dropout import KeyedDropout
+from shoal.randomness.dropout import KeyedDropout
 
 _DROPOUTS = (nn.Dropout, KeyedDropout)
 _ELEMENTWISE_MODULES = (

@@ -17,7 +17,6 @@ from pathlib import Path
 import structlog
 import torch.distributed as dist
 
-import shoal
 from shoal.backends.abortable.waiter import Gates, gates_in
 from shoal_client.liveness.beat_board import Doing
 
@@ -25,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 MAX_LOOK_S = 0.5
 LOOKS_PER_LIMIT = 20
-_SHOAL = Path(shoal.__file__).parent
+_SHOAL = Path(__file__).parents[2]
 _TORCH = Path(dist.__file__).parent.parent
 _PLACES = tuple(
     str(place)

@@ -4,7 +4,7 @@ What comes out of a running generator depends on what was drawn before it, and s
 cut. What is computed from the place of a sample does not: one process, any number of ranks,
 micro-batches and a step that is done once more get the same.
 
-    key_dropout(model)                                       # once, see shoal.dropout
+    key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
         with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
 

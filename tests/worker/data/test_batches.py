@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset, TensorDataset
 
-from shoal.data import Loader, Order, dataset_size, describe, share
+from shoal.data.batches import Loader, Order, dataset_size, describe, share
 from shoal_proto.errors import InvalidSpec
 
 orders = st.builds(
