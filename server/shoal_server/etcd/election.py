@@ -21,7 +21,6 @@ from shoal_server.etcd.api import (
     Compare,
     KeyValueStore,
     LeaseId,
-    Revision,
     absent,
     created_at,
 )
@@ -29,9 +28,8 @@ from shoal_server.etcd.leader_key import (
     RETRY_PAUSE_S,
     Candidate,
     Leader,
-    after,
     end_term,
-    read,
+    follow,
 )
 
 log = structlog.get_logger(__name__)
@@ -53,7 +51,6 @@ class Leadership:
         self.reason = ""
         """Why it is over."""
         self.create_revision = leader.create_revision
-        self._leader = leader
         self._store = store
         self._lease = lease
         self._clock = asyncio.get_running_loop().time
@@ -118,11 +115,9 @@ class Leadership:
 
     async def _observe(self) -> None:
         """Notices a key that somebody deleted, which the lease alone does not tell."""
-        start = Revision(self.create_revision + 1)
         try:
-            async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
-                async for batch in batches:
-                    leader = after(batch, self._leader)
+            async with aclosing(follow(self._store, self.create_revision)) as leaders:
+                async for leader in leaders:
                     if leader is None or leader.create_revision != self.create_revision:
                         self._lose("the leader's key is gone or another's")
                         return
@@ -153,7 +148,8 @@ class Election:
         Call it once, before the first campaign, and only if the candidate listens at its address:
         then whoever else had the address on this host is dead, and its lease need not run out.
         """
-        leader, _ = await self._read_patiently()
+        async with aclosing(self.leaders()) as leaders:
+            leader = await anext(leaders)
         own = self._candidate
         if leader is not None and (leader.address, leader.host) == (own.address, own.host):
             ended = await end_term(self._store, leader)
@@ -166,11 +162,7 @@ class Election:
         """
         while True:
             try:
-                leader, revision = await read(self._store)
-                if leader is not None:
-                    self.on_leader(leader)
-                    await self._until_vacant(leader, revision)
-                    continue
+                await self._until_vacant()
                 term = await self._try()
                 if term is not None:
                     return term
@@ -181,23 +173,22 @@ class Election:
 
     async def leaders(self) -> AsyncGenerator[Leader | None, None]:
         """The leader now (None: there is none), and again at every change, for ever."""
-        leader, revision = await self._read_patiently()
-        yield leader
-        start = Revision(revision + 1)
-        async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
-            async for batch in batches:
-                known, leader = leader, after(batch, leader)
-                if leader != known:
-                    yield leader
-
-    async def _read_patiently(self) -> tuple[Leader | None, Revision]:
+        leader, is_first = None, True
         while True:
             try:
-                return await read(self._store)
+                async with aclosing(follow(self._store)) as found:
+                    async for known in found:
+                        if is_first or known != leader:
+                            leader, is_first = known, False
+                            yield leader
             except RetryError as error:
-                self.on_trouble(str(error))
-                log.warning("leader_unknown", reason=str(error))
-                await asyncio.sleep(RETRY_PAUSE_S)
+                await self._wait_out(error)
+
+    async def _wait_out(self, error: RetryError) -> None:
+        """The leader cannot be read for now."""
+        self.on_trouble(str(error))
+        log.warning("leader_unknown", reason=str(error))
+        await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _try(self) -> Leadership | None:
         """One attempt at a key that was free a moment ago; None when another was faster."""
@@ -225,14 +216,12 @@ class Election:
         )
         return Leadership(self._store, lease, leader, sent_s + SAFETY * ttl_s)
 
-    async def _until_vacant(self, leader: Leader, revision: Revision) -> None:
-        known: Leader | None = leader
-        start = Revision(revision + 1)
-        async with aclosing(self._store.watch(keys.LEADER, start)) as batches:
-            async for batch in batches:
-                known = after(batch, known)
-                if known is None:
+    async def _until_vacant(self) -> None:
+        async with aclosing(follow(self._store)) as leaders:
+            async for leader in leaders:
+                if leader is None:
                     return
+                self.on_leader(leader)
 
 
 async def _revoke(store: KeyValueStore, lease: LeaseId) -> None:

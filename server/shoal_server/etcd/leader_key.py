@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from dataclasses import dataclass
 
 import structlog
@@ -10,14 +12,13 @@ from shoal_proto.errors import RetryError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Delete,
-    EventKind,
     KeyValueStore,
     LeaseId,
     Put,
     Revision,
-    WatchBatch,
     created_at,
 )
+from shoal_server.etcd.mirror import follow_key
 
 log = structlog.get_logger(__name__)
 
@@ -48,23 +49,23 @@ class Leader(Candidate):
     create_revision: Revision
 
 
-async def read(store: KeyValueStore) -> tuple[Leader | None, Revision]:
-    """Who leads, and the revision of etcd as of which that holds."""
-    now = await store.range(keys.LEADER)
-    for item in now.items:
-        if item.key == keys.LEADER:
-            return _parse(item.value, item.create_revision), now.revision
-    return None, now.revision
+async def read(store: KeyValueStore) -> Leader | None:
+    """Who leads."""
+    found = await store.get(keys.LEADER)
+    return None if found is None else _parse(found.value, found.create_revision)
 
 
-def after(batch: WatchBatch, known: Leader | None) -> Leader | None:
-    """Who leads after a batch of changes."""
-    leader = None if batch.reset else known
-    for event in batch.events:
-        if event.key == keys.LEADER:
-            present = event.kind is EventKind.PUT
-            leader = _parse(event.value, event.mod_revision) if present else None
-    return leader
+async def follow(
+    store: KeyValueStore, after: Revision | None = None
+) -> AsyncGenerator[Leader | None, None]:
+    """Who leads now (None: nobody), and again after every change of the key, for ever.
+
+    With `after`, only after changes that come after that revision. The key is written once a term,
+    so its last write is its first. Raises what the store raises.
+    """
+    async with aclosing(follow_key(store, keys.LEADER, after)) as items:
+        async for item in items:
+            yield None if item is None else _parse(item.value, item.mod_revision)
 
 
 async def end_term(store: KeyValueStore, leader: Leader) -> bool:
@@ -95,4 +96,4 @@ def _parse(value: bytes, created: Revision) -> Leader:
     return Leader(address=address, http_url=http_url, host=host, create_revision=created)
 
 
-__all__ = ["RETRY_PAUSE_S", "Candidate", "Leader", "after", "end_term", "read"]
+__all__ = ["RETRY_PAUSE_S", "Candidate", "Leader", "end_term", "follow", "read"]

@@ -15,6 +15,7 @@ from shoal_client.local.etcd import RunningEtcd, start_members
 from shoal_client.local.process import Supervisor
 from shoal_proto.errors import CorruptError, RetryError, Unavailable
 from shoal_server.etcd.api import EventKind, Put, Revision, WatchEvent, absent
+from shoal_server.etcd.mirror import PrefixMirror
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 
@@ -249,6 +250,46 @@ async def test_compaction_while_the_watch_is_away(single: Cluster) -> None:
             async with asyncio.timeout(10):
                 batch = await anext(watch)
             assert (batch.revision, batch.reset) == (last, False)
+
+
+async def test_a_mirror_over_compaction_and_a_restart(single: Cluster) -> None:
+    """A mirror that was cut off has what is there, whatever history etcd has left, and goes on
+    over a restart."""
+    supervisor, (etcd,) = single
+    async with (
+        open_gate(etcd.endpoint) as gate,
+        EtcdClient(config(gate.endpoint)) as cut_off,
+        EtcdClient(config(etcd.endpoint)) as client,
+    ):
+        await client.put(PREFIX + "goes", b"1")
+        await client.put(PREFIX + "stays", b"2")
+        gone: list[str] = []
+        changed = asyncio.Event()
+        async with PrefixMirror(
+            cut_off,
+            PREFIX,
+            lambda item: item.value,
+            on_delete=lambda name, old: gone.append(name),
+            on_change=changed.set,
+        ) as mirror:
+            gate.cut()
+            await client.delete(PREFIX + "goes")
+            after = await client.put(PREFIX + "comes", b"3")
+            await compact_etcd(etcd.endpoint, after)
+            changed.clear()
+            gate.restore()
+            async with asyncio.timeout(10):
+                await changed.wait()
+            assert dict(mirror.records) == {"stays": b"2", "comes": b"3"}
+            assert gone == ["goes"]
+            etcd.process.kill()
+            await asyncio.to_thread(etcd.process.wait)
+            await asyncio.to_thread(start_members, supervisor.spawn, [etcd.member])
+            changed.clear()
+            await client.put(PREFIX + "stays", b"4")
+            async with asyncio.timeout(20):
+                await changed.wait()
+            assert dict(mirror.records) == {"stays": b"4", "comes": b"3"}
 
 
 async def test_an_etcd_that_lost_its_data(single: Cluster) -> None:

@@ -22,7 +22,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, Surroundings
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
-from shoal_server.coordinator.persistence.stored_jobs import StoredJob, gathered
+from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
 from shoal_server.coordinator.persistence.stored_json import StateRecord
 from shoal_server.core.clocks import Who
 from shoal_server.core.generations.roster import JobSpec
@@ -30,6 +30,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.job import Job
 from shoal_server.etcd.api import Delete
+from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)
 
@@ -96,7 +97,7 @@ class Registry:
         self._prepare = prepare
         await self._around.jobs.apply_all([Delete(key) for key in survey.strays])
         attended = [name for name in self._unread if name in survey.attended]
-        read = await gathered(self._read, attended)
+        read = await gather_bounded(self._read, attended, READS_AT_ONCE)
         self._read_ahead = [stored for stored in read if stored is not None]
 
     def begin(self) -> list[JobActor]:
@@ -138,9 +139,9 @@ class Registry:
 
     async def _read_on(self) -> None:
         """Read what nobody is there of: interrupted jobs, then what there is of finished ones."""
-        await gathered(self._read_late, list(self._unread), READ_ON_AT_ONCE)
+        await gather_bounded(self._read_late, list(self._unread), READ_ON_AT_ONCE)
         finished = [state.spec.job for state in self._finished]
-        await gathered(self._fill, finished, READ_ON_AT_ONCE)
+        await gather_bounded(self._fill, finished, READ_ON_AT_ONCE)
 
     async def _read_late(self, name: str) -> None:
         stored = await _patiently(partial(self._read, name))

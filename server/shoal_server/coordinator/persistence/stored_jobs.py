@@ -4,7 +4,7 @@ What cannot be read concerns its own job alone: that one is set aside, with the 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,6 +34,7 @@ from shoal_server.core.membership.restore import Saved, restored
 from shoal_server.core.names import is_name
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, Put
+from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)
 
@@ -44,27 +45,6 @@ RECORDS_A_READ = 8
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
-
-
-async def gathered(
-    work: Callable[[Item], Awaitable[Found]], items: Iterable[Item], at_once: int = READS_AT_ONCE
-) -> list[Found]:
-    """What the work makes of each item, in order, with so many under way at once.
-
-    Raises what it raised first.
-    """
-    free = asyncio.Semaphore(at_once)
-
-    async def one(item: Item) -> Found:
-        async with free:
-            return await work(item)
-
-    tasks = [asyncio.ensure_future(one(item)) for item in items]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +202,7 @@ class StoredJobs:
         """The values of the keys that are there, or what keeps one from being read."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
         found: dict[str, bytes | ShoalError] = {}
-        for part in await gathered(self._read_part, parts):
+        for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):
             found |= part
         return found
 
@@ -257,4 +237,4 @@ def _enough(records: Sequence[Record]) -> bool:
     return len(records) >= MAX_RECORDS and committed >= 2
 
 
-__all__ = ["StoredJob", "StoredJobs", "Survey", "gathered"]
+__all__ = ["StoredJob", "StoredJobs", "Survey"]

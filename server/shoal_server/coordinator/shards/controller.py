@@ -8,14 +8,13 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import structlog
 
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_server.coordinator.persistence.stored_jobs import gathered
 from shoal_server.coordinator.persistence.stored_json import StateRecord
 from shoal_server.core.shards import loads
 from shoal_server.core.shards.absences import Absences
@@ -24,9 +23,11 @@ from shoal_server.core.shards.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, upkeep
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Revision
+from shoal_server.etcd.mirror import PrefixMirror
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records import shard_map
+from shoal_server.serving.tasks import gather_bounded, running
 
 log = structlog.get_logger(__name__)
 
@@ -74,30 +75,23 @@ class ShardKeeper:
     @asynccontextmanager
     async def working(self) -> AsyncIterator["ShardKeeper"]:
         """Works as long as the block runs."""
-        tasks = [
-            asyncio.create_task(self._work(), name="shard-keeper"),
-            asyncio.create_task(self._watch(keys.SERVERS), name="shard-keeper-servers"),
-            asyncio.create_task(self._watch(keys.ASSIGNMENTS), name="shard-assignments"),
-        ]
-        try:
+        self._wake.set()
+        # What lies there is read when there is work; here it is only told that something changed.
+        async with (
+            self._mirror(keys.SERVERS),
+            self._mirror(keys.ASSIGNMENTS),
+            running(self._work()),
+        ):
             yield self
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self, prefix: str) -> None:
-        while True:
-            try:
-                snapshot = await self._store.range(prefix)
-                self._wake.set()
-                watch = self._store.watch(prefix, Revision(snapshot.revision + 1))
-                async with aclosing(watch) as batches:
-                    async for _ in batches:
-                        self._wake.set()
-            except ShoalError as error:
-                log.warning("shards_not_watched", prefix=prefix, reason=str(error))
-            await asyncio.sleep(RETRY_PAUSE_S)
+    def _mirror(self, prefix: str) -> PrefixMirror[Revision]:
+        return PrefixMirror(
+            self._store,
+            prefix,
+            lambda item: item.mod_revision,
+            on_change=self._wake.set,
+            resync=True,
+        )
 
     async def _work(self) -> None:
         while True:
@@ -258,7 +252,7 @@ class ShardKeeper:
         """Weigh shards by what was pushed to them since the last time, too."""
         if self._read_pushed is not None:
             # Side by side: a server that hangs is waited for by each job that it has shards of.
-            await gathered(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
+            await gather_bounded(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
 
     async def _measure_one(self, job: str) -> None:
         assert self._read_pushed is not None

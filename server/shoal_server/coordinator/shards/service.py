@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import structlog
 
@@ -37,13 +37,12 @@ from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAs
 from shoal_server.core.shards.rebalance import Servers, upkeep
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
-    EventKind,
     Get,
     KeyValueStore,
     Put,
-    Revision,
     absent,
 )
+from shoal_server.etcd.mirror import follow_key
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.rpc import Context
 
@@ -168,23 +167,14 @@ class ShardsService(ShardsServicer):
         return shard_map.parse(job, result.reads[0][0].value)
 
     async def _await_map(self, job: str, wait_s: float) -> ShardMap | None:
-        key = keys.shard_map(job)
-        snapshot = await self._store.range(key)
-        for item in snapshot.items:
-            if item.key == key:
-                return shard_map.parse(job, item.value)
-        watch = self._store.watch(key, Revision(snapshot.revision + 1))
-        try:
+        with suppress(TimeoutError):
             async with (
                 asyncio.timeout(wait_s),
-                aclosing(watch) as batches,
+                aclosing(follow_key(self._store, keys.shard_map(job))) as written,
             ):
-                async for batch in batches:
-                    for event in batch.events:
-                        if event.key == key and event.kind is EventKind.PUT:
-                            return shard_map.parse(job, event.value)
-        except TimeoutError:
-            pass
+                async for item in written:
+                    if item is not None:
+                        return shard_map.parse(job, item.value)
         return None
 
     async def _read(self, job: str) -> ShardMap | None:

@@ -103,9 +103,9 @@ async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) 
         Candidate(address="127.0.0.1:1", host="another"),
     ):
         await Election(store, candidate).end_predecessor()
-        assert (await read(store))[0] is not None
+        assert await read(store) is not None
     await Election(store, Candidate(address="127.0.0.1:1")).end_predecessor()
-    assert (await read(store))[0] is None
+    assert await read(store) is None
     await store.close()
 
 
@@ -187,7 +187,7 @@ async def _coordinator(port: int = 0) -> AsyncIterator[tuple[CountingHealth, str
 
 async def _reign(store: MemoryStore, address: str) -> Leader:
     await store.put(keys.LEADER, Candidate(address=address).put(await store.grant(600)).value)
-    leader, _ = await read(store)
+    leader = await read(store)
     assert leader is not None
     return leader
 
@@ -208,9 +208,9 @@ async def test_a_leader_that_is_cut_off_from_one_replica_is_not_deposed() -> Non
             # It has come back after each break, and did not end the term in between.
             await health.came.wait()
             assert not watching.done()
-            assert (await read(store))[0] == leader
+            assert await read(store) == leader
         await watching
-        assert (await read(store))[0] is None
+        assert await read(store) is None
     await store.close()
 
 
@@ -231,9 +231,9 @@ async def test_a_refusal_counts_only_after_the_leader_has_answered_once() -> Non
     async with asyncio.timeout(DEADLINE_S):
         async with _coordinator(port) as (health, _):
             await health.came.wait()
-            assert (await read(store))[0] == leader
+            assert await read(store) == leader
         await watching
-    assert (await read(store))[0] is None
+    assert await read(store) is None
     await store.close()
 
 
@@ -248,5 +248,5 @@ async def test_an_end_does_not_reach_the_successor() -> None:
             await store.delete(keys.LEADER)
             successor = await _reign(store, "127.0.0.1:1")
         await watching
-    assert (await read(store))[0] == successor
+    assert await read(store) == successor
     await store.close()

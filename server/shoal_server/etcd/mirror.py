@@ -1,0 +1,241 @@
+"""What lies under a prefix in etcd, followed: listed at a revision, then watched from there.
+
+`KeyValueStore.watch` outlives outages of etcd and compacted history. What it does not outlive (a
+refusal, an etcd that lost its data) ends what is here with the same error, or has it list anew.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Generic, TypeVar
+
+import structlog
+
+from shoal_proto.errors import ShoalError
+from shoal_server.etcd.api import (
+    EventKind,
+    KeyValue,
+    KeyValueStore,
+    Revision,
+    WatchBatch,
+    WatchEvent,
+)
+from shoal_server.serving.backoff import BackOff
+from shoal_server.serving.tasks import cancel
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+RESYNC_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A key that is there: its value, and the revision that wrote it."""
+
+    key: str
+    value: bytes
+    mod_revision: Revision
+
+
+async def list_and_watch(
+    store: KeyValueStore, prefix: str, after: Revision | None = None
+) -> AsyncGenerator[WatchBatch, None]:
+    """What is there now, as a batch with `reset` set; then every change from there on, for ever.
+
+    With `after`, only the changes that come after that revision. Raises what the store raises.
+    """
+    if after is None:
+        listed = await store.range(prefix)
+        after = listed.revision
+        puts = (WatchEvent(EventKind.PUT, i.key, i.value, i.mod_revision) for i in listed.items)
+        yield WatchBatch(after, tuple(puts), reset=True)
+    async with aclosing(store.watch(prefix, Revision(after + 1))) as batches:
+        async for batch in batches:
+            yield batch
+
+
+async def follow_key(
+    store: KeyValueStore, key: str, after: Revision | None = None
+) -> AsyncGenerator[Item | None, None]:
+    """One key as it is now (None: it is not there), and again after every change, for ever.
+
+    With `after`, only as it is after changes that come after that revision.
+    """
+    async with aclosing(list_and_watch(store, key, after)) as batches:
+        async for batch in batches:
+            events = [event for event in batch.events if event.key == key]
+            if events:
+                yield _item(events[-1]) if events[-1].kind is EventKind.PUT else None
+            elif batch.reset:
+                yield None
+
+
+class PrefixMirror(Generic[T]):
+    """The records under a prefix as this process last saw them. Kubernetes says informer.
+
+    Lives on the event loop, and follows etcd while its block runs. Of each key the newest revision
+    counts, whether it came by the watch or by `note`. Callbacks come in the order of revisions.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        prefix: str,
+        parse: Callable[[Item], T | None],
+        *,
+        on_put: Callable[[str, T, T | None], object] = lambda name, new, old: None,
+        on_delete: Callable[[str, T], object] = lambda name, old: None,
+        on_change: Callable[[], object] = lambda: None,
+        resync: bool = False,
+    ) -> None:
+        """`parse`: the record of a key. None stands for none: what was known of the key is
+        dropped. A ShoalError that it raises is logged, and what was known stays.
+
+        `on_put` is told the name (the key without the prefix), the record and the one before;
+        `on_delete` the name and what was there; `on_change` comes after each batch that changed
+        anything. `resync`: whatever ends the watch is logged, and all is listed anew after a
+        pause, so that the block may begin while etcd is away; otherwise `wait_failed` raises it.
+        """
+        self._store = store
+        self._prefix = prefix
+        self._parse = parse
+        self._on_put = on_put
+        self._on_delete = on_delete
+        self._on_change = on_change
+        self._resync = resync
+        self._records: dict[str, T] = {}
+        self._revisions: dict[str, Revision] = {}
+        self._in_sync = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "PrefixMirror[T]":
+        """Without `resync`: only once all that is there has been applied; raises what the store
+        raises."""
+        self._task = asyncio.create_task(self._follow(), name=f"mirror {self._prefix}")
+        if not self._resync:
+            try:
+                await self.wait_in_sync()
+            except BaseException:
+                await cancel(self._task)
+                raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._task is not None
+        await cancel(self._task)
+
+    @property
+    def records(self) -> Mapping[str, T]:
+        """By name, as of the newest change that was applied."""
+        return MappingProxyType(self._records)
+
+    def get(self, name: str) -> T | None:
+        """The record of a name."""
+        return self._records.get(name)
+
+    @property
+    def is_in_sync(self) -> bool:
+        """Whether all that was listed last has been applied, and the watch goes on from there."""
+        return self._in_sync.is_set()
+
+    async def wait_in_sync(self) -> None:
+        """Return as soon as that is so; raise what ended the mirror before."""
+        assert self._task is not None
+        waiting = asyncio.ensure_future(self._in_sync.wait())
+        try:
+            await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(waiting)
+        if not self.is_in_sync:
+            await asyncio.shield(self._task)
+
+    async def wait_failed(self) -> None:
+        """Return never; raise what ended the mirror."""
+        assert self._task is not None
+        await asyncio.shield(self._task)
+
+    async def look_up(self, name: str) -> T | None:
+        """Read the record of a name from etcd now, and keep it. Raises what the store raises."""
+        found = await self._store.get(self._prefix + name)
+        if found is None:
+            self.forget(name)
+        else:
+            self.note(found)
+        return self.get(name)
+
+    def note(self, item: Item | KeyValue) -> None:
+        """Take in what was read or written apart from the watch, unless newer is known."""
+        if self._put(Item(item.key, item.value, item.mod_revision)):
+            self._on_change()
+
+    def forget(self, name: str) -> None:
+        """Take in that a key was seen to be gone."""
+        if self._delete(name):
+            self._on_change()
+
+    async def _follow(self) -> None:
+        pauses = BackOff(RESYNC_PAUSE_S)
+        while True:
+            try:
+                async with aclosing(list_and_watch(self._store, self._prefix)) as batches:
+                    async for batch in batches:
+                        self._apply(batch)
+                        self._in_sync.set()
+            except ShoalError as error:
+                self._in_sync.clear()
+                if not self._resync:
+                    raise
+                log.warning("mirror_interrupted", prefix=self._prefix, reason=str(error))
+            await pauses.pause()
+
+    def _apply(self, batch: WatchBatch) -> None:
+        changed = False
+        if batch.reset:
+            present = {event.key for event in batch.events if event.kind is EventKind.PUT}
+            for name in [each for each in self._records if self._prefix + each not in present]:
+                # One that was written anew since may have been read already.
+                if self._revisions[name] <= batch.revision:
+                    changed = self._delete(name) or changed
+        for event in batch.events:
+            if event.kind is EventKind.PUT:
+                changed = self._put(_item(event)) or changed
+            else:
+                name = event.key.removeprefix(self._prefix)
+                if self._revisions.get(name, 0) <= event.mod_revision:
+                    changed = self._delete(name) or changed
+        if changed:
+            self._on_change()
+
+    def _put(self, item: Item) -> bool:
+        name = item.key.removeprefix(self._prefix)
+        if self._revisions.get(name, 0) >= item.mod_revision:
+            return False
+        try:
+            record = self._parse(item)
+        except ShoalError as error:
+            log.error("record_unreadable", key=item.key, reason=str(error))
+            return False
+        if record is None:
+            return self._delete(name)
+        before = self._records.get(name)
+        self._records[name], self._revisions[name] = record, item.mod_revision
+        self._on_put(name, record, before)
+        return True
+
+    def _delete(self, name: str) -> bool:
+        self._revisions.pop(name, None)
+        if name not in self._records:
+            return False
+        self._on_delete(name, self._records.pop(name))
+        return True
+
+
+def _item(event: WatchEvent) -> Item:
+    return Item(event.key, event.value, event.mod_revision)
+
+
+__all__ = ["Item", "PrefixMirror", "follow_key", "list_and_watch"]

@@ -1,0 +1,102 @@
+"""Tasks that outlive the call that starts them, each with an owner that ends it.
+
+Work that ends inside one function belongs into an `asyncio.TaskGroup`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+async def cancel(*tasks: "asyncio.Future[Any]") -> None:
+    """Cancel these and wait until they have ended, however they end."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def running(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
+    """Run these beside the block, and cancel them at its end. What one raises is logged there."""
+    async with SupervisedTasks() as tasks:
+        for each in work:
+            tasks.start(each)
+        yield
+
+
+async def gather_bounded(
+    call: Callable[[T], Awaitable[R]], arguments: Iterable[T], at_once: int
+) -> list[R]:
+    """The answers in order, with at most `at_once` calls under way.
+
+    What a call raises is raised, and the other calls are cancelled.
+    """
+    slots = asyncio.Semaphore(at_once)
+
+    async def one(argument: T) -> R:
+        async with slots:
+            return await call(argument)
+
+    tasks = [asyncio.ensure_future(one(argument)) for argument in arguments]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await cancel(*tasks)
+
+
+class SupervisedTasks:
+    """The tasks of one owner, on the event loop. What one raises is logged when it ends."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._by_key: dict[Hashable, asyncio.Task[Any]] = {}
+
+    async def __aenter__(self) -> "SupervisedTasks":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    def __len__(self) -> int:
+        """How many are under way."""
+        return len(self._tasks)
+
+    def start(
+        self, work: Coroutine[Any, Any, R], *, key: Hashable = None, name: str | None = None
+    ) -> "asyncio.Task[R] | None":
+        """Run it. With a key, only unless work of that key is under way: then None."""
+        known = self._by_key.get(key)
+        # One that is done may have looked around for the last time before this was asked for.
+        if known is not None and not known.done():
+            work.close()
+            return None
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        if key is not None:
+            self._by_key[key] = task
+        task.add_done_callback(partial(self._ended, key))
+        return task
+
+    async def close(self) -> None:
+        """Cancel all that are under way, and wait until they have ended."""
+        await cancel(*self._tasks)
+
+    def _ended(self, key: Hashable, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if self._by_key.get(key) is task:
+            del self._by_key[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            work = task.get_name() if key is None else str(key)
+            log.error("background_work_failed", work=work, exc_info=error)
+
+
+__all__ = ["SupervisedTasks", "cancel", "gather_bounded", "running"]

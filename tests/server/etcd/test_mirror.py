@@ -1,0 +1,214 @@
+"""The mirror of a prefix, on both stores, and over whatever ends a watch."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from shoal_proto.errors import CorruptError, InternalError, ShoalError, Unavailable
+from shoal_server.etcd import mirror
+from shoal_server.etcd.api import Delete, KeyValueStore, Put, Revision, Snapshot, WatchBatch
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.mirror import Item, PrefixMirror, follow_key
+
+from .conftest import Bench
+
+
+class Told(list[tuple[str, ...]]):
+    """What a mirror has told, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changed = asyncio.Event()
+
+    def note_change(self) -> None:
+        self.append(("change",))
+        self.changed.set()
+
+
+def parse(item: Item) -> str | None:
+    """Text; none for what is empty, and an error for what is no text."""
+    try:
+        return item.value.decode() or None
+    except UnicodeDecodeError as error:
+        raise InternalError("no text", seen=repr(item.value)) from error
+
+
+def mirrored(
+    store: KeyValueStore, prefix: str, told: Told, *, resync: bool = False
+) -> PrefixMirror[str]:
+    """A mirror that writes down what it tells."""
+    return PrefixMirror(
+        store,
+        prefix,
+        parse,
+        on_put=lambda name, new, old: told.append(("put", name, new, str(old))),
+        on_delete=lambda name, old: told.append(("delete", name, old)),
+        on_change=told.note_change,
+        resync=resync,
+    )
+
+
+async def until(told: Told, *last: str) -> None:
+    """Wait until the mirror has told this, as the end of a batch."""
+    async with asyncio.timeout(10):
+        while told[-2:] != [last, ("change",)]:
+            told.changed.clear()
+            await told.changed.wait()
+
+
+async def test_what_is_there_is_applied_before_the_block_begins(bench: Bench) -> None:
+    """The list comes first, then each change in its order, with what it replaced."""
+    await bench.store.put(bench.prefix + "a", b"1")
+    await bench.store.put(bench.prefix + "b", b"2")
+    told = Told()
+    async with mirrored(bench.store, bench.prefix, told) as found:
+        assert found.is_in_sync
+        assert dict(found.records) == {"a": "1", "b": "2"}
+        assert told == [("put", "a", "1", "None"), ("put", "b", "2", "None"), ("change",)]
+        told.clear()
+        await bench.store.transact((), [Put(bench.prefix + "a", b"3"), Delete(bench.prefix + "b")])
+        await bench.store.put(bench.prefix + "c", b"4")
+        await until(told, "put", "c", "4", "None")
+        assert [each for each in told if each != ("change",)] == [
+            ("put", "a", "3", "1"),
+            ("delete", "b", "2"),
+            ("put", "c", "4", "None"),
+        ]
+        assert dict(found.records) == {"a": "3", "c": "4"}
+    await bench.store.put(bench.prefix + "c", b"5")
+    assert found.get("c") == "4"
+
+
+async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
+    """What was read apart from the watch is not undone by older news that comes after it."""
+    key = bench.prefix + "a"
+    told = Told()
+    async with mirrored(bench.store, bench.prefix, told) as found:
+        for value in (b"1", b"2", b"3"):
+            await bench.store.put(key, value)
+        assert await found.look_up("a") == "3"
+        await bench.store.put(bench.prefix + "end", b"1")
+        await until(told, "put", "end", "1", "None")
+        puts = [each for each in told if each[:2] == ("put", "a")]
+        assert puts[-1][2] == "3"
+        assert [each[2] for each in puts] == sorted({each[2] for each in puts})
+        found.note(Item(key, b"old", Revision(1)))
+        assert found.get("a") == "3"
+        await bench.store.delete(key)
+        assert await found.look_up("a") is None
+
+
+async def test_records_that_cannot_be_read(bench: Bench) -> None:
+    """One that parses to none is dropped; one that does not parse leaves what was known."""
+    told = Told()
+    for name in ("kept", "dropped"):
+        await bench.store.put(bench.prefix + name, b"1")
+    async with mirrored(bench.store, bench.prefix, told) as found:
+        await bench.store.put(bench.prefix + "kept", b"\xff")
+        await bench.store.put(bench.prefix + "dropped", b"")
+        await until(told, "delete", "dropped", "1")
+        assert dict(found.records) == {"kept": "1"}
+
+
+async def test_one_key_is_followed(bench: Bench) -> None:
+    """Absent, written, written again, gone; keys that only begin like it do not count."""
+    key = bench.prefix + "a"
+    await bench.store.put(key + "b", b"1")
+    seen: list[bytes | None] = []
+    following = follow_key(bench.store, key)
+    async with asyncio.timeout(10):
+        for value in (None, b"1", b"2", None):
+            item = await anext(following)
+            seen.append(None if item is None else item.value)
+            if value is None and len(seen) == 1:
+                await bench.store.put(key + "b", b"2")
+                await bench.store.put(key, b"1")
+            elif value == b"1":
+                await bench.store.put(key, b"2")
+            elif value == b"2":
+                await bench.store.delete(key)
+    await following.aclose()
+    assert seen == [None, b"1", b"2", None]
+
+
+class BreakingStore(MemoryStore):
+    """A store whose lists and watches can be made to fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: list[ShoalError] = []
+        self.broken = asyncio.Event()
+        self.noticed = asyncio.Event()
+        """A list has failed."""
+        self.num_lists = 0
+
+    async def range(self, prefix: str) -> Snapshot:
+        self.num_lists += 1
+        if self.failures:
+            self.noticed.set()
+            raise self.failures.pop(0)
+        return await super().range(prefix)
+
+    async def watch(self, prefix: str, start: Revision) -> AsyncGenerator[WatchBatch, None]:
+        changes = super().watch(prefix, start)
+        while True:
+            waiting = asyncio.ensure_future(anext(changes))
+            broken = asyncio.ensure_future(self.broken.wait())
+            await asyncio.wait({waiting, broken}, return_when=asyncio.FIRST_COMPLETED)
+            broken.cancel()
+            if not waiting.done():
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+                raise CorruptError("etcd has lost history")
+            yield waiting.result()
+
+
+async def test_what_breaks_a_watch_is_raised() -> None:
+    """Without `resync` the owner is told, and the mirror changes no more."""
+    store = BreakingStore()
+    told = Told()
+    async with mirrored(store, "p/", told) as found:
+        failed = asyncio.ensure_future(found.wait_failed())
+        store.broken.set()
+        with pytest.raises(CorruptError, match="lost history"):
+            await failed
+        assert not found.is_in_sync
+
+
+async def test_a_list_that_fails_is_raised_at_once() -> None:
+    """The block of a mirror without `resync` does not begin while nothing can be listed."""
+    store = BreakingStore()
+    store.failures.append(Unavailable("no etcd"))
+    with pytest.raises(Unavailable):
+        async with mirrored(store, "p/", Told()):
+            raise AssertionError("the block has begun")
+
+
+async def test_all_is_listed_anew_after_whatever_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `resync`, what vanished and came meanwhile is told once it is in sync again."""
+    monkeypatch.setattr(mirror, "RESYNC_PAUSE_S", 0.02)
+    store = BreakingStore()
+    store.failures.append(Unavailable("no etcd yet"))
+    told = Told()
+    async with mirrored(store, "p/", told, resync=True) as found:
+        assert not found.is_in_sync
+        await store.put("p/goes", b"1")
+        await store.put("p/stays", b"2")
+        async with asyncio.timeout(10):
+            await found.wait_in_sync()
+        told.clear()
+        store.noticed.clear()
+        store.failures.append(Unavailable("still away"))
+        store.broken.set()
+        async with asyncio.timeout(10):
+            await store.noticed.wait()
+        assert not found.is_in_sync
+        await store.delete("p/goes")
+        await store.put("p/comes", b"3")
+        store.broken.clear()
+        async with asyncio.timeout(10):
+            await found.wait_in_sync()
+        assert told == [("delete", "goes", "1"), ("put", "comes", "3", "None"), ("change",)]
+        assert dict(found.records) == {"comes": "3", "stays": "2"}
+        assert store.num_lists == 4
