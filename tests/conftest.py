@@ -18,3 +18,19 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     in_folder = any(item.path.is_relative_to(folder) for folder in ALONE)
     if in_folder or "cluster" in getattr(item, "fixturenames", ()):
         item.add_marker(pytest.mark.alone)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as `long` the cases of a `sampled` test that show nothing which one before did not."""
+    shown: set[tuple[str, ...]] = set()
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None or item.get_closest_marker("nightly"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        params = item.callspec.params  # type: ignore[attr-defined]
+        shows = {(test, name, repr(params[name])) for name in sampled.args} or {(test,)}
+        if shows <= shown:
+            item.add_marker(pytest.mark.long)
+        shown |= shows

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
+from support.processes.load import unhurried
 
 from shoal.data.sample_leases import Leases
 from shoal_client.connection.coordinators import Coordinators
@@ -20,7 +21,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.memory import MemoryStore
 
-LIMITS = Limits(heartbeat_s=0.1, join_s=2.0)
+LIMITS = Limits(heartbeat_s=unhurried(0.1), join_s=unhurried(2.0))
 LONGER_THAN_ANY_LIMIT_S = 1.5 * LIMITS.join_s
 
 
@@ -51,7 +52,7 @@ async def outlasts(waiting: "asyncio.Future[Any]", come_back: Callable[[], Await
     ended, _ = await asyncio.wait({waiting}, timeout=LONGER_THAN_ANY_LIMIT_S)
     assert not ended, f"it gave up: {waiting.exception()!r}"
     await come_back()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(unhurried(10.0)):
         return await waiting
 
 
@@ -80,7 +81,7 @@ async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.Monkey
             other = world.client("b", desired=2, low=2)
             await asyncio.to_thread(other.join)
             await asyncio.to_thread(propose, other)
-            async with asyncio.timeout(10.0):
+            async with asyncio.timeout(unhurried(10.0)):
                 assert (await waits).roster.generation == 1
 
 

@@ -83,6 +83,7 @@ def generations(rank: Rank) -> set[int]:
     return {data["generation"] for kind, data in rank.seen if kind == "committed"}
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
     quick: LocalCluster, tmp_path: Path, strategy: str
@@ -140,6 +141,7 @@ def test_a_pause_that_outlasts_its_own_limit_is_a_hang(quick: LocalCluster, tmp_
         assert "limit_s" in text
 
 
+@pytest.mark.long
 def test_a_killed_waiter_is_noticed_during_the_pause_and_the_rest_go_on_after_it(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
@@ -174,6 +176,7 @@ def test_a_killed_member_that_was_paused_is_waited_for_no_longer(
         assert "is paused" not in play.why("b")
 
 
+@pytest.mark.long
 def test_who_joins_or_is_to_leave_during_a_pause_waits_for_its_end(
     quick: LocalCluster, tmp_path: Path
 ) -> None:
@@ -199,6 +202,7 @@ def test_who_joins_or_is_to_leave_during_a_pause_waits_for_its_end(
         assert steps == list(range(len(steps)))
 
 
+@pytest.mark.long
 def test_a_pause_before_the_first_batch_is_waited_for(quick: LocalCluster, tmp_path: Path) -> None:
     """And the last call, after which a first generation forms without who is missing, too."""
     with Ranks() as ranks:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.processes.load import unhurried
 
 from shoal.membership.join_config import JoinConfig
 from shoal.membership.rendezvous_store import RendezvousStore
@@ -118,7 +119,7 @@ def test_a_key_that_does_not_come_is_told_in_time_and_by_name(real: RendezvousSt
     started_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match=r"timeout after 0\.2 s for never"):
         real.wait(["never"], timedelta(seconds=0.2))
-    assert time.monotonic() - started_s < 2
+    assert time.monotonic() - started_s < unhurried(2.0)
 
 
 def test_an_abort_ends_what_waits_and_what_comes_after(
@@ -131,7 +132,7 @@ def test_an_abort_ends_what_waits_and_what_comes_after(
     started_s = time.monotonic()
     with pytest.raises(GenerationBroken, match="test"):
         store.get("never")
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < unhurried(5.0)
     with pytest.raises(GenerationBroken):
         store.set("key", "value")
     aborter.join()

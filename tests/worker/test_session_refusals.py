@@ -53,6 +53,7 @@ def test_arguments_come_before_the_environment_and_the_environment_before_defaul
         read_config({}, environment | {"SHOAL_MIN_MEMBERS": "two"})
 
 
+@pytest.mark.long
 def test_an_unreachable_coordinator_is_named() -> None:
     """Within the time that joining may take to find one."""
     with (

@@ -42,6 +42,7 @@ def _joins(cluster: LocalCluster, job: str, transfer_s: float) -> None:
             assert rank.seen[-1][1] == first
 
 
+@pytest.mark.long
 def test_a_transfer_of_more_than_twice_the_limit_expels_nobody(quick: LocalCluster) -> None:
     """The newcomer never forms a generation alone, and nobody's generation is tried again."""
     _joins(quick, "slow", 2.2 * LIMITS["--join-s"] / 4)

@@ -77,6 +77,7 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
     assert cluster.processes == {}
 
 
+@pytest.mark.long
 def test_a_cluster_without_etcd_is_given_up(tmp_path: Path) -> None:
     """Its data are gone bad: the reason names etcd and shows its log, early and late askers alike;
     the others, which cannot come up without it, wait and end with the cluster."""
@@ -98,6 +99,7 @@ def test_a_cluster_without_etcd_is_given_up(tmp_path: Path) -> None:
     assert cluster.processes == {}
 
 
+@pytest.mark.long
 def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
     """One more serves when the call returns; one that is to end has ended, and well."""
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=1)
@@ -113,6 +115,7 @@ def test_parameter_servers_come_and_go(tmp_path: Path) -> None:
         assert set(cluster.processes) == {"etcd", "coordinator", "ps-1"}
 
 
+@pytest.mark.long
 def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
     """A taken port: the error names the part and shows its log, and the rest is stopped."""
     with socket.socket() as taken:
@@ -149,6 +152,7 @@ def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> N
     assert (limits.join_s, limits.collective_s, limits.heartbeat_s) == (600, 7, 0.5)
 
 
+@pytest.mark.long
 def test_limits_that_do_not_go_together_are_told_with_the_order(tmp_path: Path) -> None:
     """The coordinator's own words, in the error of the cluster that does not come up."""
     limits = {"--join-s": 10.0, "--collective-s": 9.0}

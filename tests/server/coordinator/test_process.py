@@ -135,15 +135,16 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
         assert time.monotonic() - started_s < START_S
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--etcd", "127.0.0.1:1"], "no etcd answered"),
         (["--etcd", "nowhere"], "bad etcd endpoint"),
         (["--heartbeat-s", "0"], "heartbeat_s"),
         (["--join-s", "1"], "Raise join_s"),
         (["--listen", "somewhere"], "expected host:port"),
         (["--etcd-user", "u"], "password"),
+        (["--etcd", "127.0.0.1:1"], "no etcd answered"),
     ],
 )
 def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: str) -> None:
@@ -165,6 +166,7 @@ def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: st
     assert len(lines) == 1, lines
 
 
+@pytest.mark.long
 def test_a_busy_port_is_named(tmp_path: Path) -> None:
     """For gRPC and for HTTP: the address, and that port 0 takes a free one."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:

@@ -143,6 +143,7 @@ async def test_an_endpoint_of_three_is_killed(three: Cluster) -> None:
         await flow.more(50, limit_s=8)
 
 
+@pytest.mark.long
 async def test_an_endpoint_of_three_hangs(three: Cluster) -> None:
     """An endpoint that hangs, its connections open, is left within seconds."""
     _, members = three
@@ -156,6 +157,7 @@ async def test_an_endpoint_of_three_hangs(three: Cluster) -> None:
         await flow.more(50)
 
 
+@pytest.mark.long
 async def test_the_only_endpoint_hangs_for_a_while(single: Cluster) -> None:
     """After a halt of etcd longer than every time limit, both go on as if nothing had been."""
     _, (etcd,) = single
@@ -200,6 +202,7 @@ async def test_a_connection_that_hangs_is_replaced(single: Cluster) -> None:
         await flow.more(50, limit_s=6)
 
 
+@pytest.mark.long
 async def test_a_member_cut_off_from_its_cluster_is_left(three: Cluster) -> None:
     """With two of three members halted the third refuses; with one back the calls pass again."""
     _, members = three

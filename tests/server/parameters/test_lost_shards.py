@@ -69,6 +69,7 @@ CALLS: dict[str, Callable[[ParameterClient], object]] = {
 }
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("call", CALLS)
 def test_who_trained_is_told_what_was_lost(servers: ParameterServers, call: str) -> None:
     """By job, shard and the newest version that it has seen, with what would bring it back."""

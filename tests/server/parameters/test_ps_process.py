@@ -6,6 +6,7 @@ import time
 from array import array
 from pathlib import Path
 
+import pytest
 from support.clusters.etcd_fixture import etcd_processes, running_etcd
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import ServedProcess
@@ -71,6 +72,7 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
             assert told in log_path.read_text()
 
 
+@pytest.mark.long
 def test_training_goes_on_while_etcd_is_away(tmp_path: Path) -> None:
     """Known members push on without etcd, for longer than a server's lease; once etcd is back
     the server is registered (again)."""

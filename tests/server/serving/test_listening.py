@@ -88,6 +88,7 @@ def test_who_may_reach_the_ports_is_said_in_one_line() -> None:
     assert hidden["event"] == "reached_from_this_machine_only" and "--bind" in hidden["reason"]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("bind", ["", "0.0.0.0"])
 def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: str) -> None:
     """gRPC, HTTP and bulk, as the kernel has them."""

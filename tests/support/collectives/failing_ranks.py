@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from support.processes.load import unhurried
 from support.processes.ranks import Report
 from support.training.rank_bodies import AbortableFileStore
 
@@ -47,11 +48,10 @@ def _go_on(how: str, device: str = "cpu") -> None:
 
 
 def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """As torch has it, within the deadline of the group: 2 s."""
+    """As torch has it, within the deadline of the group."""
+    limit = timedelta(seconds=unhurried(2.0))
     store = dist.FileStore(path, world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=2)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
         _go_on(how)
     except RuntimeError as error:

@@ -12,6 +12,7 @@ import pytest
 import structlog
 from support.clusters import status_world
 from support.clusters.status_world import World
+from support.processes.load import unhurried
 
 from shoal.membership.health import HealthReporter
 from shoal_server.status.app import build_app
@@ -131,8 +132,8 @@ def test_training_is_not_held_up_by_a_silent_coordinator() -> None:
         health.close(timeout_s=0.2)
         closed_s = time.monotonic()
         connection.close()
-    assert updated_s - started_s < 1.0
-    assert closed_s - updated_s < 1.0
+    assert updated_s - started_s < unhurried(1.0)
+    assert closed_s - updated_s < unhurried(1.0)
 
 
 def test_an_outage_is_counted_and_told_once(board: Board) -> None:

@@ -128,6 +128,7 @@ def test_figures_of_splits_that_the_user_chose():
     check(training(tensor_models.mlp), strategy, 2)
 
 
+@pytest.mark.sampled("sizes")
 @pytest.mark.parametrize(
     ("sizes", "model"),
     [

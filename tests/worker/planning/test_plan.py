@@ -183,6 +183,7 @@ def check(plan: Plan, measured: list[Measured]) -> None:
         assert planned == rank
 
 
+@pytest.mark.sampled("strategy", "model")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("model", "optimizer"), [(deep, adamw), (normed, sgd)])
 def test_figures_are_those_of_real_steps(model: Any, optimizer: Any, strategy: str) -> None:

@@ -70,6 +70,7 @@ def train(model: nn.Module, strategy: str | Strategy, max_norm: float) -> dict[s
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline", "hybrid")
 
 
+@pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_ordinary_loop_trains_as_one_process(strategy: str, world_size: int) -> None:
@@ -106,6 +107,7 @@ def test_a_model_that_was_not_distributed_is_told_from_one_that_was() -> None:
         shoal.data_share(new_model())
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_the_example_runs_under_torchrun(strategy: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 import httpx
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.coordinator_world import FIELDS
@@ -109,6 +110,7 @@ async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) 
     await store.close()
 
 
+@pytest.mark.long
 def test_a_halted_leader_wakes_up_deposed_and_changes_nothing(tmp_path: Path) -> None:
     """Its port answers, so its lease decides; what its successor wrote stays as it is."""
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:

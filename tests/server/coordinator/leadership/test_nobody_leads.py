@@ -28,6 +28,7 @@ def refused(coordinator: CoordinatorProcess) -> NotLeader:
     return error
 
 
+@pytest.mark.long
 def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
     """Neither who led last nor this one itself; and once etcd is back, the leader again."""
     with etcd_processes(tmp_path) as (supervisor, (etcd,)):

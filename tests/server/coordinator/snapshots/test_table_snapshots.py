@@ -87,6 +87,7 @@ def cut(history: RowHistory, versions: dict[tuple[str, int], int]) -> RowHistory
     return kept
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("num_servers", [1, 3])
 def test_a_table_that_is_pushed_to_is_restored_on_other_servers(
     opened: ExitStack, tmp_path: Path, num_servers: int

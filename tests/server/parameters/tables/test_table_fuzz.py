@@ -7,6 +7,7 @@ went to another row than its own would show.
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_shard, new_table
@@ -184,6 +185,7 @@ class World:
         )
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(TABLES, SCRIPTS)
 def test_no_row_gets_what_is_not_its_own(table: TableSpec, script: list[Step]) -> None:

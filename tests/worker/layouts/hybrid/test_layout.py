@@ -57,6 +57,7 @@ def check_equal(done: Training, holdings) -> None:
     assert largest_difference(ours, theirs) <= TOLERANCE
 
 
+@pytest.mark.sampled("sizes")
 @pytest.mark.parametrize(
     ("sizes", "model", "optimizer"),
     [

@@ -26,6 +26,7 @@ def test_what_somebody_still_has_is_not_overwritten(num_kept: int) -> None:
         assert all(sound)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     "options",
     [

@@ -63,6 +63,7 @@ def check_equal(done: Training, holdings: list[Holding]) -> None:
     assert largest_difference(ours, theirs) <= TOLERANCE
 
 
+@pytest.mark.sampled("model", "world_size", "optimizer")
 @pytest.mark.parametrize(
     ("world_size", "optimizer"), [(2, models.adamw), (3, models.momentum), (4, models.adamw)]
 )
@@ -125,6 +126,7 @@ def this_world() -> World:
     )
 
 
+@pytest.mark.sampled("model", "world_size")
 @pytest.mark.parametrize("model", DATA)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_hold_the_bytes_that_the_plan_says(model, world_size):
