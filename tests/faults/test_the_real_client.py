@@ -68,7 +68,7 @@ def test_a_leader_that_dies_between_a_loss_and_the_next_generation(
     with _training(replicas, f"client-{num_settled}") as (a, b, c):
         c.leave(completed=False, reason="told to")
         for member in (a, b):
-            assert member.wait_broken(1, FORM_S)
+            assert member.await_break(1, FORM_S)
         for member in (a, b)[:num_settled]:
             member.settle(3, has_state=True)
         old = replicas.leader()

@@ -9,22 +9,19 @@ from typing import Any, Protocol, TypeVar
 import grpc
 import structlog
 
+from shoal_client.connection.back_off import BackOff
 from shoal_proto import MAX_MESSAGE_BYTES
 from shoal_proto.errors import DeadlineExceeded, NotLeader, RetryError, ShoalError, Unavailable
 from shoal_proto.status import from_rpc_error
 
 log = structlog.get_logger(__name__)
 
-FIRST_BACK_OFF_S = 0.02
-MAX_BACK_OFF_S = 1.0
-PROMPT_S = 3.0
-"""A fail-over takes less as a rule: for so long nobody waits longer than PROMPT_BACK_OFF_S."""
-PROMPT_BACK_OFF_S = 0.2
 CLOSE_WITHIN_S = 1.0
 
 # Not the process's own generator: that is the script's, which may have seeded it, and in every
 # member alike; background threads draw here while it initialises its model.
-_entropy = random.SystemRandom()
+chance = random.SystemRandom().random
+"""A number from 0 to 1, for the pauses between attempts."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -51,29 +48,6 @@ class Method(Protocol[Reply_co]):
     """A unary method of a generated stub."""
 
     def __call__(self, request: Any, /, *, timeout: float | None = ...) -> Reply_co: ...
-
-
-class BackOff:
-    """The pauses of one caller between its attempts: short at first, as a new leader is near.
-
-    Half of each is random, so that the members of a large job do not come in step.
-    """
-
-    def __init__(self) -> None:
-        self._next_s = FIRST_BACK_OFF_S
-        self._waited_s = 0.0
-
-    def reset(self) -> None:
-        """An attempt succeeded: the next failure is a new one."""
-        self._next_s, self._waited_s = FIRST_BACK_OFF_S, 0.0
-
-    def pause_s(self) -> float:
-        """Seconds to wait now."""
-        longest_s = PROMPT_BACK_OFF_S if self._waited_s < PROMPT_S else MAX_BACK_OFF_S
-        pause_s = min(self._next_s, longest_s) * _entropy.uniform(0.5, 1.0)
-        self._next_s = min(2 * self._next_s, longest_s)
-        self._waited_s += pause_s
-        return pause_s
 
 
 class Coordinators:
@@ -148,7 +122,7 @@ class Coordinators:
                 error = from_rpc_error(rpc_error, address)
                 if not isinstance(error, RetryError) or isinstance(error, DeadlineExceeded):
                     raise error from None
-                pause_s = back_off.pause_s()
+                pause_s = back_off.pause_s(chance())
                 if time.monotonic() + pause_s >= give_up_s or self._closed.is_set():
                     raise error from None
                 self.move_on(address, error)
@@ -171,7 +145,7 @@ class Coordinators:
             try:
                 reply = call()
             except RetryError as error:
-                if gives_up() or self._closed.wait(back_off.pause_s()):
+                if gives_up() or self._closed.wait(back_off.pause_s(chance())):
                     raise
                 if not away:
                     log.warning("coordinator_away", waits_for=waits_for, reason=str(error))

@@ -9,7 +9,8 @@ from types import TracebackType
 import grpc
 import structlog
 
-from shoal_client.connection.coordinators import BackOff
+from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.coordinators import chance
 from shoal_proto.errors import (
     InvalidSpec,
     NotLeader,
@@ -70,7 +71,7 @@ def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
         elected_soon = any(isinstance(each, NotLeader) for each in failures.values())
         if not elected_soon or time.monotonic() >= give_up_s:
             break
-        time.sleep(back_off.pause_s())
+        time.sleep(back_off.pause_s(chance()))
     raise Unavailable(
         f"no coordinator answers at {', '.join(coordinators)}",
         seen="; ".join(f"{address}: {e.seen or e.what}" for address, e in failures.items()),

@@ -1,5 +1,7 @@
 """Which method of the membership stub a call goes to, on whatever channel leads at the time."""
 
+from collections.abc import Callable, Mapping
+
 import grpc
 
 from shoal_client.connection.coordinators import Method
@@ -45,3 +47,17 @@ def drain(channel: grpc.Channel) -> Method[pb.Ack]:
 
 def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
     return MembershipStub(channel).Heartbeat
+
+
+METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
+    pb.ProposeRequest: propose,
+    pb.AnswerRequest: answer,
+    pb.SettleRequest: settle,
+    pb.OfferRequest: offer,
+    pb.ReadyRequest: ready,
+    pb.ReportBrokenRequest: report_broken,
+    pb.PauseRequest: pause,
+    pb.LeaveRequest: leave,
+    pb.DrainRequest: drain,
+}
+"""By the type of the request."""

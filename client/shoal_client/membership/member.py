@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shoal_client.liveness.beat_board import BeatSlot
+from shoal_client.membership.identity import Identity
+from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 
 
@@ -19,6 +21,17 @@ class Member:
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
     """Where this host's launcher looks for whom to beat. Without it the member beats by itself."""
+
+    @property
+    def identity(self) -> Identity:
+        """Who it is to the coordinator."""
+        return Identity(
+            spec=self.spec,
+            member_id=self.member_id,
+            incarnation=self.incarnation,
+            public_id=public_id(self.incarnation),
+            info=self.info,
+        )
 
 
 __all__ = ["Member"]

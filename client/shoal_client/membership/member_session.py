@@ -1,54 +1,133 @@
 """A worker's membership as its trainer sees it: whether it may go on, and with whom.
 
-Background threads keep the membership up (`attendance.py`); the trainer's thread reads where it
-stands. Its waits have time limits, which stand still while no coordinator is there.
+`MemberCore` decides; here are its threads, its calls and its clock. One thread holds the stream of
+notices and tells of a break at once through `on_break`; another sends heartbeats, a third passes
+wishes to drain on. The trainer's waits have time limits, which stand still while no coordinator is
+there.
 """
 
+import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
+import grpc
 import structlog
 
-from shoal_client.connection.coordinators import Coordinators
-from shoal_client.liveness.beat_board import Ending
-from shoal_client.membership import calls as membership_calls
-from shoal_client.membership.attendance import Attendance, Change, OwnPause
-from shoal_proto.errors import DeadlineExceeded, Fenced, MemberDrained, ShoalError
+from shoal_client.connection.coordinators import Coordinators, chance
+from shoal_client.connection.first_reply import Patience
+from shoal_client.liveness.beat_board import Doing, Ending
+from shoal_client.membership import calls
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.member import Member
+from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
+from shoal_proto.errors import DeadlineExceeded, ShoalError
+from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 log = structlog.get_logger(__name__)
 
-ATTEND_TIMEOUT_S = 10.0
+FIRST_ANSWER_S = 1.0
+"""A coordinator that says nothing for so long is left for another, twice as late each time."""
 LEAVE_TIMEOUT_S = 3.0
+BEATEN_WITHIN_HEARTBEATS = 1.5
+"""Heartbeats of the launcher that are no older spare this member its own."""
+
+Decision = TypeVar("Decision")
 
 
-class MemberSession(Attendance):
-    """See the module. All methods are the trainer's, unless they say otherwise."""
+@dataclass(frozen=True, kw_only=True)
+class MemberHooks:
+    """What a session asks of its owner, on the thread that holds the stream."""
+
+    judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
+    find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
+    """The peers that this member cannot reach, each with what was seen."""
+    find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
+    """The steps of the complete checkpoints that it sees, asked where nobody in the roster holds
+    the job's state."""
+    on_break: Callable[[int, str], None] = lambda generation, reason: None
+    """A generation is over, and why."""
+
+
+@dataclass
+class _Threads:
+    """The session's own, which end when it closes."""
+
+    closing: threading.Event = field(default_factory=threading.Event)
+    running: list[threading.Thread] = field(default_factory=list)
+
+    def start(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self.running.append(thread)
+        thread.start()
+
+    def join(self) -> None:
+        for thread in self.running:
+            if thread is not threading.current_thread():
+                thread.join()
+
+
+class MemberSession:
+    """Keeps one member a member. All methods are the trainer's, unless they say otherwise."""
+
+    def __init__(
+        self,
+        member: Member,
+        *,
+        judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: (),
+        find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {},
+        find_checkpoints: Callable[[], Sequence[int]] = lambda: (),
+        on_break: Callable[[int, str], None] = lambda generation, reason: None,
+    ) -> None:
+        self._member = member
+        self._slot = member.beat_slot
+        self._hooks = MemberHooks(
+            judge=judge,
+            find_unreachable=find_unreachable,
+            find_checkpoints=find_checkpoints,
+            on_break=on_break,
+        )
+        self._coordinators = Coordinators(member.coordinators)
+        self._changed = threading.Condition()
+        self._core = MemberCore(member.identity)
+        """Stepped under the condition's lock; single values are read without it."""
+        self._threads = _Threads()
+        self._stream: grpc.Call | None = None
+        self._stream_address = ""
+        self._patience = Patience(FIRST_ANSWER_S)
+        self._doing = Doing()
+        # A signal handler puts into it: a SimpleQueue is safe from there.
+        self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     # --- joining ---
 
-    def join(self, timeout_s: float = ATTEND_TIMEOUT_S) -> None:
+    def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Become a member.
 
         Raises Unavailable if no coordinator answers within `timeout_s`, and what the coordinator
         refuses with: JobFinished, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch.
         """
-        self._start("shoal-attend", self._listen)
+        core = self._core
+        self._threads.start("shoal-member", self._listen)
         with self._changed:
-            self._changed.wait_for(lambda: self._admitted or self._failure, timeout=timeout_s)
-            failure, admitted = self._failure, self._admitted
+            self._changed.wait_for(lambda: core.admitted or core.failure, timeout=timeout_s)
+            failure, admitted = core.failure, core.admitted
         if failure is not None or not admitted:
             self.close()
             raise failure or DeadlineExceeded(
                 f"no coordinator admitted this member within {timeout_s:g} s",
-                seen=self._waiting_for,
+                seen=core.waiting_for,
                 expected=f"one of {', '.join(self._member.coordinators)} to answer",
                 fix="Check that the coordinator and its etcd run: see its /readyz.",
             )
-        self._start("shoal-heartbeat", self._beat)
-        self._start("shoal-drain", self._ask_for_drain)
+        self._threads.start("shoal-heartbeat", self._beat)
+        self._threads.start("shoal-drain", self._ask_for_drain)
 
     def propose(
         self,
@@ -70,11 +149,7 @@ class MemberSession(Attendance):
             has_state=has_state,
             stateless=stateless,
         )
-        with self._changed:
-            self._proposal, self._step, self._begun = proposal, step, step - 1
-        self._call_for_ever(
-            membership_calls.propose, pb.ProposeRequest(token=self.token, proposal=proposal)
-        )
+        self._do(ev.Proposed(proposal=proposal))
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """The next committed record with a number above `above` that has this member in it.
@@ -84,32 +159,15 @@ class MemberSession(Attendance):
         bring-up gets on. Raises what the coordinator refused this member with (ProposalConflict,
         JobFinished, StateLost, Fenced ...), or DeadlineExceeded with the reason for the wait.
         """
-        limit_s = timeout_s if timeout_s is not None else self.limits.join_s + ATTEND_TIMEOUT_S
         since_s = time.monotonic()
-        with self._changed:
-            while True:
-                if self._failure is not None:
-                    raise self._failure
-                record = self._record
-                number = record.roster.generation if record else 0
-                if record is not None and number > above and number not in self._broken:
-                    self._generation = number
-                    self._crossed_at = self._stood_at = None
-                    return record
-                give_up_s = since_s + limit_s
-                if timeout_s is None:
-                    give_up_s = self._give_up_s(since_s, limit_s)
-                if not self._wait_until(give_up_s):
-                    raise DeadlineExceeded(
-                        f"no generation above {above} within {limit_s:g} s", seen=self._waiting_for
-                    )
+        return self._decided(
+            lambda now_s: self._core.next_generation(above, since_s, now_s, timeout_s)
+        ).record
 
-    def _wait_until(self, give_up_s: float) -> bool:
-        """Wait for a change; whether there was time left for one."""
-        left_s = give_up_s - time.monotonic()
-        if left_s > 0:
-            self._changed.wait(min(left_s, threading.TIMEOUT_MAX))
-        return left_s > 0
+    def ready(self, record: pb.GenerationRecord) -> None:
+        """Say that the first collective of the generation passed, and at which step: see
+        `progress`."""
+        self._do(ev.BroughtUp(record=record))
 
     # --- training ---
 
@@ -124,60 +182,32 @@ class MemberSession(Attendance):
         generation goes on without this member, until it runs; before that wait it calls
         `hand_over`, once. Raises what ended the membership: MemberDrained after that.
         """
-        with self._changed:
-            since_s: float | None = None
-            while True:
-                if self._failure is not None:
-                    raise self._failure
-                change = self._change
-                if change is None or self._generation in self._broken:
-                    break
-                if step < (change.offer if change.stop_at is None else change.stop_at):
-                    break
-                if change.stop_at is not None and self._is_in(change.record):
-                    self._change, self._record = None, change.record
-                    self._generation = change.record.roster.generation
-                    self._crossed_at = change.stop_at
-                    return change.record
-                if change.stop_at is not None and hand_over is not None:
-                    self._unlocked(hand_over)
-                    hand_over = None
-                    continue
-                since_s = since_s or time.monotonic()
-                give_up_s = max(since_s, self._held_s) + self._boundary_limit_s
-                if change.stop_at is None:
-                    give_up_s = self._give_up_s(since_s, self._boundary_limit_s)
-                if not self._wait_until(give_up_s):
-                    raise self._boundary_overdue(change)
-            self._begun = step
-            return None
-
-    def _unlocked(self, call: Callable[[], None]) -> None:
-        """Call it without the lock that is held: it may take long, and notices come meanwhile."""
-        self._changed.release()
-        try:
-            call()
-        finally:
-            self._changed.acquire()
-
-    @property
-    def _boundary_limit_s(self) -> float:
-        """For the slowest to finish its step, and, without this member, for the bring-up."""
-        return 2 * self.limits.collective_s + self.limits.bring_up_s
-
-    def _boundary_overdue(self, change: Change) -> ShoalError:
-        if change.stop_at is not None:
-            # The others have stopped too, and the coordinator is not there to say how it went on.
-            return self._drained("the others' next generation did not report that it runs")
-        return DeadlineExceeded(
-            "the members did not agree on a step to stop at", seen=self._waiting_for
-        )
+        core = self._core
+        while True:
+            handed_over = hand_over is None
+            decision = self._decided(
+                lambda now_s: core.begin_step(step, now_s, handed_over=handed_over)  # noqa: B023
+            )
+            if decision is ev.BEGUN:
+                return None
+            if isinstance(decision, ev.BringUp):
+                return decision.record
+            if hand_over is not None:
+                # Without the lock: it may take long, and notices come meanwhile.
+                hand_over()
+                hand_over = None
 
     def progress(self, step: int) -> None:
         """Steps committed so far, for the heartbeats. Free to call."""
-        self._step = step
-        if self._member.beat_slot is not None:
-            self._member.beat_slot.progress(step)
+        self._core.progress(step)
+        if self._slot is not None:
+            self._slot.progress(step)
+
+    def does(self, doing: Doing) -> None:
+        """What the trainer does, for the heartbeats. Free to call; any thread."""
+        self._doing = doing
+        if self._slot is not None:
+            self._slot.does(doing)
 
     def pause(self, reason: str, limit_s: float) -> None:
         """Ask the others to wait for what the trainer does next; `resume` ends it.
@@ -185,59 +215,37 @@ class MemberSession(Attendance):
         A coordinator that cannot be reached now is told when it is there again: until then no limit
         of the others runs either.
         """
-        self._say_pause(OwnPause(reason=reason, limit_s=limit_s, since_s=time.monotonic()))
+        self._do(ev.PauseBegan(reason=reason, limit_s=limit_s))
 
     def resume(self) -> None:
         """The pause is over."""
-        if self._own_pause is not None:
-            self._say_pause(replace(self._own_pause, over=True))
-
-    def _say_pause(self, pause: OwnPause) -> None:
-        self._own_pause = pause
-        try:
-            self._coordinators.call(
-                membership_calls.pause, self._pause_request(pause), timeout_s=self.limits.lease_s
-            )
-        except ShoalError as error:
-            # What ended the membership is raised where the trainer asks for its next step.
-            log.info("pause_not_told", member=self._member.member_id, reason=str(error))
+        self._do(ev.PauseEnded())
 
     def is_broken(self, generation: int) -> bool:
         """Whether the generation is over, by a loss or an aborted bring-up. Free to call."""
-        return generation in self._broken
-
-    def wait_broken(self, generation: int, timeout_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed; whether it is over."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: generation in self._broken or self._failure is not None, timeout_s
-            )
+        return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """As `wait_broken`, where only the coordinator's word ends the wait: while none is there
-        to tell, the time stands still."""
+        """Wait for the break of a generation in which a collective failed; whether it is over.
+
+        Only the coordinator's word ends the wait: while none is there to tell, time stands still.
+        """
         since_s = time.monotonic()
-        with self._changed:
-            while generation not in self._broken and self._failure is None:
-                if not self._wait_until(self._give_up_s(since_s, limit_s)):
-                    return False
-            return True
+        return self._decided(
+            lambda now_s: self._core.break_seen(generation, since_s, limit_s, now_s)
+        ).over
 
     def successor(self) -> pb.GenerationRecord | None:
         """The planned successor of the current generation, once its members agreed where to stop.
 
         For who has no steps and so calls `begin_step` only to go over to it. Free to call.
         """
-        change = self._change
-        return change.record if change is not None and change.stop_at is not None else None
+        return self._core.track.successor
 
     def wait_over(self, generation: int, timeout_s: float) -> bool:
         """Wait until a generation is broken or has a successor, or the membership ended."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: generation in self._broken or bool(self.successor() or self._failure),
-                timeout_s,
-            )
+            return self._changed.wait_for(lambda: self._core.is_over(generation), timeout_s)
 
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
         """Tell the coordinator that a collective of the current generation failed here.
@@ -245,23 +253,14 @@ class MemberSession(Attendance):
         Of one that was being brought up: `own` if it was this member's own failure, and
         `state_lost` if it holds no whole state with the others, and there is no checkpoint.
         """
-        request = pb.ReportBrokenRequest(
-            token=self.token, error=error[:1000], own=own, state_lost=state_lost
-        )
-        self._call_for_ever(membership_calls.report_broken, request)
+        self._do(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
     def settle(self, step: int, *, has_state: bool) -> None:
         """After a break: the trainer stands still with `step` optimizer steps behind its state.
 
         Raises JobFinished if others completed the job meanwhile, Fenced if this member was lost.
         """
-        with self._changed:
-            self._change, self._step, self._begun = None, step, step - 1
-            if self._proposal is not None:
-                self._proposal.step, self._proposal.has_state = step, has_state
-            request = pb.SettleRequest(token=self.token, step=step, has_state=has_state)
-            self._stood_at = request
-        self._call_for_ever(membership_calls.settle, request)
+        self._do(ev.StoodStill(step=step, has_state=has_state))
 
     # --- leaving ---
 
@@ -271,62 +270,41 @@ class MemberSession(Attendance):
         Returns at once and takes no lock, so that a signal handler may call it. Sooner or later
         `begin_step` or whatever else waits here raises MemberDrained; until then training goes on.
         """
-        self._drain_asks.put(reason)
+        self._drain_wishes.put(reason)
 
     @property
     def draining(self) -> bool:
         """Whether this member is to leave, asked by itself or by an operator."""
-        return bool(self._drain_reason)
+        return bool(self._core.leaving.reason)
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
         """End the membership; return whether the coordinator took note.
 
         One that cannot be reached within `timeout_s` is logged: it finds out by itself.
         """
-        told, drained = False, isinstance(self._failure, MemberDrained)
-        with self._changed:
-            self._leaving = True
-        slot = self._member.beat_slot
-        if slot is not None:
-            # A beat that comes after the word that it left would be refused as a lost member's.
-            slot.unclaim()
-        if self._admitted and (self._failure is None or drained):
-            request = pb.LeaveRequest(token=self.token, completed=completed, reason=reason[:1000])
-            try:
-                self._coordinators.call(membership_calls.leave, request, timeout_s=timeout_s)
-                told = True
-            except Fenced as error:
-                told = drained  # then the coordinator has let it go already
-                if slot is not None and not drained:
-                    slot.end(Ending.of(error))
-                log.info("leave_not_needed", member=self._member.member_id, reason=str(error))
-            except ShoalError as error:
-                log.warning("leave_failed", member=self._member.member_id, reason=str(error))
+        self._do(ev.LeaveWished(completed=completed, reason=reason, timeout_s=timeout_s))
         self.close()
-        return told
+        return self._core.leaving.was_told
 
     def failed_for_good(self, error: ShoalError) -> None:
         """The trainer ends with an error that a process of the same script would end with again.
 
         The launcher is told, so that it does not try.
         """
-        if self._member.beat_slot is not None and Ending.of(error) is Ending.REFUSED:
-            self._member.beat_slot.end(Ending.REFUSED)
+        if self._slot is not None and Ending.of(error) is Ending.REFUSED:
+            self._slot.end(Ending.REFUSED)
 
     def close(self) -> None:
         """Stop the threads and the connection without a word to the coordinator."""
-        self._closing.set()
-        self._drain_asks.put(None)
-        if self._member.beat_slot is not None:
-            self._member.beat_slot.withdraw()
-        with self._changed:
-            if self._stream is not None:
-                self._stream.cancel()
-            self._changed.notify_all()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+        self._threads.closing.set()
+        self._drain_wishes.put(None)
+        if self._slot is not None:
+            self._slot.withdraw()
+        self._do(ev.Closed())
+        self._threads.join()
         self._coordinators.close()
+
+    # --- how it stands ---
 
     @property
     def coordinators(self) -> Coordinators:
@@ -334,14 +312,209 @@ class MemberSession(Attendance):
         return self._coordinators
 
     @property
+    def token(self) -> Token:
+        """The fencing token as of the generation last returned to the trainer."""
+        return self._core.token
+
+    @property
+    def limits(self) -> pb.Limits:
+        """The job's time limits, once this member is admitted."""
+        return self._core.limits
+
+    @property
+    def http_url(self) -> str:
+        """Where the coordinator takes reports, once this member is admitted."""
+        return self._core.http_url
+
+    @property
+    def failure(self) -> ShoalError | None:
+        """What ended the membership, if something did."""
+        return self._core.failure
+
+    @property
+    def held_until_s(self) -> float:
+        """Up to when, by `time.monotonic`, no limit of a wait for others ran.
+
+        That is now while somebody is paused, or no coordinator is there to say so. Any thread.
+        """
+        return self._core.clock.held_until_s(time.monotonic())
+
+    @property
+    def is_away(self) -> bool:
+        """Whether no coordinator holds this member's stream at the moment. Free to call."""
+        return self._core.clock.away
+
+    @property
     def waiting_for(self) -> str:
         """The coordinator's latest reason why this member is not training."""
-        return self._waiting_for
+        return self._core.waiting_for
 
     @property
     def stands_by(self) -> bool:
         """Whether the job has its maximum of members, of whom this is not one."""
-        return self._stands_by
+        return self._core.stands_by
+
+    # --- the core: its decisions, and what follows from events ---
+
+    def _decided(self, decide: Callable[[float], Decision | ev.WaitUntil | ev.Raise]) -> Decision:
+        """Ask until there is an answer, which is there by the time that a wait names."""
+        with self._changed:
+            while True:
+                decision = decide(time.monotonic())
+                if isinstance(decision, ev.Raise):
+                    raise decision.error
+                if not isinstance(decision, ev.WaitUntil):
+                    return decision
+                left_s = decision.until_s - time.monotonic()
+                self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
+
+    def _do(self, event: ev.Event) -> None:
+        """Take an event in, and carry out on this thread what follows. Raises what it ends with."""
+        due = deque(self._step(event))
+        while due:
+            follows = self._carry_out(due.popleft())
+            if follows is not None:
+                due.extendleft(reversed(self._step(follows)))
+
+    def _step(self, event: ev.Event) -> Sequence[ev.Effect]:
+        with self._changed:
+            effects = self._core.step(event, time.monotonic())
+            self._changed.notify_all()
+            return effects
+
+    def _carry_out(self, effect: ev.Effect) -> ev.Event | None:
+        """Do it; what came of it, if that matters."""
+        match effect:
+            case ev.Raise():
+                raise effect.error
+            case ev.Call():
+                return self._call(effect)
+            case ev.OpenStream():
+                return self._hold_stream(effect)
+            case ev.CancelStream():
+                self._cancel_stream()
+            case ev.FindLeader():
+                self._coordinators.move_on(self._stream_address, effect.error)
+            case ev.Judge():
+                return self._judge(effect)
+            case ev.Break():
+                self._hooks.on_break(effect.generation, effect.reason)
+            case ev.AskDrain():
+                self._drain_wishes.put(effect.reason)
+            case ev.Log():
+                (log.warning if effect.is_warning else log.info)(effect.event, **effect.fields)
+            case _:
+                self._tell_launcher(effect)
+        return None
+
+    def _call(self, call: ev.Call) -> ev.Event:
+        if call.after_s:
+            self._threads.closing.wait(call.after_s)
+        try:
+            if isinstance(call.request, pb.HeartbeatRequest):
+                reply = self._coordinators.call(
+                    calls.heartbeat, call.request, timeout_s=call.timeout_s
+                )
+                if reply.replies and reply.replies[0].HasField("error"):
+                    return ev.HeartbeatRefused(error=from_detail(reply.replies[0].error))
+            else:
+                method = calls.METHODS[type(call.request)]
+                self._coordinators.call(method, call.request, timeout_s=call.timeout_s)
+        except ShoalError as error:
+            return ev.CallEnded(call=call, error=error, chance=chance())
+        return ev.CallEnded(call=call)
+
+    def _judge(self, effect: ev.Judge) -> ev.Judged:
+        hooks, prepare = self._hooks, effect.prepare
+        rejections = hooks.judge(prepare)
+        return ev.Judged(
+            generation=prepare.roster.generation,
+            digest=effect.digest,
+            rejections=rejections,
+            # What is rejected anyway needs no network.
+            unreachable={} if rejections else hooks.find_unreachable(prepare),
+            checkpoint_steps=hooks.find_checkpoints()
+            if effect.from_checkpoint and not rejections
+            else (),
+        )
+
+    def _tell_launcher(self, effect: ev.Claim | ev.Unclaim | ev.TellEnding) -> None:
+        if self._slot is None:
+            return
+        match effect:
+            case ev.Claim():
+                self._slot.claim(
+                    effect.token, heartbeat_s=effect.heartbeat_s, patience_s=effect.patience_s
+                )
+            case ev.Unclaim():
+                self._slot.unclaim()
+            case ev.TellEnding():
+                self._slot.end(Ending.of(effect.error))
+
+    # --- threads ---
+
+    def _listen(self) -> None:
+        """Hold one stream after another, until the membership ends."""
+        self._do(ev.JoinWished())
+
+    def _hold_stream(self, opening: ev.OpenStream) -> ev.StreamEnded | None:
+        """Until the stream ends, or what follows from a notice does not get through."""
+        if self._threads.closing.wait(opening.after_s):
+            return None
+        address = self._stream_address = self._coordinators.current
+        error: ShoalError | None = None
+        try:
+            stream = MembershipStub(self._coordinators.channel()).Attend(opening.request)
+            with self._changed:
+                self._stream = stream
+                if self._threads.closing.is_set():
+                    # `close` came in between, and found no stream that it could cancel.
+                    stream.cancel()
+            with self._patience.until_answered(stream):
+                for notice in stream:
+                    self._patience.answered()
+                    self._do(_heard(notice))
+        except grpc.RpcError as rpc_error:
+            error = self._patience.error(address) or from_rpc_error(rpc_error, address)
+        except ShoalError as answer_error:
+            # An answer to a notice did not get through, or came too late to count.
+            error = answer_error
+            self._cancel_stream()
+        return ev.StreamEnded(error=error, chance=chance())
+
+    def _cancel_stream(self) -> None:
+        with self._changed:
+            if self._stream is not None:
+                self._stream.cancel()
+
+    def _beat(self) -> None:
+        """Say every `heartbeat_s` that this member lives, until it is told that it is none."""
+        slot = self._slot
+        while not self._threads.closing.wait(self.limits.heartbeat_s):
+            if slot is not None:
+                slot.runs()
+            within_s = BEATEN_WITHIN_HEARTBEATS * self.limits.heartbeat_s
+            doing = self._doing
+            due = ev.HeartbeatDue(
+                beaten=slot is not None and slot.beaten(within_s=within_s),
+                moved=doing.moved,
+                waits=doing.waits,
+                own_code_s=doing.own_code_s,
+            )
+            try:
+                self._do(due)
+            except ShoalError:
+                return
+
+    def _ask_for_drain(self) -> None:
+        """Pass each wish to drain on to the coordinator."""
+        while (reason := self._drain_wishes.get()) is not None:
+            self._do(ev.DrainWished(reason=reason))
+
+
+def _heard(notice: pb.Notice) -> ev.NoticeCame:
+    refused = notice.WhichOneof("kind") == "refused"
+    return ev.NoticeCame(notice=notice, refusal=from_detail(notice.refused) if refused else None)
 
 
 __all__ = ["MemberSession"]

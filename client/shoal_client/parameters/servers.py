@@ -10,7 +10,8 @@ from typing import Generic, TypeVar
 import grpc
 import structlog
 
-from shoal_client.connection.coordinators import CHANNEL_OPTIONS, BackOff, close_channels
+from shoal_client.connection.back_off import BackOff
+from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_proto import routes
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -89,7 +90,7 @@ class ShardServers(Generic[Stub]):
             if _redirected(held, errors) and time.monotonic() < give_up_s:
                 retries += 1
                 continue
-            pause_s = back_off.pause_s()
+            pause_s = back_off.pause_s(chance())
             next_s = time.monotonic() + pause_s
             out_of_time = next_s >= give_up_s or (
                 isinstance(worst, ShardNotReady) and next_s >= ready_by_s

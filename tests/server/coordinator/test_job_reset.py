@@ -131,8 +131,8 @@ async def check_refused(world: Served, stale: Sequence[Token]) -> None:
         assert isinstance(await beat(world, token), JobFinished)
         client = world.client(token.member_id)
         # The process of then, which was halted in the meantime.
-        client._member = replace(client._member, incarnation=token.incarnation)
-        client._generation = token.generation
+        client._core.identity = replace(client._core.identity, incarnation=token.incarnation)
+        client._core.track.generation = token.generation
         with pytest.raises(JobFinished, match="that this process belongs to is over"):
             await asyncio.to_thread(client.join)
     assert not any(member.is_broken(member.token.generation) for member in fresh)

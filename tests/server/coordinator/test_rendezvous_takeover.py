@@ -46,7 +46,7 @@ async def test_who_waits_for_keys_of_the_last_leader_is_told_at_once() -> None:
         for member in (a, b):
             await asyncio.to_thread(member.report_broken, "the keys are lost")
         for member in (a, b):
-            assert await asyncio.to_thread(member.wait_broken, 1, WAIT_S / 2)
+            assert await asyncio.to_thread(member.await_break, 1, WAIT_S / 2)
             await asyncio.to_thread(lambda m=member: m.settle(0, has_state=True))
         await asyncio.gather(entered(a, 1), entered(b, 1))
         await set_key(world, a.token, "address/0")

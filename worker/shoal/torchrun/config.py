@@ -8,7 +8,7 @@ import structlog
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from shoal.membership.join_config import JoinConfig
-from shoal_client.membership.member_session import ATTEND_TIMEOUT_S
+from shoal_client.membership.member_core import JOIN_TIMEOUT_S
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ class NodeConfig:
     0: as long as the coordinator says."""
     close_timeout_s: float = 30.0
     """How long to try to tell the coordinator that this node leaves."""
-    connect_timeout_s: float = ATTEND_TIMEOUT_S
+    connect_timeout_s: float = JOIN_TIMEOUT_S
     """Without an answer of any coordinator within this time, the node does not start."""
 
     @classmethod

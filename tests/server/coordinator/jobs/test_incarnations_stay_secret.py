@@ -16,7 +16,8 @@ import pytest
 import structlog
 from support.clusters.coordinator_world import Served, served
 
-from shoal_client.membership.attendance import Attendance
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.member_core import MemberCore
 from shoal_proto.incarnation import new_incarnation, public_id
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import clocks_pb2, membership_pb2, rendezvous_pb2, samples_pb2, shards_pb2
@@ -115,13 +116,14 @@ async def test_a_stranger_that_reads_everything_sees_no_incarnation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     heard: list[str] = []
-    handle: Any = Attendance._take
+    step = MemberCore.step
 
-    def overhear(self: Attendance, notice: membership_pb2.Notice) -> None:
-        heard.append(f"{self._member.member_id} {notice}")
-        handle(self, notice)
+    def overhear(self: MemberCore, event: ev.Event, now_s: float) -> list[ev.Effect]:
+        if isinstance(event, ev.NoticeCame):
+            heard.append(f"{self.identity.member_id} {event.notice}")
+        return step(self, event, now_s)
 
-    monkeypatch.setattr(Attendance, "_take", overhear)
+    monkeypatch.setattr(MemberCore, "step", overhear)
     store = MemoryStore()
     with structlog.testing.capture_logs() as logs:
         async with served(store) as world:

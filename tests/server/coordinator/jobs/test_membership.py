@@ -33,7 +33,7 @@ WITHIN_S = 10.0
 
 
 def broken(client: MemberSession, generation: int) -> "asyncio.Future[bool]":
-    return asyncio.ensure_future(asyncio.to_thread(client.wait_broken, generation, WITHIN_S))
+    return asyncio.ensure_future(asyncio.to_thread(client.await_break, generation, WITHIN_S))
 
 
 async def test_members_get_one_record_and_it_is_in_the_store() -> None:
@@ -92,7 +92,7 @@ async def test_a_silent_member_is_lost_after_the_lease() -> None:
     """A member whose stream stays but that says nothing, as when it is stopped."""
     async with served(MemoryStore(), Limits(heartbeat_s=0.1, join_s=60)) as world:
         a, b = await world.training("a", "b")
-        b._closing.set()  # ends its heartbeats, leaves its stream
+        b._threads.closing.set()  # ends its heartbeats, leaves its stream
         assert await broken(a, 1)
         assert "no heartbeat" in a.waiting_for
 

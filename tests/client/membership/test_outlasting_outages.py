@@ -12,7 +12,7 @@ from support.processes.load import unhurried
 
 from shoal.data.sample_leases import Leases
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.membership import member_session
+from shoal_client.membership import member_core
 from shoal_client.progress.clocks import Clock
 from shoal_client.progress.samples import Lease, SampleRange
 from shoal_proto.errors import Fenced, Unavailable
@@ -69,7 +69,7 @@ async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() ->
 
 
 async def test_a_wait_for_the_next_generation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member_session, "ATTEND_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(member_core, "JOIN_TIMEOUT_S", 0.1)
     store = MemoryStore()
     async with served(store, LIMITS) as world:
         client = await world.joined("a", desired=2, low=2)

@@ -106,9 +106,9 @@ async def test_a_change_that_fails_behind_the_boundary_lets_the_drained_member_g
         await asyncio.to_thread(a.report_broken, "no route to b")
         # The step that it may begin now is one of a generation that is over.
         assert await leaver is None
-        assert await asyncio.to_thread(c.wait_broken, 1, WITHIN_S)
+        assert await asyncio.to_thread(c.await_break, 1, WITHIN_S)
         for member in (a, b):
-            assert await asyncio.to_thread(member.wait_broken, 2, WITHIN_S)
+            assert await asyncio.to_thread(member.await_break, 2, WITHIN_S)
         for member in (a, b, c):
             await asyncio.to_thread(member.settle, 1, has_state=True)
         with pytest.raises(MemberDrained):

@@ -1,0 +1,202 @@
+"""Which generation a member is in, which one comes, and what others must be told of that.
+
+(no generation) --record--> brings up --BroughtUp--> trains --break--> stands still --record-->
+                                        trains --planned record--> offers --StopAt--> brings up
+"""
+
+from dataclasses import dataclass, replace
+
+from shoal_client.membership.identity import Identity
+from shoal_client.membership.member_events import BEGUN, Begun, BringUp
+from shoal_proto.v1 import membership_pb2 as pb
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedChange:
+    """A planned successor of the generation that trains."""
+
+    record: pb.GenerationRecord
+    offer: int
+    """The first step not begun; none from there on is begun before `stop_at` is known."""
+    stop_at: int | None = None
+
+    @property
+    def generation(self) -> int:
+        return self.record.roster.generation
+
+    @property
+    def boundary(self) -> int:
+        """No step from here on is begun in the old generation."""
+        return self.offer if self.stop_at is None else self.stop_at
+
+
+class GenerationTrack:
+    """The generations of one member, from its own point of view.
+
+    What the methods return is to be sent to the coordinator. All of it may be said twice.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self.generation = 0
+        """The newest that the trainer was sent into; 0: none yet."""
+        self.step = 0
+        """Optimizer steps behind the trainer's state."""
+        self.change: PlannedChange | None = None
+        self._proposal: pb.Proposal | None = None
+        self._record: pb.GenerationRecord | None = None
+        """The newest that the trainer may enter."""
+        self._ready_generation = 0
+        self._begun = -1
+        self._crossed_at: int | None = None
+        """Where the old generation stopped, if this one was planned."""
+        self._stood_at: pb.SettleRequest | None = None
+        """What was said of the stand after the last break, while no generation has followed."""
+        self._broken: dict[int, str] = {}
+
+    def is_broken(self, generation: int) -> bool:
+        """Whether the generation is over, by a loss or an aborted bring-up."""
+        return generation in self._broken
+
+    @property
+    def successor(self) -> pb.GenerationRecord | None:
+        """The planned one, once its members agreed where the present one stops."""
+        change = self.change
+        return change.record if change is not None and change.stop_at is not None else None
+
+    # --- the trainer ---
+
+    def propose(self, proposal: pb.Proposal) -> pb.ProposeRequest:
+        self._proposal = pb.Proposal()
+        self._proposal.CopyFrom(proposal)
+        self.step, self._begun = proposal.step, proposal.step - 1
+        return self._propose_request(proposal)
+
+    def begin_step(self, step: int) -> Begun | BringUp | PlannedChange:
+        """Begun, or where to go instead, or the change that holds the trainer."""
+        change = self.change
+        # Nothing is begun past an offer before all have agreed on where to stop: `boundary`.
+        if change is None or step < change.boundary or self.generation in self._broken:
+            self._begun = step
+            return BEGUN
+        if change.stop_at is None or not self._identity.is_in(change.record.roster):
+            return change
+        self.change, self._record = None, change.record
+        self.generation, self._crossed_at = change.generation, change.stop_at
+        return BringUp(record=change.record)
+
+    def enter(self, above: int) -> pb.GenerationRecord | None:
+        """Go into the newest record with a number above `above`, if there is one."""
+        record = self._record
+        # A generation that broke once is never entered, and none is entered twice.
+        if record is None or not self._is_new(record.roster.generation, above):
+            return None
+        self.generation = record.roster.generation
+        self._crossed_at = self._stood_at = None
+        return record
+
+    def _is_new(self, generation: int, above: int) -> bool:
+        return generation > above and generation not in self._broken
+
+    def become_ready(self, roster: pb.Roster) -> pb.ReadyRequest:
+        self._ready_generation = roster.generation
+        if self._proposal is not None and roster.synchronous:
+            # A leader that comes later is to know that this member holds what all hold.
+            self._proposal.has_state = True
+            self._proposal.step = max(self._proposal.step, self.step)
+        return self._ready_request(roster.generation)
+
+    def stand_still(self, step: int, *, has_state: bool) -> pb.SettleRequest:
+        self.change, self.step, self._begun = None, step, step - 1
+        if self._proposal is not None:
+            self._proposal.step, self._proposal.has_state = step, has_state
+        self._stood_at = self._settle_request(step, has_state=has_state)
+        return self._stood_at
+
+    # --- the coordinator ---
+
+    def take_committed(
+        self, record: pb.GenerationRecord
+    ) -> pb.OfferRequest | pb.ReadyRequest | None:
+        number, is_in = record.roster.generation, self._identity.is_in(record.roster)
+        if not record.roster.synchronous:
+            if not is_in:
+                return None
+            self._record, self.generation = record, number
+            return self.become_ready(record.roster)
+        if number <= self.generation:
+            return self._offer_again(number)
+        trains = self.generation > 0 and self.generation not in self._broken
+        if not trains or not record.roster.planned:
+            if is_in:
+                self._record = record
+            return None
+        if self.change is None or self.change.generation != number:
+            self.change = PlannedChange(record=record, offer=self._begun + 1)
+        # The same offer when it is told again: steps below it have begun since.
+        return self._offer_request(self.generation, number, self.change.offer)
+
+    def _offer_again(self, number: int) -> pb.OfferRequest | None:
+        """A new leader collects the offers anew: say where the old generation did stop."""
+        if number == self.generation and self._crossed_at is not None:
+            return self._offer_request(number, number, self._crossed_at)
+        return None
+
+    def take_stop_at(self, stop: pb.StopAt) -> None:
+        if self.change is not None and self.change.generation == stop.generation:
+            self.change = replace(self.change, stop_at=stop.step)
+
+    def take_aborted(self, generation: int) -> bool:
+        """Whether it had been committed, and so has broken now."""
+        if self.change is not None and self.change.generation == generation:
+            self.change = None
+        return self._record is not None and self._record.roster.generation == generation
+
+    def take_break(self, generation: int, reason: str) -> bool:
+        """Whether that is news."""
+        if generation in self._broken:
+            return False
+        self._broken[generation] = reason
+        # With a successor every generation before it is over too.
+        self._broken.setdefault(min(generation, self.generation), reason)
+        return True
+
+    def stand(self) -> pb.SettleRequest | None:
+        """Where a trainer stands that is in no generation now, if it has said so.
+
+        One that never saw the generation that is over has not moved.
+        """
+        if self._stood_at is not None or self.generation or self._proposal is None:
+            return self._stood_at
+        return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
+
+    def proposed(self) -> pb.ProposeRequest | None:
+        """For a new leader: it knows the rosters from etcd, not what members have said since."""
+        return self._propose_request(self._proposal) if self._proposal is not None else None
+
+    def standing(self) -> pb.SettleRequest | pb.ReadyRequest | None:
+        """For a new leader: that the trainer stands still, or that its generation came up."""
+        if self._stood_at is not None:
+            return self._stood_at
+        ready = self._ready_generation
+        return self._ready_request(ready) if ready and ready == self.generation else None
+
+    # --- requests ---
+
+    def _propose_request(self, proposal: pb.Proposal) -> pb.ProposeRequest:
+        token = self._identity.token(self.generation)
+        return pb.ProposeRequest(token=token, proposal=proposal)
+
+    def _ready_request(self, generation: int) -> pb.ReadyRequest:
+        return pb.ReadyRequest(token=self._identity.token(generation), step=self.step)
+
+    def _settle_request(self, step: int, *, has_state: bool) -> pb.SettleRequest:
+        token = self._identity.token(self.generation)
+        return pb.SettleRequest(token=token, step=step, has_state=has_state)
+
+    def _offer_request(self, own: int, generation: int, step: int) -> pb.OfferRequest:
+        token = self._identity.token(own)
+        return pb.OfferRequest(token=token, generation=generation, next_step=step)
+
+
+__all__ = ["GenerationTrack", "PlannedChange"]

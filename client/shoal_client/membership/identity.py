@@ -1,0 +1,44 @@
+"""Who a member is to the coordinator and to the other members."""
+
+from dataclasses import dataclass
+
+from shoal_proto import PROTOCOL_VERSION
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    spec: pb.JobSpec
+    member_id: str
+    incarnation: str
+    public_id: str
+    """Of the incarnation, as rosters have it."""
+    info: pb.MemberInfo
+
+    def token(self, generation: int) -> Token:
+        """The fencing token of a generation; 0: of none yet."""
+        return Token(
+            job=self.spec.job,
+            generation=generation,
+            member_id=self.member_id,
+            incarnation=self.incarnation,
+        )
+
+    def is_in(self, roster: pb.Roster) -> bool:
+        """Whether this very process is in the roster, not another of its name."""
+        own = (self.member_id, self.public_id)
+        return any((e.member_id, e.public_id) == own for e in roster.entries)
+
+    def attend_request(self, generation: int) -> pb.AttendRequest:
+        """What opens the stream of notices."""
+        return pb.AttendRequest(
+            protocol=PROTOCOL_VERSION,
+            token=self.token(generation),
+            spec=self.spec,
+            info=self.info,
+            keeps_prepare=True,
+        )
+
+
+__all__ = ["Identity"]

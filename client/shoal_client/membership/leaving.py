@@ -1,0 +1,39 @@
+"""How a membership ends by the member's own will, or an operator's."""
+
+from shoal_client.membership import member_events as ev
+from shoal_proto.errors import Fenced, ShoalError
+
+
+class Leaving:
+    """What is known of it so far."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        """Why this member is to leave by agreement with the others; empty: it is not."""
+        self.has_begun = False
+        self.was_told = False
+        """Whether the coordinator took note."""
+        self._drained = False
+
+    def ask(self, reason: str) -> None:
+        """The first reason stands."""
+        self.reason = self.reason or reason
+
+    def begin(self, *, drained: bool) -> None:
+        """`drained`: the coordinator has let it go already."""
+        self.has_begun, self._drained = True, drained
+
+    def told(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
+        """What the coordinator made of the word that this member leaves."""
+        if error is None:
+            self.was_told = True
+            return []
+        fields = {"member": member_id, "reason": str(error)}
+        if not isinstance(error, Fenced):
+            return [ev.Log(event="leave_failed", fields=fields, is_warning=True)]
+        self.was_told = self._drained
+        ending: list[ev.Effect] = [] if self._drained else [ev.TellEnding(error=error)]
+        return [*ending, ev.Log(event="leave_not_needed", fields=fields)]
+
+
+__all__ = ["Leaving"]

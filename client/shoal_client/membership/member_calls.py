@@ -1,0 +1,71 @@
+"""What becomes of a member's calls that were answered, or were not."""
+
+from dataclasses import replace
+
+from shoal_client.membership import member_events as ev
+from shoal_proto.errors import ShoalError
+from shoal_proto.v1 import membership_pb2 as pb
+
+_NOT_TOLD = {
+    pb.PauseRequest: "pause_not_told",
+    pb.DrainRequest: "drain_not_taken",
+    pb.HeartbeatRequest: "heartbeat_failed",
+}
+"""The events in the log by which a call is given up."""
+
+
+class MemberCalls:
+    """Makes calls, makes them again, and says in the log what came of an outage: two lines."""
+
+    def __init__(self, member_id: str) -> None:
+        self._member_id = member_id
+        self._heard = True
+        """Whether the last heartbeat was answered."""
+
+    def new(
+        self,
+        request: ev.Request,
+        persistence: ev.Persistence,
+        timeout_s: float,
+        now_s: float,
+        give_up_s: float = 0.0,
+    ) -> ev.Call:
+        return ev.Call(
+            request=request,
+            persistence=persistence,
+            timeout_s=timeout_s,
+            since_s=now_s,
+            give_up_s=give_up_s,
+        )
+
+    def answered(self, call: ev.Call, now_s: float) -> list[ev.Effect]:
+        if isinstance(call.request, pb.HeartbeatRequest):
+            self._heard = True
+        if not call.num_failures:
+            return []
+        away_s = round(now_s - call.since_s, 1)
+        fields = {"waits_for": _name(call), "away_s": away_s}
+        return [ev.Log(event="coordinator_back", fields=fields)]
+
+    def again(self, call: ev.Call, error: ShoalError, chance: float) -> list[ev.Effect]:
+        """No coordinator need be there for hours."""
+        after_s = call.back_off.pause_s(chance)
+        next_call = replace(call, after_s=after_s, num_failures=call.num_failures + 1)
+        if call.num_failures:
+            return [next_call]
+        fields = {"waits_for": _name(call), "reason": str(error)}
+        return [ev.Log(event="coordinator_away", fields=fields, is_warning=True), next_call]
+
+    def given_up(self, call: ev.Call, error: ShoalError) -> list[ev.Effect]:
+        is_news = True
+        if isinstance(call.request, pb.HeartbeatRequest):
+            is_news, self._heard = self._heard, False
+        fields = {"member": self._member_id, "reason": str(error)}
+        return [ev.Log(event=_NOT_TOLD[type(call.request)], fields=fields)] if is_news else []
+
+
+def _name(call: ev.Call) -> str:
+    return type(call.request).__name__.removesuffix("Request")
+
+
+__all__ = ["MemberCalls"]

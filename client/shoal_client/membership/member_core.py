@@ -1,0 +1,453 @@
+"""What a member of a job knows and decides, without I/O: an event and the time go in, effects come
+out.
+
+`MemberSession` carries the effects out. It takes an event in on one of its threads and carries out
+there what follows, in order: a call's end is an event again. One effect that is no dataclass
+belongs to every event: whoever waits for a decision asks again.
+
+The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are methods: they wait for
+what events change.
+"""
+
+from shoal_client.connection.back_off import BackOff
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
+from shoal_client.membership.held_clock import HeldClock
+from shoal_client.membership.identity import Identity
+from shoal_client.membership.leaving import Leaving
+from shoal_client.membership.member_calls import MemberCalls
+from shoal_client.membership.own_pause import OwnPause
+from shoal_client.membership.shown_roster import ShownRoster
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    MemberDrained,
+    RetryError,
+    ShoalError,
+    Unavailable,
+)
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+
+JOIN_TIMEOUT_S = 10.0
+"""How long a coordinator may take to admit a member."""
+
+Effects = list[ev.Effect]
+
+
+class MemberCore:
+    """One member, from its first word to its last."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.track = GenerationTrack(identity)
+        self.clock = HeldClock()
+        self.failure: ShoalError | None = None
+        """What ended the membership, if something did."""
+        self.waiting_for = "the coordinator to admit this member"
+        """The coordinator's latest reason why this member is not training."""
+        self.stands_by = False
+        """Whether the job has its maximum of members, of whom this is not one."""
+        self.leaving = Leaving()
+        self.closed = False
+        self._admitted: pb.Admitted | None = None
+        self._calls = MemberCalls(identity.member_id)
+        self._shown = ShownRoster()
+        self._back_off = BackOff()
+        self._own_pause: OwnPause | None = None
+        self._held_since_s: float | None = None
+        """Since when the trainer waits to begin a step."""
+
+    # --- how it stands ---
+
+    @property
+    def admitted(self) -> bool:
+        return self._admitted is not None
+
+    @property
+    def limits(self) -> pb.Limits:
+        return self._admitted.limits if self._admitted is not None else pb.Limits()
+
+    @property
+    def http_url(self) -> str:
+        return self._admitted.http_url if self._admitted is not None else ""
+
+    @property
+    def token(self) -> Token:
+        """The fencing token as of the generation that the trainer was last sent into."""
+        return self.identity.token(self.track.generation)
+
+    def is_over(self, generation: int) -> bool:
+        """Whether the generation broke or has a successor, or the membership ended."""
+        return bool(
+            self.track.is_broken(generation) or self.track.successor is not None or self.failure
+        )
+
+    # --- events ---
+
+    def step(self, event: ev.Event, now_s: float) -> Effects:
+        """Take in what has happened. The returned effects are carried out in order."""
+        effects: Effects
+        match event:
+            case ev.HeartbeatDue() | ev.HeartbeatRefused():
+                effects = self._heartbeat(event, now_s)
+            case ev.NoticeCame():
+                effects = self._notice(event, now_s)
+            case ev.Judged():
+                effects = [self._with_stream(self._answer(event), now_s)]
+            case ev.CallEnded():
+                effects = self._call_ended(event, now_s)
+            case ev.JoinWished():
+                effects = [ev.OpenStream(request=self._attend_request())]
+            case ev.StreamEnded():
+                effects = self._stream_ended(event, now_s)
+            case ev.PauseBegan() | ev.PauseEnded():
+                effects = self._pause(event, now_s)
+            case ev.DrainWished():
+                self.leaving.ask(event.reason)
+                give_up_s = now_s + self.limits.drain_s
+                effects = [self._drain_call(event.reason, now_s, give_up_s)]
+            case ev.LeaveWished():
+                effects = self._leave(event, now_s)
+            case ev.Closed():
+                self.closed = True
+                effects = [ev.CancelStream()]
+            case _:
+                effects = [self._until_answered(self._said(event), now_s)]
+        return effects
+
+    def _said(
+        self, event: ev.Proposed | ev.BroughtUp | ev.StoodStill | ev.CollectiveFailed
+    ) -> ev.Request:
+        """What the trainer says, which it says until somebody has heard it."""
+        match event:
+            case ev.Proposed():
+                return self.track.propose(event.proposal)
+            case ev.BroughtUp():
+                return self.track.become_ready(event.record.roster)
+            case ev.StoodStill():
+                return self.track.stand_still(event.step, has_state=event.has_state)
+            case ev.CollectiveFailed():
+                return pb.ReportBrokenRequest(
+                    token=self.token,
+                    error=event.error[:1000],
+                    own=event.own,
+                    state_lost=event.state_lost,
+                )
+
+    def progress(self, step: int) -> None:
+        """Steps committed so far, for the heartbeats."""
+        self.track.step = step
+
+    # --- the stream ---
+
+    def _notice(self, event: ev.NoticeCame, now_s: float) -> Effects:
+        if self.clock.away:
+            self.clock.turn(now_s, away=False)
+        self._back_off.reset()
+        notice, kind = event.notice, event.notice.WhichOneof("kind")
+        self.waiting_for = notice.reason or self.waiting_for
+        self.stands_by = kind == "standby" or (self.stands_by and kind == "admitted")
+        effects: Effects = []
+        match kind:
+            case "admitted":
+                effects = self._take_admitted(notice.admitted, now_s)
+            case "prepare":
+                effects = self._take_prepare(notice.prepare)
+            case "outcome":
+                effects = self._take_outcome(notice.outcome, now_s)
+            case "stop_at":
+                self.track.take_stop_at(notice.stop_at)
+            case "break":
+                effects = self._break(getattr(notice, "break").generation, notice.reason, now_s)
+            case "pauses":
+                self.clock.pause(notice.pauses.member_ids, now_s)
+            case "drain":
+                effects = self._take_drain(notice.reason, now=notice.drain.now)
+            case "refused" if event.refusal is not None:
+                effects = self._fail(event.refusal)
+        return effects
+
+    def _take_admitted(self, admitted: pb.Admitted, now_s: float) -> Effects:
+        again, self._admitted = self.admitted, admitted
+        # Who is paused is told next, if anybody is.
+        self.clock.pause((), now_s)
+        limits = admitted.limits
+        effects: Effects = [
+            ev.Claim(
+                token=self.identity.token(0),
+                heartbeat_s=limits.heartbeat_s,
+                patience_s=limits.watchdog_s,
+            )
+        ]
+        if not again:
+            return effects
+        if self.leaving.reason:
+            effects.append(ev.AskDrain(reason=self.leaving.reason))
+        # A new leader knows the roster from etcd, not what each member has said since.
+        pause = self._own_pause
+        said = (
+            self.track.proposed(),
+            pause.request(self.token, now_s) if pause is not None else None,
+            self.track.standing(),
+        )
+        return effects + [self._with_stream(each, now_s) for each in said if each is not None]
+
+    def _take_prepare(self, prepare: pb.Prepare) -> Effects:
+        states = {entry.state for entry in prepare.roster.entries}
+        return [
+            ev.Judge(
+                prepare=prepare,
+                digest=self._shown.keep(prepare),
+                from_checkpoint=pb.STATE_ACTION_CHECKPOINT in states,
+            )
+        ]
+
+    def _answer(self, judged: ev.Judged) -> pb.AnswerRequest:
+        return pb.AnswerRequest(
+            token=self.token,
+            generation=judged.generation,
+            digest=judged.digest,
+            rejections=judged.rejections,
+            unreachable=[
+                pb.Unreachable(member_id=peer, error=seen)
+                for peer, seen in judged.unreachable.items()
+            ],
+            checkpoint_steps=judged.checkpoint_steps,
+        )
+
+    def _take_outcome(self, record: pb.GenerationRecord, now_s: float) -> Effects:
+        if record.verdict != pb.VERDICT_COMMITTED:
+            number = record.roster.generation
+            had = self.track.take_aborted(number)
+            return self._break(number, record.reason, now_s) if had else []
+        try:
+            record = self._shown.completed(record)
+        except Unavailable as error:
+            return [ev.Raise(error=error)]
+        said = self.track.take_committed(record)
+        return [self._with_stream(said, now_s)] if said is not None else []
+
+    def _break(self, generation: int, reason: str, now_s: float) -> Effects:
+        effects: Effects = []
+        if self.track.take_break(generation, reason):
+            fields = {"generation": generation, "reason": reason}
+            effects = [
+                ev.Log(event="generation_broken", fields=fields),
+                ev.Break(generation=generation, reason=reason),
+            ]
+        # Speak for a trainer that never saw the generation that is over.
+        stand = self.track.stand()
+        return effects + ([self._with_stream(stand, now_s)] if stand is not None else [])
+
+    def _stream_ended(self, event: ev.StreamEnded, now_s: float) -> Effects:
+        """Find who leads now and attend again."""
+        self.clock.turn(now_s, away=True)
+        error = event.error
+        if self.closed or self.failure is not None:
+            return []
+        if error is not None and not isinstance(error, RetryError):
+            return self._fail(error)
+        found: Effects = []
+        if error is not None:
+            self.waiting_for = str(error)
+            found = [ev.FindLeader(error=error)]
+        after_s = self._back_off.pause_s(event.chance)
+        return [*found, ev.OpenStream(request=self._attend_request(), after_s=after_s)]
+
+    def _attend_request(self) -> pb.AttendRequest:
+        return self.identity.attend_request(self.track.generation)
+
+    # --- calls ---
+
+    def _with_stream(self, request: ev.Request, now_s: float) -> ev.Call:
+        return self._calls.new(request, ev.Persistence.WITH_STREAM, self.limits.join_s, now_s)
+
+    def _until_answered(self, request: ev.Request, now_s: float) -> ev.Call:
+        return self._calls.new(request, ev.Persistence.UNTIL_ANSWERED, self.limits.join_s, now_s)
+
+    def _call_ended(self, event: ev.CallEnded, now_s: float) -> Effects:  # noqa: PLR0911 - a table
+        call, error = event.call, event.error
+        rule = call.persistence
+        if rule is ev.Persistence.LAST:
+            return self.leaving.told(error, self.identity.member_id)
+        if error is None:
+            return self._calls.answered(call, now_s)
+        if rule is ev.Persistence.ONCE:
+            return self._calls.given_up(call, error)
+        if rule is ev.Persistence.FOR_A_TIME:
+            return self._drain_unanswered(call, error, now_s)
+        if not isinstance(error, RetryError):
+            return [*self._fail(error), ev.Raise(error=self.failure or error)]
+        ended = self.closed or self.failure is not None
+        if rule is ev.Persistence.UNTIL_ANSWERED and not ended:
+            return self._calls.again(call, error, event.chance)
+        return [ev.Raise(error=self.failure or error)]
+
+    def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
+        """Say that this member lives, unless its launcher did; learn whether it is fenced."""
+        if isinstance(event, ev.HeartbeatRefused):
+            return [*self._fail(event.error), ev.Raise(error=event.error)]
+        if event.beaten:
+            return []
+        beat = pb.Beat(
+            token=self.token,
+            step=self.track.step,
+            moved=event.moved,
+            waits=event.waits,
+            own_code_s=event.own_code_s,
+        )
+        request = pb.HeartbeatRequest(beats=[beat])
+        return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+
+    def _pause(self, event: ev.PauseBegan | ev.PauseEnded, now_s: float) -> Effects:
+        """What ended the membership is raised where the trainer asks for its next step."""
+        if isinstance(event, ev.PauseBegan):
+            self._own_pause = OwnPause(reason=event.reason, limit_s=event.limit_s, since_s=now_s)
+        elif self._own_pause is not None:
+            self._own_pause = self._own_pause.ended()
+        else:
+            return []
+        request = self._own_pause.request(self.token, now_s)
+        return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
+
+    # --- the end ---
+
+    def _fail(self, error: ShoalError) -> Effects:
+        if self.failure is not None:
+            return []
+        self.failure = error
+        effects = self._tell_ending(error)
+        if self.track.generation:
+            effects.append(ev.Break(generation=self.track.generation, reason=str(error)))
+        return effects
+
+    def _tell_ending(self, error: ShoalError) -> Effects:
+        # Who leaves is no member any more by its own will.
+        return [] if self.leaving.has_begun else [ev.TellEnding(error=error)]
+
+    def _take_drain(self, reason: str, *, now: bool) -> Effects:
+        """`now`: nobody needs this member any more."""
+        fields = {"member": self.identity.member_id, "now": now, "reason": reason}
+        effects: Effects = [ev.Log(event="drain_noticed", fields=fields)]
+        self.leaving.ask(reason or "asked to")
+        if now:
+            # Not through `_fail`: the step that is under way is to end well.
+            drained = self._drained(self.leaving.reason)
+            self.failure = self.failure or drained
+            effects += self._tell_ending(drained)
+        return effects
+
+    def _drained(self, reason: str) -> MemberDrained:
+        identity = self.identity
+        return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
+
+    def _drain_call(self, reason: str, now_s: float, give_up_s: float) -> ev.Call:
+        request = pb.DrainRequest(
+            job=self.identity.spec.job,
+            member_id=self.identity.member_id,
+            incarnation=self.identity.incarnation,
+            reason=reason[:1000],
+        )
+        rule = ev.Persistence.FOR_A_TIME
+        return self._calls.new(request, rule, self.limits.lease_s, now_s, give_up_s)
+
+    def _drain_unanswered(self, call: ev.Call, error: ShoalError, now_s: float) -> Effects:
+        if not isinstance(error, RetryError):
+            # A leader that does not know this member yet is asked again on admission.
+            return self._calls.given_up(call, error)
+        assert isinstance(call.request, pb.DrainRequest)
+        if self.closed:
+            return []
+        if now_s >= call.give_up_s:
+            # Nobody is there to agree on going on without this member.
+            return self._take_drain(f"{call.request.reason}; meanwhile {error}", now=True)
+        return [self._drain_call(call.request.reason, now_s, call.give_up_s)]
+
+    def _leave(self, event: ev.LeaveWished, now_s: float) -> Effects:
+        drained = isinstance(self.failure, MemberDrained)
+        self.leaving.begin(drained=drained)
+        # A heartbeat that comes after the word that it left would be refused as a lost member's.
+        effects: Effects = [ev.Unclaim()]
+        if self.admitted and (self.failure is None or drained):
+            request = pb.LeaveRequest(
+                token=self.token, completed=event.completed, reason=event.reason[:1000]
+            )
+            rule = ev.Persistence.LAST
+            effects.append(self._calls.new(request, rule, event.timeout_s, now_s))
+        return effects
+
+    # --- the trainer's decisions ---
+
+    def begin_step(
+        self, step: int, now_s: float, *, handed_over: bool = True
+    ) -> ev.Begun | ev.BringUp | ev.HandOver | ev.WaitUntil | ev.Raise:
+        """Whether step number `step` (0-based) may begin in the current generation."""
+        if self.failure is not None:
+            return ev.Raise(error=self.failure)
+        answer = self.track.begin_step(step)
+        if not isinstance(answer, PlannedChange):
+            self._held_since_s = None
+            return answer
+        if answer.stop_at is not None and not handed_over:
+            return ev.HAND_OVER
+        if self._held_since_s is None:
+            self._held_since_s = now_s
+        since_s = self._held_since_s
+        if answer.stop_at is None:
+            give_up_s = self.clock.give_up_s(since_s, self._boundary_limit_s, now_s)
+        else:
+            give_up_s = max(since_s, self.clock.paused_until_s(now_s)) + self._boundary_limit_s
+        if now_s < give_up_s:
+            return ev.WaitUntil(until_s=give_up_s)
+        self._held_since_s = None
+        return ev.Raise(error=self._boundary_overdue(answer))
+
+    @property
+    def _boundary_limit_s(self) -> float:
+        """For the slowest to finish its step, and, without this member, for the bring-up."""
+        return 2 * self.limits.collective_s + self.limits.bring_up_s
+
+    def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
+        if change.stop_at is not None:
+            # The others have stopped too, and the coordinator is not there to say how it went on.
+            return self._drained("the others' next generation did not report that it runs")
+        return DeadlineExceeded(
+            "the members did not agree on a step to stop at", seen=self.waiting_for
+        )
+
+    def next_generation(
+        self, above: int, since_s: float, now_s: float, limit_s: float | None = None
+    ) -> ev.BringUp | ev.WaitUntil | ev.Raise:
+        """The next committed record with a number above `above` that has this member in it.
+
+        Without `limit_s` the job's join limit counts, which stands still as `HeldClock` says.
+        """
+        if self.failure is not None:
+            return ev.Raise(error=self.failure)
+        record = self.track.enter(above)
+        if record is not None:
+            return ev.BringUp(record=record)
+        if limit_s is None:
+            limit_s = self.limits.join_s + JOIN_TIMEOUT_S
+            give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)
+        else:
+            give_up_s = since_s + limit_s
+        if now_s < give_up_s:
+            return ev.WaitUntil(until_s=give_up_s)
+        what = f"no generation above {above} within {limit_s:g} s"
+        return ev.Raise(error=DeadlineExceeded(what, seen=self.waiting_for))
+
+    def break_seen(
+        self, generation: int, since_s: float, limit_s: float, now_s: float
+    ) -> ev.Over | ev.WaitUntil:
+        """Whether the generation, in which a collective failed, is over for all.
+
+        Only the coordinator's word ends the wait: while none is there to tell, time stands still.
+        """
+        if self.track.is_broken(generation) or self.failure is not None:
+            return ev.Over(over=True)
+        give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)
+        return ev.WaitUntil(until_s=give_up_s) if now_s < give_up_s else ev.Over(over=False)
+
+
+__all__ = ["JOIN_TIMEOUT_S", "MemberCore"]
