@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test nightly check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
+.PHONY: help demo test test-long nightly check lint types contracts proto proto-check compose-test wheelhouse browser-test bench clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -29,16 +29,19 @@ PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constra
 demo: .venv/.demo ## train on a local cluster, kill a worker on the way, print what happened
 	$(BIN)/shoal demo
 
-# Two files at a time; then, one test after the other, those that start a dozen processes each. A part
-# of which PYTEST_ADDOPTS picks no test ends with 5.
+# Two files at a time, in the order of the folders. PYTEST_ADDOPTS may pick tests of one part alone, and
+# a part of which it picks none ends with 5.
 TEST_WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS := not docker and not browser and not nightly
 
-test: .venv/.installed ## every test that needs neither Docker nor a browser
-	$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile -m "$(TESTS) and not alone" || [ $$? = 5 ]
-	$(BIN)/python -m pytest -m "$(TESTS) and alone" || [ $$? = 5 ]
+test: .venv/.installed ## every capability once, on real parts
+	$(PYTEST) -m "$(TESTS) and not long" || [ $$? = 5 ]
 
-check: lint types contracts proto-check test ## what CI runs
+test-long: .venv/.installed ## their further combinations
+	$(PYTEST) -m "$(TESTS) and long" || [ $$? = 5 ]
+
+check: lint types contracts proto-check test test-long ## what CI runs: all tests that need neither Docker nor a browser
 
 nightly: .venv/.installed ## the longer tests, and 10,000 seeds of the simulation
 	$(BIN)/python -m pytest -m "nightly and not docker and not browser"

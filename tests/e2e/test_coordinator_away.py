@@ -43,6 +43,7 @@ print("did", steps, (-weight.min() / {RATE}).item(), (-weight.max() / {RATE}).it
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "away_s",
     [

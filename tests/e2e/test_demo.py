@@ -32,6 +32,7 @@ def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> Non
     assert rows["async-sgd"]["samples_repeated"] <= 3 * 96
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("moment", ["starting etcd", "status page", "async-sgd: SIGKILL to"])
 def test_ctrl_c_leaves_nothing(shoal_command: Shoal, moment: str) -> None:
     """A SIGINT while the cluster starts, while workers start, or right after the kill: 130, and
@@ -44,6 +45,7 @@ def test_ctrl_c_leaves_nothing(shoal_command: Shoal, moment: str) -> None:
     assert shoal_command.processes() == {}
 
 
+@pytest.mark.long
 def test_a_killed_demo_leaves_nothing(shoal_command: Shoal) -> None:
     """Even a SIGKILL of the demo ends etcd, coordinator, servers and workers."""
     process = shoal_command.start("demo")

@@ -80,6 +80,7 @@ def test_drained_members_are_not_missed(shoal_command: Shoal, tmp_path: Path) ->
     assert all(line.endswith(" True") for line in steps), "somebody's step was lost"
 
 
+@pytest.mark.long
 def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) -> None:
     """SIGTERM to `shoal run`: every worker finishes its step; none is killed; the code is 143."""
     script = tmp_path / "train.py"
@@ -94,6 +95,7 @@ def test_a_run_that_is_told_to_end_drains(shoal_command: Shoal, tmp_path: Path) 
     assert shoal_command.await_none(5.0) == {}
 
 
+@pytest.mark.long
 def test_who_waits_in_vain_is_not_waited_for(shoal_command: Shoal, tmp_path: Path) -> None:
     """With too few left of a run with a cluster of its own, a deaf worker is killed in the end."""
     script = tmp_path / "train.py"

@@ -91,6 +91,7 @@ def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path
     assert shoal_command.await_none(5.0) == {}
 
 
+@pytest.mark.long
 def test_a_run_ends_when_its_own_cluster_cannot_stay_up(
     shoal_command: Shoal, tmp_path: Path
 ) -> None:

@@ -46,6 +46,7 @@ print("right", (model(images).argmax(dim=1) == labels).float().mean().item())
     return path
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "async-sgd", "ssp"])
 def test_the_readmes_script_survives_a_kill(
     shoal_command: Shoal, script: Path, tmp_path: Path, strategy: str
@@ -69,6 +70,7 @@ def test_the_readmes_script_survives_a_kill(
     assert shoal_command.await_none(5.0) == {}
 
 
+@pytest.mark.long
 def test_a_killed_launcher_leaves_nothing(
     shoal_command: Shoal, script: Path, tmp_path: Path
 ) -> None:

@@ -97,6 +97,7 @@ def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path) ->
     assert int(number) > 50
 
 
+@pytest.mark.long
 def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     """`shoal` knows all of its sub-commands, and trains a script on a cluster of its own."""
     shoal = str(installed / "shoal")
@@ -109,6 +110,7 @@ def test_the_command_works_from_the_wheel(installed: Path, tmp_path: Path) -> No
     assert "rank 0:" in output
 
 
+@pytest.mark.long
 def test_a_module_of_the_wheel_writes_the_demos_data(installed: Path, tmp_path: Path) -> None:
     """`shoal demo` starts modules of the package, which the wheel therefore has to hold."""
     target = tmp_path / "digits.npz"

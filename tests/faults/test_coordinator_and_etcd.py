@@ -144,6 +144,7 @@ def struck(
             job.cast.agrees()
 
 
+@pytest.mark.sampled("phase")
 @pytest.mark.parametrize("phase", HELD)
 def test_a_job_in_any_phase_goes_on(struck: Mapping[str, Future[None]], phase: str) -> None:
     """No generation is lost or decided twice, and nobody who trains hears of it."""

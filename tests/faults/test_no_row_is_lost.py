@@ -65,6 +65,7 @@ def kill_servers(cluster: ParameterCluster, kind: str, num_kills: int) -> None:
     assert check(work) > num_kills
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_primaries_lose_no_row(cluster: ParameterCluster, kind: str) -> None:
     """SIGKILL after SIGKILL under pushes: what every worker was told and saw, and every row in the
@@ -108,6 +109,7 @@ def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
         assert check(work) > 0
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(
     ("num_servers", "coming_back"),
     [(1, "at once"), (2, "at once"), (2, "one by one"), (2, "late")],
@@ -135,6 +137,7 @@ def test_servers_that_were_killed_at_once_have_every_durable_row(
         assert check(work, all_sightings=False) > 0
 
 
+@pytest.mark.long
 def test_a_server_that_leaves_leaves_every_durable_row_on_a_disk(tmp_path: Path) -> None:
     """Its shards are in another server's journal before it ends: that one may be killed at once."""
     with ParameterCluster(tmp_path, 2, with_journals=True) as cluster:

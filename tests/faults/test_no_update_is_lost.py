@@ -68,6 +68,7 @@ def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kill
     assert_nothing_lost(work, SEED)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
     """30 kills of primaries under load, half of them for each optimizer: every acknowledged push
@@ -166,6 +167,7 @@ def test_moves_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
     assert_nothing_lost(work, SEED)
 
 
+@pytest.mark.long
 def test_no_other_fault_loses_anything(wired: ParameterCluster, tmp_path: Path) -> None:
     """Servers that hang or are cut off are deposed, and change nothing when they are back."""
     strike(wired, "adam", tmp_path, SEED)

@@ -222,6 +222,7 @@ def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
         check_each_sample_once(crew, NUM_STEPS)
 
 
+@pytest.mark.long
 def test_kills_at_random_moments_and_members_that_take_their_places(cluster: LocalCluster) -> None:
     """Three times; a failure shows the seed."""
     seed = secrets.randbelow(1000)

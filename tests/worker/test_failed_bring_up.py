@@ -20,6 +20,7 @@ def start(ranks: Ranks, run: Run, names: str) -> list[Rank]:
     return [ranks.start(state_lost_bodies.train, replace(run, member_id=name)) for name in names]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_others_train_on_and_it_hears_its_own_error(
     cluster: LocalCluster, strategy: str

@@ -50,6 +50,7 @@ def trained(
     return taken
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
 def test_a_checkpoint_is_not_gone_on_from_with_another_order_of_samples(
     cluster: LocalCluster, tmp_path: Path, strategy: str

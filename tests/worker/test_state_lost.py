@@ -33,6 +33,7 @@ def kill_all(crew: list[Rank]) -> int:
     return max(data["step"] for rank in crew for kind, data in rank.seen if kind == "stepped")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: str) -> None:
     """Nobody trains from step 0; the page and the metrics say so too."""
@@ -59,6 +60,7 @@ def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: 
     assert "state of job" in why.text
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
 def test_a_checkpoint_brings_the_job_back(
     cluster: LocalCluster, tmp_path: Path, strategy: str

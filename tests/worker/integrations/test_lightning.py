@@ -55,6 +55,7 @@ def distance(weights: dict[str, list[float]]) -> float:
     return max(float((torch.tensor(weights[name]) - alone[name]).abs().max()) for name in alone)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
     cluster: LocalCluster, tmp_path: Path
@@ -80,6 +81,7 @@ def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
         assert by_number[EPOCHS - 1] < 0.2 < by_number[0]
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize(("strategy", "back_to"), [("ddp", 6), ("fsdp", 1)])
 def test_a_session_goes_on_without_a_lost_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str, back_to: int
@@ -218,6 +220,7 @@ def test_batches_that_the_session_did_not_cut_are_refused(session: shoal.Session
         trainer.fit(module, DataLoader(TensorDataset(*data()), 12))
 
 
+@pytest.mark.long
 def test_the_example_of_a_session(cluster: LocalCluster) -> None:
     run = [sys.executable, "-m", "shoal_client", "run", "-n", "2", "--job", "lightning-example"]
     script = EXAMPLES / "lightning_elastic.py"

@@ -133,6 +133,7 @@ async def world_in(directory: Path) -> AsyncIterator[World]:
                 await each.process.wait()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(200)
 async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: Path) -> None:
     """Its launcher beats for it, with its steps; the same worker without a launcher is lost."""

@@ -40,6 +40,7 @@ def loss_of(session: Session, model: Any, batch: shoal.Batch) -> Tensor:
     return cross_entropy(model(batch.inputs), batch.targets)
 
 
+@pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", [*TOGETHER, "pipeline", *APART])
 @pytest.mark.parametrize("place", ["in the step", "behind the step"])
 def test_a_script_that_steps_the_optimizer_is_told_who_does(
@@ -154,6 +155,7 @@ def test_what_trains_what_the_script_says_is_left_alone(
     assert len(seen) >= 3
 
 
+@pytest.mark.sampled("strategy")
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tensor", "hybrid"])
 @pytest.mark.parametrize("order", ["before", "behind"])
 def test_a_backward_pass_beside_the_sessions_is_refused(

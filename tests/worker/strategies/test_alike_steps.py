@@ -56,6 +56,7 @@ def check_weights(finished: Mapping[str, Any], run: Steps, *, scheduled: bool) -
         assert torch.allclose(own, tensor, rtol=0, atol=TOLERANCE), name
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_unequal_numbers_of_passes_are_refused_by_name(
     cluster: LocalCluster, tmp_path: Path, strategy: str
@@ -74,6 +75,7 @@ def test_unequal_numbers_of_passes_are_refused_by_name(
         assert not committed(schedule.all)
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_parts_of_a_fixed_size_are_refused_where_shares_differ(
     cluster: LocalCluster, tmp_path: Path, strategy: str
@@ -88,6 +90,7 @@ def test_parts_of_a_fixed_size_are_refused_where_shares_differ(
         assert not committed(schedule.all)
 
 
+@pytest.mark.sampled()
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "local-sgd"])
 def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
@@ -106,6 +109,7 @@ def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
             schedule.alive[0].expect("committed")
 
 
+@pytest.mark.sampled()
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "local-sgd", "diloco"])
 def test_hyperparameters_that_differ_are_refused_by_field_and_member(
     cluster: LocalCluster, tmp_path: Path, strategy: str
@@ -125,13 +129,19 @@ def test_hyperparameters_that_differ_are_refused_by_field_and_member(
         assert max(committed(schedule.all)) <= (4 if strategy in STRATEGIES else round_ends)
 
 
+@pytest.mark.sampled()
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
 def test_a_scheduler_that_a_joiner_began_anew_is_told(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """Its first step is right: its groups are those of the others. Its scheduler is not."""
-    run = steps(cluster, strategy, rates="scheduler by its own count, if committed")
+    run = steps(
+        cluster,
+        strategy,
+        rates="scheduler by its own count, if committed",
+        desired_members=2,
+    )
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
         schedule.start(2)
@@ -150,6 +160,7 @@ def test_a_scheduler_that_a_joiner_began_anew_is_told(
         assert set(others) == {first["lr"]} != {0.02}
 
 
+@pytest.mark.sampled()
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize("rates", ["step", "closed form"])
@@ -170,7 +181,7 @@ def test_a_rate_that_follows_from_the_step_is_exact_over_changes(
 def test_a_scheduler_that_counts_committed_steps_survives_losses(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
-    run = steps(cluster, "ddp", rates="scheduler if committed", batch_size=24)
+    run = steps(cluster, "ddp", rates="scheduler if committed", batch_size=24, desired_members=2)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=3, body=step_bodies.train)
         schedule.start(2)
@@ -178,13 +189,14 @@ def test_a_scheduler_that_counts_committed_steps_survives_losses(
         check_weights(schedule.finish(), run, scheduled=True)
 
 
+@pytest.mark.sampled()
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_step_that_is_taken_again_with_another_rate_is_refused(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
     """A scheduler that is stepped whether or not the step happened has counted it twice."""
-    run = steps(cluster, strategy, rates="scheduler", batch_size=24)
+    run = steps(cluster, strategy, rates="scheduler", batch_size=24, desired_members=2)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=4, body=step_bodies.train)
         schedule.start(2)

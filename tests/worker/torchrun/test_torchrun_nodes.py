@@ -46,6 +46,7 @@ def test_a_lost_node_and_one_that_comes(nodes: Nodes) -> None:
     assert "or give another job name" in (nodes.directory / "late.log").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_failed_workers_are_restarted(nodes: Nodes) -> None:
     """torchrun restarts the workers of both nodes. They meet at once, in a store of their own: none
@@ -60,6 +61,7 @@ def test_failed_workers_are_restarted(nodes: Nodes) -> None:
     assert len({step["port"] for step in nodes.steps()}) >= 3
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
     """Without restarts left, torchrun exits with 1 as ever; the job is not taken for completed."""
@@ -70,6 +72,7 @@ def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
     assert again.wait(START_S) == 0, nodes.logs()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_an_agent_that_gets_a_signal_leaves(nodes: Nodes) -> None:
     """torchrun shuts no rendezvous down then; the others hear of it all the same, at once and with
