@@ -32,7 +32,7 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.snapshots_pb2 import SnapshotSummary, TakeSnapshotRequest
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsStub
 from shoal_server.parameters.shard import image_file
-from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.storage import Storage
 
 JOB = "snapped"
@@ -98,7 +98,7 @@ def snapshots_until(coordinator: str, url: str, end_s: float) -> list[SnapshotSu
 
 def num_torn(directory: Path) -> int:
     """Over all snapshots: pushes that are on some shards only."""
-    library = Library(Storage(str(directory)), JOB)
+    library = SnapshotLibrary(Storage(str(directory)), JOB)
     torn = 0
     for manifest in library.list():
         newest: dict[str, set[int]] = {}

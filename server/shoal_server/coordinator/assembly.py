@@ -17,20 +17,20 @@ from shoal_proto.v1 import (
 )
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.config import SnapshotPolicy
-from shoal_server.coordinator.job_reset import Resetting
+from shoal_server.coordinator.job_reset import JobReset
 from shoal_server.coordinator.jobs.job_actor import Surroundings
-from shoal_server.coordinator.jobs.membership import Membership
+from shoal_server.coordinator.jobs.membership import MembershipService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
-from shoal_server.coordinator.rendezvous import Rendezvous
+from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.samples.service import SamplesService
-from shoal_server.coordinator.shards.controller import ShardKeeper
+from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.service import SnapshotService
-from shoal_server.coordinator.snapshots.taking import JobState, SnapshotTaker
+from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
@@ -64,18 +64,18 @@ class Coordinator:
         policy = snapshots or SnapshotPolicy()
         self._snapshot_roots = policy.allowed
         self.snapshots = self._snapshot_service(policy)
-        self._shard_keeper = ShardKeeper(
+        self._shard_controller = ShardController(
             store, self.snapshots.restore_lost, read_pushed=self.shard_reader.pushed_bytes
         )
         self._while_leading = AsyncExitStack()
-        self.rendezvous = Rendezvous(self.registry)
+        self.rendezvous = RendezvousService(self.registry)
         self.clocks = ClocksService(
             self.registry.authorize,
             self.registry.declare_lost,
             self.registry.clock,
             stuck_after_s=limits.collective_s,
         )
-        self.resetting = Resetting(
+        self.resetting = JobReset(
             store,
             DurableJobs(store, self._leadership),
             self.registry,
@@ -114,7 +114,7 @@ class Coordinator:
         def begun_unix_s(job: str) -> float:
             return self.resetting.ended_unix_s(job)
 
-        state = JobState(cursor=self.samples.books, training=self._training)
+        state = JobPosition(cursor=self.samples.books, training=self._training)
         return SnapshotService(
             policy,
             SnapshotTaker(self._store, self._server_calls, state),
@@ -134,7 +134,7 @@ class Coordinator:
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 
     def add_services(self, server: grpc.aio.Server) -> None:
-        membership = Membership(self.registry, self.resetting.reset, lambda: self.http_url)
+        membership = MembershipService(self.registry, self.resetting.reset, lambda: self.http_url)
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)
         clocks_pb2_grpc.add_ClocksServicer_to_server(self.clocks, server)
@@ -161,7 +161,7 @@ class Coordinator:
         await self.registry.read(self.samples.open_existing)
         for actor in self.registry.begin():
             self.clocks.inherit(actor.job.spec.job, actor.trainers())
-        await self._while_leading.enter_async_context(self._shard_keeper.working())
+        await self._while_leading.enter_async_context(self._shard_controller.working())
         await self._while_leading.enter_async_context(self.snapshots.working(self._store))
 
     async def step_down(self) -> None:

@@ -16,7 +16,7 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.core.clocks import Clocks, NoClock, Position, Said, Standing, Who
+from shoal_server.core.clocks import ClockReport, Clocks, ClockStatus, NoClock, Position, Who
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -106,7 +106,7 @@ class ClocksService(ClocksServicer):
         await self._authorize(request.token)
         job = self._job(request.token.job)
         who = Who(request.token.member_id, request.token.incarnation)
-        said = Said(
+        said = ClockReport(
             position=Position(request.clock, request.pulled),
             bound=request.bound,
             enters=request.enters,
@@ -132,7 +132,7 @@ class ClocksService(ClocksServicer):
         job.wake()
         return pb.RestReply()
 
-    async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: Who) -> Standing:
+    async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: Who) -> ClockStatus:
         """The member's standing once it may go on, or when the time is over."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
@@ -146,7 +146,7 @@ class ClocksService(ClocksServicer):
             await self._drop_stuck(request.token.job, job)
             return self._standing(job, request.token, who)
 
-    def _standing(self, job: _Job, token: Token, who: Who) -> Standing:
+    def _standing(self, job: _Job, token: Token, who: Who) -> ClockStatus:
         if self._jobs.get(token.job) is not job:
             raise NotLeader("this coordinator does not lead any more", details={"leader": ""})
         before = job.clocks.horizon

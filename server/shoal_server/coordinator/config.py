@@ -9,7 +9,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.serving.listening import split_address
-from shoal_server.snapshots.locations import Roots
+from shoal_server.snapshots.locations import AllowedRoots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class SnapshotPolicy:
                 expected="a directory or URL",
                 fix="Give --snapshot-url.",
             )
-        Roots(self.allowed)  # raises InvalidSpec
+        AllowedRoots(self.allowed)  # raises InvalidSpec
 
     @property
     def allowed(self) -> Sequence[str]:

@@ -21,7 +21,7 @@ from shoal_server.coordinator.persistence.stored_json import (
     set_aside,
     taken_apart,
 )
-from shoal_server.coordinator.rendezvous import Rendezvous
+from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 WRITTEN_WITHIN_S = 10.0
 
 
-class Resetting:
+class JobReset:
     """Lives on the event loop of a coordinator."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Resetting:
         *,
         samples: SamplesService,
         clocks: ClocksService,
-        rendezvous: Rendezvous,
+        rendezvous: RendezvousService,
     ) -> None:
         self._store = store
         self._jobs = jobs
@@ -127,4 +127,4 @@ def _operations(earlier: EarlierRuns) -> list[Operation]:
     ]
 
 
-__all__ = ["Resetting"]
+__all__ = ["JobReset"]

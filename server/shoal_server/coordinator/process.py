@@ -1,4 +1,4 @@
-"""A coordinator process: from its start over its turns at leading to SIGTERM."""
+"""A coordinator process: from its start over its terms as leader to SIGTERM."""
 
 import asyncio
 import socket
@@ -59,14 +59,14 @@ async def serve(config: CoordinatorConfig) -> None:
         stack.callback(health.end)
         host, url = socket.gethostname(), coordinator.http_url
         candidate = Candidate(address=address, http_url=url, host=host)
-        turns = Turns(coordinator, health, store, candidate, config.leader_lease_s)
-        campaign = asyncio.create_task(turns.take_for_ever(), name="campaign")
+        leader_loop = LeaderLoop(coordinator, health, store, candidate, config.leader_lease_s)
+        campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         stack.push_async_callback(_ended, campaign, stopping)
-        known = asyncio.create_task(turns.leader_known.wait(), name="leader-known")
+        known = asyncio.create_task(leader_loop.leader_known.wait(), name="leader-known")
         await asyncio.wait((known, campaign, stopping), return_when=asyncio.FIRST_COMPLETED)
         known.cancel()
-        if turns.leader_known.is_set():
+        if leader_loop.leader_known.is_set():
             write_ready_file(config.ready_file, {"grpc": address, "http": coordinator.http_url})
             warn_of_reach({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
             log.info("coordinator_serves", grpc=address, http=coordinator.http_url)
@@ -89,7 +89,7 @@ async def _ended(*tasks: asyncio.Task[object]) -> None:
             await task
 
 
-class Turns:
+class LeaderLoop:
     """Campaigns, leads until deposed, campaigns again. Only etcd decides who leads."""
 
     def __init__(
@@ -112,7 +112,7 @@ class Turns:
         self.leader_known = asyncio.Event()
         """Set once this coordinator leads, or has seen who does."""
 
-    async def take_for_ever(self) -> None:
+    async def run_for_ever(self) -> None:
         await self._election.end_predecessor()
         following = asyncio.create_task(self._follow(), name="follow-leader")
         try:

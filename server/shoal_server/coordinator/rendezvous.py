@@ -20,7 +20,7 @@ MAX_WAIT_S = 600.0
 
 
 @dataclass(kw_only=True)
-class Space:
+class KeySpace:
     """The keys of one generation."""
 
     values: dict[str, bytes] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class Space:
         self.waiting.clear()
 
 
-class Rendezvous(RendezvousServicer):
+class RendezvousService(RendezvousServicer):
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._spaces: dict[tuple[str, int], Space] = {}
+        self._spaces: dict[tuple[str, int], KeySpace] = {}
 
-    def _space(self, token: Token) -> Space:
+    def _space(self, token: Token) -> KeySpace:
         """The space of the token's generation. Raises Fenced, GenerationBroken."""
         actor = self._registry.find(token.job)
         actor.authorize_generation(token)
@@ -77,7 +77,7 @@ class Rendezvous(RendezvousServicer):
                 seen="a coordinator that took over after they were set",
                 fix="Report it as broken; the next generation has keys of its own.",
             )
-        return self._spaces.setdefault(key, Space())
+        return self._spaces.setdefault(key, KeySpace())
 
     def drop_dead(self, job: str) -> None:
         """Free what belongs to generations of the job that are over; who waits there is told."""

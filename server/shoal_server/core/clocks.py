@@ -48,7 +48,7 @@ class NoClock(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class ClockReport:
     """What a member says of itself."""
 
     position: Position
@@ -61,7 +61,7 @@ class Said:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class ClockStatus:
     """Where a member stands."""
 
     clock: int
@@ -97,7 +97,7 @@ class Clocks:
 
     # --- what members say ---
 
-    def advance(self, who: Who, said: Said, now_s: float) -> Standing:
+    def advance(self, who: Who, said: ClockReport, now_s: float) -> ClockStatus:
         """Note where the member is; says whether it may go on. Saying it again changes nothing."""
         self._unheard.pop(who.member_id, None)
         member = self._members.get(who.member_id)
@@ -115,7 +115,7 @@ class Clocks:
         member.bound = said.bound
         return self.standing(who, now_s)
 
-    def standing(self, who: Who, now_s: float) -> Standing:
+    def standing(self, who: Who, now_s: float) -> ClockStatus:
         """Where the member stands now. Raises NoClock."""
         member = self._members.get(who.member_id)
         if member is None or member.incarnation != who.incarnation:
@@ -132,7 +132,7 @@ class Clocks:
                 member.moved_s, member.waits_since_s = now_s, None
         elif member.waits_since_s is None and (own.pulled or not member.in_step):
             member.waits_since_s = now_s
-        return Standing(
+        return ClockStatus(
             clock=own.clock if own.pulled else max(own.clock, start),
             allowed=not reason,
             slowest=0 if self._unheard else self.slowest,
@@ -260,4 +260,4 @@ def _names(names: list[str]) -> str:
     return ", ".join(names[:MAX_NAMES]) + more
 
 
-__all__ = ["Clocks", "NoClock", "Position", "Said", "Standing", "Who"]
+__all__ = ["ClockReport", "ClockStatus", "Clocks", "NoClock", "Position", "Who"]

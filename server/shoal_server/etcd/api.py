@@ -29,7 +29,7 @@ class KeyValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RangeResult:
     """All keys under a prefix, in key order, as of one revision."""
 
     revision: Revision
@@ -136,7 +136,7 @@ class KeyValueStore(Protocol):
 
     async def get(self, key: str) -> KeyValue | None: ...
 
-    async def range(self, prefix: str) -> Snapshot: ...
+    async def range(self, prefix: str) -> RangeResult: ...
 
     async def keys(self, prefix: str) -> tuple[str, ...]:
         """All keys under a prefix without their values, in key order, however many they are.

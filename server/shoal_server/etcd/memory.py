@@ -22,8 +22,8 @@ from shoal_server.etcd.api import (
     LeaseId,
     Operation,
     Put,
+    RangeResult,
     Revision,
-    Snapshot,
     TransactionResult,
     WatchBatch,
     WatchEvent,
@@ -61,9 +61,9 @@ class MemoryStore:
         self._enter()
         return self._items.get(_checked(key))
 
-    async def range(self, prefix: str) -> Snapshot:
+    async def range(self, prefix: str) -> RangeResult:
         self._enter()
-        return Snapshot(Revision(self._revision), self._under(prefix))
+        return RangeResult(Revision(self._revision), self._under(prefix))
 
     async def keys(self, prefix: str) -> tuple[str, ...]:
         return tuple(item.key for item in (await self.range(prefix)).items)
@@ -113,7 +113,7 @@ class MemoryStore:
         while True:
             self._enter()
             if tracker.next <= self._compacted:
-                yield tracker.reset(Snapshot(Revision(self._revision), self._under(prefix)))
+                yield tracker.reset(RangeResult(Revision(self._revision), self._under(prefix)))
                 continue
             batch = tracker.advance(
                 event for event in self._history if event.key.startswith(prefix)

@@ -8,7 +8,7 @@ the watch must know what it has told. So it keeps the newest value of each key u
 from collections.abc import Iterable
 
 from shoal_proto.errors import InvalidSpec
-from shoal_server.etcd.api import EventKind, KeyValue, Revision, Snapshot, WatchBatch, WatchEvent
+from shoal_server.etcd.api import EventKind, KeyValue, RangeResult, Revision, WatchBatch, WatchEvent
 
 
 class WatchTracker:
@@ -40,7 +40,7 @@ class WatchTracker:
         self.next = Revision(revision + 1)
         return WatchBatch(revision, told)
 
-    def reset(self, now: Snapshot) -> WatchBatch:
+    def reset(self, now: RangeResult) -> WatchBatch:
         """The batch that leads from what was told to what is there now."""
         present = {item.key for item in now.items}
         gone = [

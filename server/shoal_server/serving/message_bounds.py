@@ -69,7 +69,7 @@ class _Field:
     """It is looked at only where it is set: a message, which would be made by looking."""
 
 
-class Bounds:
+class MessageBounds:
     """Checks of message types, made once for each when it is first seen."""
 
     def __init__(
@@ -179,4 +179,4 @@ def _refusal(name: str, seen: str, expected: str) -> InvalidSpec:
     )
 
 
-__all__ = ["Bounds"]
+__all__ = ["MessageBounds"]

@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 from shoal_proto import MAX_MESSAGE_BYTES
 from shoal_proto.errors import AddressInUse, InternalError, MalformedMessage, NotLeader, ShoalError
 from shoal_proto.status import to_status
-from shoal_server.serving.message_bounds import Bounds
+from shoal_server.serving.message_bounds import MessageBounds
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +50,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self) -> None:
-        self._bounds = Bounds()
+        self._bounds = MessageBounds()
         # By method: what its handler became. As many as the server has methods.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
 
@@ -90,7 +90,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
-def _parse(parse: Parser, bounds: Bounds, method: str, data: bytes) -> Message:
+def _parse(parse: Parser, bounds: MessageBounds, method: str, data: bytes) -> Message:
     try:
         message = parse(data)
     except DecodeError as error:
@@ -112,7 +112,7 @@ def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> b
 
 
 async def _parsed(
-    parse: Parser, bounds: Bounds, method: str, data: AsyncIterator[bytes]
+    parse: Parser, bounds: MessageBounds, method: str, data: AsyncIterator[bytes]
 ) -> AsyncIterator[Message]:
     async for item in data:
         yield _parse(parse, bounds, method, item)

@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def to_its_end(work: Callable[[], T]) -> T:
+async def to_thread_uncancelled(work: Callable[[], T]) -> T:
     """Run it in a thread. Cancelled meanwhile, this ends when the work does: a thread cannot be
     stopped, and nobody should undo or look at what it is still doing."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
@@ -18,4 +18,4 @@ async def to_its_end(work: Callable[[], T]) -> T:
         raise
 
 
-__all__ = ["to_its_end"]
+__all__ = ["to_thread_uncancelled"]

@@ -13,7 +13,7 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, UnknownSnapshot
 from shoal_server.core.names import NAME_RULE, is_name
-from shoal_server.snapshots.manifest import Manifest, Part, check_part_file, folder_of
+from shoal_server.snapshots.manifest import Manifest, ManifestEntry, check_part_file, folder_of
 from shoal_server.snapshots.storage import Storage
 
 log = structlog.get_logger(__name__)
@@ -22,7 +22,7 @@ MANIFESTS = "manifests"
 PARTS = "parts"
 
 
-class Library:
+class SnapshotLibrary:
     def __init__(self, storage: Storage, job: str) -> None:
         if not is_name(job):
             raise InvalidSpec("bad name of a job", seen=repr(job), expected=NAME_RULE)
@@ -76,7 +76,7 @@ class Library:
             fix=f"See `shoal snapshots {self.job}`.",
         )
 
-    def read_part(self, part: Part) -> bytes:
+    def read_part(self, part: ManifestEntry) -> bytes:
         """One shard's file, as it was written; `image_file.check` compares it with its checksum.
 
         Raises SnapshotDamaged if it is gone, or is no file of a snapshot; Unavailable.
@@ -173,7 +173,7 @@ def _number_in(path: str) -> int:
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
 
 
-def _check_reported(part: Part) -> None:
+def _check_reported(part: ManifestEntry) -> None:
     """Raise SnapshotFailed if a server says that it wrote what no snapshot has."""
     try:
         check_part_file(part)
@@ -185,4 +185,4 @@ def _check_reported(part: Part) -> None:
         ) from error
 
 
-__all__ = ["Library"]
+__all__ = ["SnapshotLibrary"]

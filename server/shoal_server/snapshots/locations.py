@@ -74,7 +74,7 @@ class Location:
 
 
 @dataclass(frozen=True)
-class Roots:
+class AllowedRoots:
     """What an operator allows: every place at or below one of these URLs."""
 
     urls: Sequence[str]
@@ -131,4 +131,4 @@ def _bad(url: str, expected: str) -> InvalidSpec:
     )
 
 
-__all__ = ["Location", "Roots", "is_below"]
+__all__ = ["AllowedRoots", "Location", "is_below"]

@@ -17,7 +17,7 @@ _PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetenso
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ManifestEntry:
     """One shard of a snapshot, in a file that may belong to an earlier snapshot."""
 
     shard_id: int
@@ -45,7 +45,7 @@ class Manifest:
     taken_unix_s: float
     layout: bytes
     """The job's ShardMap, serialized. Its servers are those that held the shards then."""
-    parts: Sequence[Part]
+    parts: Sequence[ManifestEntry]
     """One for each shard of the layout, by shard id."""
     steps: Mapping[str, int]
     """Per session the newest push that is in the snapshot."""
@@ -89,7 +89,7 @@ class Manifest:
                 raise _damaged(file, f"format {outer['format']!r}", f"format {FORMAT}")
             if seen != outer["sha256"]:
                 raise _damaged(file, f"SHA-256 {seen}", str(outer["sha256"]))
-            parts = tuple(Part(**part) for part in body["parts"])
+            parts = tuple(ManifestEntry(**part) for part in body["parts"])
             layout = base64.b64decode(body["layout"], validate=True)
             manifest = cls(**(body | {"parts": parts, "layout": layout}))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -112,7 +112,7 @@ def part_file(number: int, cut_id: str, shard_id: int) -> str:
     return f"{folder_of(number, cut_id)}/shard-{shard_id:05d}.safetensors"
 
 
-def check_part_file(part: Part) -> None:
+def check_part_file(part: ManifestEntry) -> None:
     """Raise SnapshotDamaged unless the part's file is one that a snapshot of its job can have."""
     found = _PART_FILE.fullmatch(part.file) if isinstance(part.file, str) else None
     if found is None or not is_name(found[1]):
@@ -177,4 +177,4 @@ def _damaged(file: str, seen: str, expected: str) -> SnapshotDamaged:
     )
 
 
-__all__ = ["Manifest", "Part", "check_part_file", "folder_of", "part_file"]
+__all__ = ["Manifest", "ManifestEntry", "check_part_file", "folder_of", "part_file"]

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 
 from shoal_proto.v1.snapshots_pb2 import BegunStep, BegunSteps, ShardFile, ShardStamp
-from shoal_server.core.shards.steps import Begun, Shards, Step, from_bits, to_bits
-from shoal_server.snapshots.manifest import Part
+from shoal_server.core.shards.steps import Begun, Shards, StepId, from_bits, to_bits
+from shoal_server.snapshots.manifest import ManifestEntry
 
 
 def of_begun(begun: Begun) -> list[BegunSteps]:
@@ -21,9 +21,9 @@ def of_begun(begun: Begun) -> list[BegunSteps]:
     return list(by_session.values())
 
 
-def to_begun(messages: Iterable[BegunSteps]) -> dict[Step, Shards]:
+def to_begun(messages: Iterable[BegunSteps]) -> dict[StepId, Shards]:
     return {
-        Step(session.session, step.sequence): None
+        StepId(session.session, step.sequence): None
         if step.touches_all
         else from_bits(step.shard_bits)
         for session in messages
@@ -31,7 +31,7 @@ def to_begun(messages: Iterable[BegunSteps]) -> dict[Step, Shards]:
     }
 
 
-def of_part(part: Part) -> ShardFile:
+def of_part(part: ManifestEntry) -> ShardFile:
     stamp = ShardStamp(shard_id=part.shard_id, epoch=part.epoch, version=part.version)
     return ShardFile(
         shard=stamp,
@@ -42,8 +42,8 @@ def of_part(part: Part) -> ShardFile:
     )
 
 
-def to_part(file: ShardFile) -> Part:
-    return Part(
+def to_part(file: ShardFile) -> ManifestEntry:
+    return ManifestEntry(
         shard_id=file.shard.shard_id,
         epoch=file.shard.epoch,
         version=file.shard.version,
@@ -54,7 +54,7 @@ def to_part(file: ShardFile) -> Part:
     )
 
 
-def newest(begun: Mapping[Step, Shards]) -> dict[str, int]:
+def newest(begun: Mapping[StepId, Shards]) -> dict[str, int]:
     """Per session its newest step."""
     found: dict[str, int] = {}
     for step in begun:

@@ -14,7 +14,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from shoal_proto.errors import AccessDenied, InvalidSpec, ShoalError, Unavailable
-from shoal_server.snapshots.locations import Location, Roots, is_below
+from shoal_server.snapshots.locations import AllowedRoots, Location, is_below
 
 WITH_FOLDERS = ("file", "memory")
 """Where folders are made and removed; buckets have none."""
@@ -172,7 +172,7 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
     return files, str(root)
 
 
-def open_below(roots: Roots, url: str) -> Storage:
+def open_below(roots: AllowedRoots, url: str) -> Storage:
     """The place that a caller names. Raises AccessDenied outside the roots, InvalidSpec."""
     return Storage(roots.locate(url), url=url)
 

@@ -9,7 +9,14 @@ from shoal_server.core.names import MAX_NAME_LENGTH
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.errors import ErrorBody
 from shoal_server.status.health import MAX_COUNT, HealthReport
-from shoal_server.status.reading import Events, JobDetail, JobSummary, MemberDetail, Reading, Why
+from shoal_server.status.reading import (
+    Events,
+    JobDetail,
+    JobSummary,
+    MemberDetail,
+    StatusQueries,
+    Why,
+)
 from shoal_server.status.views import GenerationView, ShardsView
 
 Responses = dict[int | str, dict[str, Any]]
@@ -32,7 +39,7 @@ REPORT_REFUSED: Responses = {
 AWAY: Responses = {503: {"model": ErrorBody, "description": "Not leading, or etcd is away."}}
 
 
-def router(reading: Reading) -> APIRouter:
+def router(reading: StatusQueries) -> APIRouter:
     """The endpoints. Handlers are coroutines, so that the board stays on the one event loop."""
     api = APIRouter(prefix="/api/v1")
     _add_jobs(api, reading)
@@ -41,7 +48,7 @@ def router(reading: Reading) -> APIRouter:
     return api
 
 
-def _add_jobs(api: APIRouter, reading: Reading) -> None:
+def _add_jobs(api: APIRouter, reading: StatusQueries) -> None:
     @api.get("/jobs", summary="All jobs", tags=["jobs"], responses=AWAY)
     async def jobs() -> list[JobSummary]:
         """Every job this coordinator knows, by name."""
@@ -65,7 +72,7 @@ def _add_jobs(api: APIRouter, reading: Reading) -> None:
         return await reading.source.shards(job) or ShardsView(servers=(), shards=())
 
 
-def _add_members(api: APIRouter, reading: Reading) -> None:
+def _add_members(api: APIRouter, reading: StatusQueries) -> None:
     @api.get("/jobs/{job}/members", summary="Members", tags=["members"], responses=NOT_FOUND)
     async def members(job: JobName) -> list[MemberDetail]:
         """The members of a job by rank, those without one last."""
@@ -103,7 +110,7 @@ def _add_members(api: APIRouter, reading: Reading) -> None:
         reading.report(job, member, health)
 
 
-def _add_history(api: APIRouter, reading: Reading) -> None:
+def _add_history(api: APIRouter, reading: StatusQueries) -> None:
     @api.get(
         "/jobs/{job}/generations", summary="Generations", tags=["history"], responses=NOT_FOUND
     )

@@ -6,7 +6,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from shoal_server.status import api, errors, metrics, page
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.reading import Reading
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import Readiness
 
@@ -22,7 +22,7 @@ def build_app(source: StatusSource, board: StatusBoard) -> FastAPI:
     """
     # The pages that FastAPI offers for its schema load scripts from a CDN: they stay off.
     app = FastAPI(title="Shoal", description=DESCRIPTION, docs_url=None, redoc_url=None)
-    reading = Reading(source, board)
+    reading = StatusQueries(source, board)
     app.state.closing = page.Closing()
     errors.install(app)
     app.include_router(api.router(reading))
@@ -31,7 +31,7 @@ def build_app(source: StatusSource, board: StatusBoard) -> FastAPI:
     return app
 
 
-def _add_probes(app: FastAPI, reading: Reading) -> None:
+def _add_probes(app: FastAPI, reading: StatusQueries) -> None:
     @app.get("/healthz", summary="Alive?", tags=["probes"], response_class=PlainTextResponse)
     async def healthz() -> str:
         """200 while the process serves at all."""

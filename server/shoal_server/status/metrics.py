@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
 from shoal_server.status import shard_metrics
-from shoal_server.status.reading import Reading
+from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import JobView, ShardsView
 
 log = structlog.get_logger(__name__)
@@ -37,7 +37,7 @@ _HEALTH_GAUGES = (
 )
 
 
-async def render(reading: Reading) -> bytes:
+async def render(reading: StatusQueries) -> bytes:
     """All metrics in Prometheus' text format.
 
     Shards that cannot be read (etcd is away) are left out; everything else is still there.
@@ -59,7 +59,7 @@ async def render(reading: Reading) -> bytes:
 
 @dataclass(frozen=True, eq=False)  # the registry keeps collectors by identity
 class _Snapshot(Collector):
-    reading: Reading
+    reading: StatusQueries
     jobs: tuple[JobView, ...]
     shards: Mapping[str, ShardsView]
 

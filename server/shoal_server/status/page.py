@@ -14,7 +14,7 @@ from pydantic import RootModel, TypeAdapter
 
 from shoal_proto.errors import Overloaded, ShoalError
 from shoal_server.core.names import MAX_NAME_LENGTH
-from shoal_server.status.reading import JobDetail, JobSummary, Reading
+from shoal_server.status.reading import JobDetail, JobSummary, StatusQueries
 from shoal_server.status.views import EventView, Readiness, ShardsView, View
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ class Closing:
         self.num_streams = 0
 
 
-def router(reading: Reading, closing: Closing) -> APIRouter:
+def router(reading: StatusQueries, closing: Closing) -> APIRouter:
     """`/`, its script and style, and `/api/v1/stream`."""
     page = APIRouter()
     for path, name in (("/", "index.html"), ("/page.js", "page.js"), ("/page.css", "page.css")):
@@ -100,7 +100,7 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
         return Response(content, media_type=_TYPES[name], headers=_HEADERS)
 
 
-async def _states(reading: Reading, closing: Closing, job: str) -> AsyncIterator[bytes]:
+async def _states(reading: StatusQueries, closing: Closing, job: str) -> AsyncIterator[bytes]:
     closing.num_streams += 1
     try:
         while not closing.event.is_set():
@@ -114,7 +114,7 @@ async def _states(reading: Reading, closing: Closing, job: str) -> AsyncIterator
         closing.num_streams -= 1
 
 
-async def page_state(reading: Reading, name: str) -> PageState:
+async def page_state(reading: StatusQueries, name: str) -> PageState:
     """What the page shows now, with `name` as the job that is looked at."""
     jobs = sorted(reading.source.jobs(), key=lambda job: job.job)
     job = next((job for job in jobs if job.job == name), None)

@@ -97,7 +97,7 @@ class Events(View):
     next_after: int
 
 
-class Reading:
+class StatusQueries:
     """The one reader of a source and a board."""
 
     def __init__(self, source: StatusSource, board: StatusBoard) -> None:

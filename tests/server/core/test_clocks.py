@@ -8,14 +8,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal_server.core.clocks import Clocks, NoClock, Position, Said, Standing, Who
+from shoal_server.core.clocks import ClockReport, Clocks, ClockStatus, NoClock, Position, Who
 
 A, B, C = (Who(name, "1") for name in "abc")
 
 
-def say(clocks: Clocks, who: Who, clock: int, bound: int, *, now_s: float = 0.0) -> Standing:
+def say(clocks: Clocks, who: Who, clock: int, bound: int, *, now_s: float = 0.0) -> ClockStatus:
     """A member asks for a step of round `clock`; 0: it enters."""
-    said = Said(position=Position(clock), bound=bound, enters=clock == 0)
+    said = ClockReport(position=Position(clock), bound=bound, enters=clock == 0)
     return clocks.advance(who, said, now_s)
 
 
@@ -30,7 +30,7 @@ def test_a_member_may_be_as_far_ahead_as_the_bound_and_no_further() -> None:
     assert (refused.allowed, refused.slowest) == (False, 0)
     assert refused.reason == "b in round 0: its own next is 3, the bound 2"
     assert list(clocks.waiting()) == [("a", refused.reason, 5.0)]
-    assert say(clocks, C, 0, 2) == Standing(clock=2, allowed=True, slowest=0), "it need not wait"
+    assert say(clocks, C, 0, 2) == ClockStatus(clock=2, allowed=True, slowest=0), "it need not wait"
     say(clocks, B, 1, 2)
     say(clocks, C, 3, 2)
     assert clocks.standing(A, 6.0).allowed
@@ -44,7 +44,7 @@ def test_who_is_slow_goes_on_in_the_newest_round() -> None:
         say(clocks, who, 0, 3)
     for clock in (1, 2, 3, 4):
         say(clocks, A, clock, 3)
-    assert say(clocks, B, 1, 3) == Standing(clock=4, allowed=True, slowest=4)
+    assert say(clocks, B, 1, 3) == ClockStatus(clock=4, allowed=True, slowest=4)
 
 
 @pytest.mark.parametrize("end", ["lost", "rests"])
@@ -61,7 +61,7 @@ def test_nobody_waits_for_who_is_gone(end: str) -> None:
     else:
         clocks.rest(B, 0)
     assert clocks.standing(A, 0.0).allowed
-    assert say(clocks, C, 0, 0) == Standing(clock=1, allowed=True, slowest=1)
+    assert say(clocks, C, 0, 0) == ClockStatus(clock=1, allowed=True, slowest=1)
     clocks.remove(A)
     clocks.remove(C)
     assert say(clocks, B, 0, 0).clock == 1, "clocks do not begin anew"
@@ -85,7 +85,7 @@ def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
     assert refused.reason == "b, c to say how far they are: another coordinator leads since"
     clocks.rest(B, 55)
     say(clocks, C, 56, 2)
-    assert clocks.standing(A, 0.0) == Standing(clock=57, allowed=True, slowest=57)
+    assert clocks.standing(A, 0.0) == ClockStatus(clock=57, allowed=True, slowest=57)
     assert clocks.standing(joiner, 0.0).clock == 57
 
 
@@ -94,7 +94,7 @@ def test_in_bulk_nobody_pushes_before_all_have_their_values() -> None:
     clocks = Clocks()
     for who in (A, B):
         say(clocks, who, 0, 0)
-    pushes = Said(position=Position(0, pulled=True), bound=0)
+    pushes = ClockReport(position=Position(0, pulled=True), bound=0)
     refused = clocks.advance(A, pushes, 0.0)
     assert refused.reason == "b in round 0: it pushes in round 0 once all have their values"
     assert say(clocks, C, 0, 0).clock == 1
@@ -149,8 +149,10 @@ class Drift(RuleBasedStateMachine):
         self.born = 0
         self.slowest = 0
 
-    def _advance(self, member: Member, *, pulled: bool = False, begins: bool = False) -> Standing:
-        said = Said(
+    def _advance(
+        self, member: Member, *, pulled: bool = False, begins: bool = False
+    ) -> ClockStatus:
+        said = ClockReport(
             position=Position(member.round, pulled),
             bound=self.bound,
             enters=member.enters,

@@ -7,7 +7,7 @@ import pytest
 
 from shoal_proto.errors import CorruptError, InternalError, ShoalError, Unavailable
 from shoal_server.etcd import mirror
-from shoal_server.etcd.api import Delete, KeyValueStore, Put, Revision, Snapshot, WatchBatch
+from shoal_server.etcd.api import Delete, KeyValueStore, Put, RangeResult, Revision, WatchBatch
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.mirror import Item, PrefixMirror, follow_key
 
@@ -143,7 +143,7 @@ class BreakingStore(MemoryStore):
         """A list has failed."""
         self.num_lists = 0
 
-    async def range(self, prefix: str) -> Snapshot:
+    async def range(self, prefix: str) -> RangeResult:
         self.num_lists += 1
         if self.failures:
             self.noticed.set()

@@ -21,7 +21,7 @@ from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.serving.message_bounds import Bounds
+from shoal_server.serving.message_bounds import MessageBounds
 
 LONG = "x" * (2 << 20)
 TOKEN = Token(job="j", member_id="a", incarnation="1")
@@ -128,7 +128,7 @@ METHODS: Mapping[str, Method] = {
 def test_what_is_out_of_bounds_is_named(case: str) -> None:
     request, field = REFUSED[case]
     with pytest.raises(InvalidSpec) as raised:
-        Bounds().check(request)
+        MessageBounds().check(request)
     assert raised.value.details == {"field": field}
     assert raised.value.seen
     assert len(str(raised.value)) < 400, "nor is the refusal without bounds"
@@ -136,10 +136,12 @@ def test_what_is_out_of_bounds_is_named(case: str) -> None:
 
 def test_what_members_send_is_let_through() -> None:
     info = dict.fromkeys(("host", "address"), "h" * 255)
-    Bounds().check(attend(**info))
-    Bounds().check(propose({"schema": "s" * 4096, "optimizer": ""}))
-    Bounds().check(pb.GetGenerationRequest(job="j", wait_s=3600.0))
-    Bounds().check(rendezvous_pb2.StoreSetRequest(pairs=[{"key": "k", "value": b"x" * (1 << 24)}]))
+    MessageBounds().check(attend(**info))
+    MessageBounds().check(propose({"schema": "s" * 4096, "optimizer": ""}))
+    MessageBounds().check(pb.GetGenerationRequest(job="j", wait_s=3600.0))
+    MessageBounds().check(
+        rendezvous_pb2.StoreSetRequest(pairs=[{"key": "k", "value": b"x" * (1 << 24)}])
+    )
 
 
 async def test_every_service_refuses_and_the_others_train_on() -> None:

@@ -7,21 +7,21 @@ from support.clusters.snapshot_world import image, manifest_of, write_part, writ
 
 from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, UnknownSnapshot
 from shoal_server.parameters.shard import image_file
-from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import Storage
 
 
 @pytest.fixture
-def library(tmp_path: Path) -> Library:
-    return Library(Storage(str(tmp_path)), "job")
+def library(tmp_path: Path) -> SnapshotLibrary:
+    return SnapshotLibrary(Storage(str(tmp_path)), "job")
 
 
-def files(library: Library) -> list[str]:
+def files(library: SnapshotLibrary) -> list[str]:
     return list(library.storage.sizes("job"))
 
 
-def check_whole(library: Library, manifest: Manifest) -> None:
+def check_whole(library: SnapshotLibrary, manifest: Manifest) -> None:
     """Every shard can be read back, and is the one that was written."""
     for part in manifest.parts:
         read = image_file.from_bytes(
@@ -30,14 +30,14 @@ def check_whole(library: Library, manifest: Manifest) -> None:
         assert image_file.to_bytes(read) == image_file.to_bytes(image(part.shard_id, part.version))
 
 
-def test_a_manifest_comes_back_as_it_was_written(library: Library) -> None:
+def test_a_manifest_comes_back_as_it_was_written(library: SnapshotLibrary) -> None:
     written = write_snapshot(library, 1, [3, 4])
     assert library.list() == [written]
     assert library.newest() == library.find() == library.find(1) == written
     check_whole(library, written)
 
 
-def test_where_nothing_was_written_there_is_no_snapshot(library: Library) -> None:
+def test_where_nothing_was_written_there_is_no_snapshot(library: SnapshotLibrary) -> None:
     assert library.list() == [] and library.newest() is None
     with pytest.raises(UnknownSnapshot):
         library.find()
@@ -46,14 +46,14 @@ def test_where_nothing_was_written_there_is_no_snapshot(library: Library) -> Non
         library.find(3)
 
 
-def test_files_without_a_manifest_are_no_snapshot(library: Library) -> None:
+def test_files_without_a_manifest_are_no_snapshot(library: SnapshotLibrary) -> None:
     write_snapshot(library, 1, [1, 1])
     write_part(library, image(0, 2), 2, "torn")
     assert [each.number for each in library.list()] == [1]
 
 
 def test_no_manifest_is_written_over_a_missing_or_short_file(
-    library: Library, tmp_path: Path
+    library: SnapshotLibrary, tmp_path: Path
 ) -> None:
     parts = [write_part(library, image(shard_id), 1, "cut1") for shard_id in range(2)]
     path = tmp_path / "job" / parts[1].file
@@ -66,7 +66,7 @@ def test_no_manifest_is_written_over_a_missing_or_short_file(
     assert library.list() == []
 
 
-def test_an_unchanged_shard_is_not_written_again(library: Library) -> None:
+def test_an_unchanged_shard_is_not_written_again(library: SnapshotLibrary) -> None:
     first = write_snapshot(library, 1, [3, 4, 5])
     second = write_snapshot(library, 2, [3, 9, 5], previous=first)
     assert [part.file for part in second.parts][::2] == [part.file for part in first.parts][::2]
@@ -74,7 +74,7 @@ def test_an_unchanged_shard_is_not_written_again(library: Library) -> None:
     check_whole(library, second)
 
 
-def test_retention_keeps_what_the_kept_refer_to(library: Library) -> None:
+def test_retention_keeps_what_the_kept_refer_to(library: SnapshotLibrary) -> None:
     """Shard 0 never changes: its file of the first snapshot outlives that snapshot."""
     newest: Manifest | None = None
     for number in range(1, 7):
@@ -90,7 +90,9 @@ def test_retention_keeps_what_the_kept_refer_to(library: Library) -> None:
     }
 
 
-def test_what_a_broken_snapshot_left_goes_with_the_next_complete_one(library: Library) -> None:
+def test_what_a_broken_snapshot_left_goes_with_the_next_complete_one(
+    library: SnapshotLibrary,
+) -> None:
     write_part(library, image(0), 1, "torn")
     write_part(library, image(0), 3, "running")
     written = write_snapshot(library, 2, [1])
@@ -101,7 +103,7 @@ def test_what_a_broken_snapshot_left_goes_with_the_next_complete_one(library: Li
     check_whole(library, written)
 
 
-def test_a_manifest_cut_anywhere_is_not_listed(library: Library, tmp_path: Path) -> None:
+def test_a_manifest_cut_anywhere_is_not_listed(library: SnapshotLibrary, tmp_path: Path) -> None:
     first = write_snapshot(library, 1, [1])
     write_snapshot(library, 2, [2])
     path = tmp_path / "job" / "manifests" / "000000002-cut2.json"
@@ -111,7 +113,7 @@ def test_a_manifest_cut_anywhere_is_not_listed(library: Library, tmp_path: Path)
         assert library.list() == [first]
 
 
-def test_a_changed_byte_in_a_manifest_is_noticed(library: Library, tmp_path: Path) -> None:
+def test_a_changed_byte_in_a_manifest_is_noticed(library: SnapshotLibrary, tmp_path: Path) -> None:
     manifest = write_snapshot(library, 1, [1])
     data = manifest.to_bytes()
     at = data.index(b'"version": 1')
@@ -121,7 +123,9 @@ def test_a_changed_byte_in_a_manifest_is_noticed(library: Library, tmp_path: Pat
     assert raised.value.details == {"file": "manifests/1.json"}
 
 
-def test_a_file_that_is_gone_is_named_with_its_shard(library: Library, tmp_path: Path) -> None:
+def test_a_file_that_is_gone_is_named_with_its_shard(
+    library: SnapshotLibrary, tmp_path: Path
+) -> None:
     manifest = write_snapshot(library, 1, [1, 2])
     (tmp_path / "job" / manifest.parts[1].file).unlink()
     with pytest.raises(SnapshotDamaged, match="shard 1 is gone") as raised:
@@ -129,9 +133,9 @@ def test_a_file_that_is_gone_is_named_with_its_shard(library: Library, tmp_path:
     assert raised.value.details == {"file": manifest.parts[1].file, "shard": "1"}
 
 
-def test_jobs_do_not_see_each_other(library: Library) -> None:
+def test_jobs_do_not_see_each_other(library: SnapshotLibrary) -> None:
     write_snapshot(library, 1, [1])
-    other = Library(library.storage, "jo")
+    other = SnapshotLibrary(library.storage, "jo")
     assert other.list() == []
     with pytest.raises(InvalidSpec):
-        Library(library.storage, "../job")
+        SnapshotLibrary(library.storage, "../job")

@@ -6,9 +6,9 @@ import pytest
 from support.clusters.snapshot_world import image, manifest_of, write_part, write_snapshot
 
 from shoal_proto.errors import AccessDenied, InvalidSpec, SnapshotDamaged, SnapshotFailed
-from shoal_server.snapshots.library import Library
-from shoal_server.snapshots.locations import Location, Roots
-from shoal_server.snapshots.manifest import Part
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.locations import AllowedRoots, Location
+from shoal_server.snapshots.manifest import ManifestEntry
 from shoal_server.snapshots.storage import Storage
 
 TEMPLATE = "reference::data:application/json;base64,eyJ2ZXJzaW9uIjoxLCJyZWZzIjp7fX0="
@@ -62,7 +62,7 @@ def test_no_other_kind_of_place_is_ever_opened(url: str) -> None:
 def test_a_place_in_a_bucket_is_below_its_root_or_refused(
     root: str, url: str, is_below: bool
 ) -> None:
-    roots = Roots([root])
+    roots = AllowedRoots([root])
     if is_below:
         assert roots.locate(url).path.startswith(Location.parse(root).path)
         return
@@ -76,14 +76,17 @@ def test_a_link_does_not_lead_out_of_a_root(tmp_path: Path) -> None:
     root.mkdir()
     outside.mkdir()
     (root / "link").symlink_to(outside)
-    roots = Roots([str(root)])
+    roots = AllowedRoots([str(root)])
     assert roots.locate(f"file://{root}/job").path == f"{root}/job"
     for url in (f"{root}/link", f"{root}/link/job", str(outside), f"{root}side"):
         with pytest.raises(AccessDenied):
             roots.locate(url)
     # A root may itself be a link: the operator made it.
     (tmp_path / "shared").symlink_to(root)
-    assert Roots([str(tmp_path / "shared")]).locate(f"{tmp_path}/shared/job").path == f"{root}/job"
+    assert (
+        AllowedRoots([str(tmp_path / "shared")]).locate(f"{tmp_path}/shared/job").path
+        == f"{root}/job"
+    )
 
 
 def test_a_link_made_later_is_not_followed_either(tmp_path: Path) -> None:
@@ -111,11 +114,11 @@ def test_a_link_made_later_is_not_followed_either(tmp_path: Path) -> None:
 
 def test_without_roots_nothing_is_opened(tmp_path: Path) -> None:
     with pytest.raises(AccessDenied, match="--snapshot-root"):
-        Roots([]).locate(str(tmp_path))
+        AllowedRoots([]).locate(str(tmp_path))
 
 
-def _part(file: str) -> Part:
-    return Part(
+def _part(file: str) -> ManifestEntry:
+    return ManifestEntry(
         shard_id=0, epoch=1, version=1, kind="dense", file=file, num_bytes=1, sha256="0" * 64
     )
 
@@ -133,7 +136,7 @@ def _part(file: str) -> Part:
 )
 def test_a_manifest_names_no_file_outside_its_snapshots(tmp_path: Path, file: str) -> None:
     """Nor is such a file's size or checksum told."""
-    library = Library(Storage(str(tmp_path / "root")), "job")
+    library = SnapshotLibrary(Storage(str(tmp_path / "root")), "job")
     with pytest.raises(SnapshotDamaged, match="names a file"):
         library.read_part(_part(file))
     with pytest.raises(SnapshotFailed):
@@ -146,7 +149,7 @@ def test_a_manifest_names_no_file_outside_its_snapshots(tmp_path: Path, file: st
 
 
 def test_a_damaged_manifest_is_called_damaged(tmp_path: Path) -> None:
-    library = Library(Storage(str(tmp_path)), "job")
+    library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     write_snapshot(library, 1, [1])
     path = tmp_path / "job" / "manifests" / "000000001-cut1.json"
     path.write_bytes(path.read_bytes()[:-10])
@@ -163,7 +166,7 @@ def test_a_damaged_manifest_is_called_damaged(tmp_path: Path) -> None:
     "data", [b"[]", b"null", b'"x"', b"[" * 100_000, b"\xff\xfe", b'{"format":1,"snapshot":[]}']
 )
 def test_whatever_lies_in_a_manifest_is_damage_and_no_crash(tmp_path: Path, data: bytes) -> None:
-    library = Library(Storage(str(tmp_path)), "job")
+    library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     library.storage.write("job/manifests/000000003-x.json", data)
     assert library.list() == []
     with pytest.raises(SnapshotDamaged):
@@ -185,7 +188,7 @@ def test_whatever_lies_in_a_manifest_is_damage_and_no_crash(tmp_path: Path, data
 )
 def test_a_manifest_of_wrong_types_is_damage(tmp_path: Path, change: dict[str, object]) -> None:
     """Its checksum is right: anybody can compute it."""
-    library = Library(Storage(str(tmp_path)), "job")
+    library = SnapshotLibrary(Storage(str(tmp_path)), "job")
     part = write_part(library, image(0), 3, "cut3")
     manifest = manifest_of("job", 3, [part])
     for key, value in change.items():

@@ -11,7 +11,7 @@ from support.clusters.snapshot_world import image, write_part, write_snapshot
 
 from shoal_proto.errors import Unavailable
 from shoal_server.parameters.shard import image_file
-from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.storage import Storage
 
 s3fs = pytest.importorskip("s3fs")
@@ -33,13 +33,13 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_snapshots_are_kept_in_a_bucket(bucket: str) -> None:
-    library = Library(Storage(bucket), "job")
+    library = SnapshotLibrary(Storage(bucket), "job")
     assert library.list() == [] and library.newest() is None
     first = write_snapshot(library, 1, [1, 1])
     second = write_snapshot(library, 2, [1, 2], previous=first)
     write_part(library, image(0, 9), 3, "torn")
     # Another process sees the same.
-    assert Library(Storage(bucket), "job").list() == [first, second]
+    assert SnapshotLibrary(Storage(bucket), "job").list() == [first, second]
     assert [each.number for each in library.keep_newest(1)] == [1]
     assert library.list() == [second]
     for part in second.parts:

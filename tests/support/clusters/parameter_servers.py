@@ -15,7 +15,7 @@ from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
-from shoal_server.coordinator.shards.controller import Restore, ShardKeeper
+from shoal_server.coordinator.shards.controller import Restore, ShardController
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.clocks import Who
 from shoal_server.etcd import keys
@@ -109,7 +109,7 @@ class ParameterServers:
         await server.start()
         self.coordinator_server = server
         stack.push_async_callback(server.stop, None)
-        await stack.enter_async_context(ShardKeeper(self.store, self._restore).working())
+        await stack.enter_async_context(ShardController(self.store, self._restore).working())
         for i in range(self._num_servers):
             await self._add(f"ps-{i}", **self._changes)
 

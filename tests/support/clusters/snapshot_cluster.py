@@ -16,9 +16,9 @@ from shoal_server.coordinator.config import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.service import SnapshotService
-from shoal_server.coordinator.snapshots.taking import JobState, SnapshotTaker, Taken
+from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, Taken
 from shoal_server.etcd.records import snapshot_roots
-from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import Storage
 
@@ -44,11 +44,11 @@ class Snapshots:
 
     def __init__(self, servers: ParameterServers, directory: Path, job: str = "job") -> None:
         self.cursor: Mapping[str, Any] | None = None
-        self.library = Library(Storage(str(directory)), job)
+        self.library = SnapshotLibrary(Storage(str(directory)), job)
         self._servers = servers
         self._calls = ServerCalls()
         servers.run(snapshot_roots.write(servers.store, (), [str(directory)]))
-        state = JobState(cursor=lambda job: self.cursor, training=lambda job: {"step": 3})
+        state = JobPosition(cursor=lambda job: self.cursor, training=lambda job: {"step": 3})
         self._taker = SnapshotTaker(servers.store, self._calls, state)
         self._restorer = SnapshotRestorer(servers.store, self._calls, tuple, self._forget_cursor)
 

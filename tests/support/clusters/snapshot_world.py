@@ -8,8 +8,8 @@ from shoal_proto.v1.replication_pb2 import SessionImage
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.image import Image
-from shoal_server.snapshots.library import Library
-from shoal_server.snapshots.manifest import Manifest, Part, part_file
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.manifest import Manifest, ManifestEntry, part_file
 
 
 def image(shard_id: int, version: int = 3, num_elements: int = 100) -> Image:
@@ -39,7 +39,7 @@ def image(shard_id: int, version: int = 3, num_elements: int = 100) -> Image:
 
 
 def write_snapshot(
-    library: Library,
+    library: SnapshotLibrary,
     number: int,
     versions: Sequence[int],
     *,
@@ -59,11 +59,11 @@ def write_snapshot(
     return manifest
 
 
-def write_part(library: Library, shard: Image, number: int, cut_id: str) -> Part:
+def write_part(library: SnapshotLibrary, shard: Image, number: int, cut_id: str) -> ManifestEntry:
     data = image_file.to_bytes(shard)
     file = part_file(number, cut_id, shard.shard_id)
     library.storage.write(f"{library.job}/{file}", data)
-    return Part(
+    return ManifestEntry(
         shard_id=shard.shard_id,
         epoch=1,
         version=shard.version,
@@ -74,7 +74,7 @@ def write_part(library: Library, shard: Image, number: int, cut_id: str) -> Part
     )
 
 
-def manifest_of(job: str, number: int, parts: Sequence[Part]) -> Manifest:
+def manifest_of(job: str, number: int, parts: Sequence[ManifestEntry]) -> Manifest:
     layout = ShardMap(
         job=job,
         shards=[

@@ -37,7 +37,7 @@ Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
 """Begins a job anew: whether there was one, and its last generation."""
 
 
-class Membership(MembershipServicer):
+class MembershipService(MembershipServicer):
     def __init__(self, registry: Registry, reset: Reset, http_url: Callable[[], str]) -> None:
         self._registry = registry
         self._reset = reset

@@ -20,7 +20,7 @@ from shoal_server.core.shards import loads
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.core.shards.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
-from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, upkeep
+from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, rebalance
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Revision
 from shoal_server.etcd.mirror import PrefixMirror
@@ -43,7 +43,7 @@ DEAD_AFTER_S = 300.0
 """A server that is gone from etcd for so long does not come back with what it held."""
 
 
-class ShardKeeper:
+class ShardController:
     """Lives on the event loop; works between `lead()` and `step_down()`."""
 
     def __init__(
@@ -69,11 +69,11 @@ class ShardKeeper:
         self._suspect_until_s: dict[Holder, float] = {}
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """By key: why the shards of a job are not tended, which is logged once."""
+        """By key: why the shards of a job are left as they are, which is logged once."""
         self._wake = asyncio.Event()
 
     @asynccontextmanager
-    async def working(self) -> AsyncIterator["ShardKeeper"]:
+    async def working(self) -> AsyncIterator["ShardController"]:
         """Works as long as the block runs."""
         self._wake.set()
         # What lies there is read when there is work; here it is only told that something changed.
@@ -107,24 +107,24 @@ class ShardKeeper:
             try:
                 if is_time:
                     await self._measure()
-                await self._tend_all()
+                await self._reconcile_all()
             except Exception as error:
                 # The outermost frame of this work: were it to end, nothing were copied again.
                 if isinstance(error, ShoalError):
-                    log.warning("shards_not_tended", reason=str(error))
+                    log.warning("shards_not_rebalanced", reason=str(error))
                 else:
-                    log.exception("shards_not_tended", error=repr(error))
+                    log.exception("shards_not_rebalanced", error=repr(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
                 self._wake.set()
 
-    async def _tend_all(self) -> None:
+    async def _reconcile_all(self) -> None:
         snapshot = await self._store.range(keys.ASSIGNMENTS)
         present = await self._servers()
         known = set()
         for item in snapshot.items:
             known.add(item.key.removeprefix(keys.ASSIGNMENTS))
             try:
-                await self._tend(records.parse(item), present)
+                await self._reconcile(records.parse(item), present)
                 self._troubles.pop(item.key, None)
             except RetryError:
                 raise
@@ -138,7 +138,7 @@ class ShardKeeper:
         if self._troubles.get(key) == repr(error):
             return
         self._troubles[key] = repr(error)
-        log.error("shards_of_job_not_tended", key=key, reason=str(error), error=repr(error))
+        log.error("shards_of_job_not_rebalanced", key=key, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
         """The job's record is gone."""
@@ -155,7 +155,7 @@ class ShardKeeper:
             leaving=frozenset(server.holder for server in found if server.is_leaving),
         )
 
-    async def _tend(self, entry: records.StoredAssignments, seen: Servers) -> None:
+    async def _reconcile(self, entry: records.StoredAssignments, seen: Servers) -> None:
         job = entry.assignments.job
         last = self._last.get(job)
         if last is not None and last.run != entry.assignments.run:
@@ -175,14 +175,16 @@ class ShardKeeper:
         if lost and self._restore is not None and not await self._may_begin_anew(job):
             return
 
-        def tended(assignments: JobAssignments) -> JobAssignments:
-            return upkeep(assignments, servers, weights)
+        def rebalanced(assignments: JobAssignments) -> JobAssignments:
+            return rebalance(assignments, servers, weights)
 
-        changed = await records.change(self._store, entry, tended)
+        changed = await records.change(self._store, entry, rebalanced)
         if changed is not None:
             self._last[job] = changed.assignments
         if changed is not None and changed.revision != entry.revision:
-            log.info("shards_tended", job=job, **_summary(entry.assignments, changed.assignments))
+            log.info(
+                "shards_rebalanced", job=job, **_summary(entry.assignments, changed.assignments)
+            )
 
     async def _may_begin_anew(self, job: str) -> bool:
         """Whether there is nothing that the job could be brought back from."""

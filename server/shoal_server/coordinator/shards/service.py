@@ -34,7 +34,7 @@ from shoal_server.coordinator.shards.controller import num_bytes_of
 from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.core.shards import placement
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
-from shoal_server.core.shards.rebalance import Servers, upkeep
+from shoal_server.core.shards.rebalance import Servers, rebalance
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Get,
@@ -195,7 +195,7 @@ def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) 
         ),
         run=secrets.token_hex(8),
     )
-    return upkeep(first, Servers(present=frozenset(by_id.values())), num_bytes_of(layout))
+    return rebalance(first, Servers(present=frozenset(by_id.values())), num_bytes_of(layout))
 
 
 def _draw_up(

@@ -45,8 +45,8 @@ from shoal_server.etcd.api import (
 )
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.snapshots import messages
-from shoal_server.snapshots.library import Library
-from shoal_server.snapshots.manifest import Manifest, Part
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.manifest import Manifest, ManifestEntry
 
 log = structlog.get_logger(__name__)
 
@@ -71,7 +71,7 @@ class SnapshotRestorer:
         self._on_cursor = on_cursor
 
     async def restore(
-        self, library: Library, number: int = 0, *, under_members: bool = False
+        self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
     ) -> tuple[Manifest, Sequence[str]]:
         """The snapshot of that number (0: the newest), and the servers that lead its shards now.
 
@@ -164,7 +164,7 @@ class SnapshotRestorer:
 
     async def _load_all(
         self,
-        library: Library,
+        library: SnapshotLibrary,
         manifest: Manifest,
         wanted: JobAssignments,
         present: Mapping[Holder, str],
@@ -237,7 +237,7 @@ def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
 
 
 def _spread(
-    parts: Sequence[Part], epochs: Mapping[int, int], present: Sequence[Holder]
+    parts: Sequence[ManifestEntry], epochs: Mapping[int, int], present: Sequence[Holder]
 ) -> tuple[ShardAssignment, ...]:
     """Each shard to the server with the least so far, the largest first."""
     loads: Counter[Holder] = Counter()

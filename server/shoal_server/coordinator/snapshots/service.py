@@ -17,9 +17,9 @@ from shoal_server.coordinator.snapshots.taking import SnapshotTaker
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.serving.rpc import Context
-from shoal_server.serving.threads import to_its_end
-from shoal_server.snapshots.library import Library
-from shoal_server.snapshots.locations import Location, Roots
+from shoal_server.serving.threads import to_thread_uncancelled
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.locations import AllowedRoots, Location
 from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import open_below
 
@@ -135,9 +135,11 @@ class SnapshotService(SnapshotsServicer):
             return
         await self._clean_up(library)
 
-    async def _clean_up(self, library: Library) -> None:
+    async def _clean_up(self, library: SnapshotLibrary) -> None:
         try:
-            removed = await to_its_end(partial(library.keep_newest, self._policy.num_kept))
+            removed = await to_thread_uncancelled(
+                partial(library.keep_newest, self._policy.num_kept)
+            )
         except ShoalError as error:
             log.warning("old_snapshots_not_removed", job=library.job, reason=str(error))
             return
@@ -145,7 +147,7 @@ class SnapshotService(SnapshotsServicer):
             numbers = [each.number for each in removed]
             log.info("old_snapshots_removed", job=library.job, numbers=numbers)
 
-    async def _library(self, url: str, job: str) -> Library:
+    async def _library(self, url: str, job: str) -> SnapshotLibrary:
         where = url or self._policy.url
         if not where:
             raise InvalidSpec(
@@ -153,8 +155,8 @@ class SnapshotService(SnapshotsServicer):
                 expected="a directory or URL",
                 fix="Name one, or start the coordinator with --snapshot-url.",
             )
-        roots = Roots(self._policy.allowed)
-        return await asyncio.to_thread(lambda: Library(open_below(roots, where), job))
+        roots = AllowedRoots(self._policy.allowed)
+        return await asyncio.to_thread(lambda: SnapshotLibrary(open_below(roots, where), job))
 
 
 def _say_why_it_ended(taking: "asyncio.Task[None]") -> None:
@@ -169,7 +171,9 @@ async def _jobs(store: KeyValueStore) -> list[str]:
     ]
 
 
-def _summary(manifest: Manifest, library: Library, pause_s: float = 0.0) -> pb.SnapshotSummary:
+def _summary(
+    manifest: Manifest, library: SnapshotLibrary, pause_s: float = 0.0
+) -> pb.SnapshotSummary:
     return pb.SnapshotSummary(
         job=manifest.job,
         url=library.storage.url,

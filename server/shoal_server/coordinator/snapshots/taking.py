@@ -24,14 +24,14 @@ from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
-from shoal_server.core.shards.steps import Shards, Step, merged
+from shoal_server.core.shards.steps import Shards, StepId, merged
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, KeyValueStore, Put, absent
 from shoal_server.etcd.records import assignments, shard_map
-from shoal_server.serving.threads import to_its_end
+from shoal_server.serving.threads import to_thread_uncancelled
 from shoal_server.snapshots import messages
-from shoal_server.snapshots.library import Library
-from shoal_server.snapshots.manifest import Manifest, Part
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.manifest import Manifest, ManifestEntry
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ WRITE_WITHIN_S = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobState:
+class JobPosition:
     """What the coordinator knows of jobs, and a snapshot keeps."""
 
     cursor: Callable[[str], Mapping[str, Any] | None]
@@ -66,7 +66,7 @@ class _Cut:
     layout: ShardMap
     addresses: Mapping[str, str]
     """Of the servers that lead shards, by id."""
-    known: Mapping[tuple[int, int, int], Part]
+    known: Mapping[tuple[int, int, int], ManifestEntry]
     """Of the snapshot before, by shard, epoch and version."""
 
 
@@ -74,7 +74,7 @@ class _Cut:
 class _Frozen:
     stamps: Mapping[str, Sequence[pb.ShardStamp]]
     """By server."""
-    begun: Mapping[Step, Shards]
+    begun: Mapping[StepId, Shards]
     torn: Sequence[str]
     cursor: Mapping[str, Any] | None
     pause_s: float
@@ -83,13 +83,13 @@ class _Frozen:
 class SnapshotTaker:
     """Lives on the event loop."""
 
-    def __init__(self, store: KeyValueStore, calls: ServerCalls, state: JobState) -> None:
+    def __init__(self, store: KeyValueStore, calls: ServerCalls, state: JobPosition) -> None:
         self._store = store
         self._calls = calls
         self._state = state
         self._locks: dict[str, asyncio.Lock] = {}
 
-    async def take(self, library: Library, *, only_if_changed: bool = False) -> Taken:
+    async def take(self, library: SnapshotLibrary, *, only_if_changed: bool = False) -> Taken:
         """Take one. Raises SnapshotFailed, Unavailable; and then nothing of it is left.
 
         With `only_if_changed`, a job whose shards are all as in its newest snapshot gets no other
@@ -111,7 +111,7 @@ class SnapshotTaker:
                     library.commit(manifest)
                     committed.set()
 
-                await to_its_end(commit)
+                await to_thread_uncancelled(commit)
             except BaseException:
                 if not committed.is_set():
                     await self._undo(library, cut)
@@ -210,7 +210,9 @@ class SnapshotTaker:
         ]
         return _Frozen(stamps=stamps, begun=begun, torn=torn, cursor=cursor, pause_s=pause_s)
 
-    async def _written(self, job: str, url: str, cut: _Cut, frozen: _Frozen) -> Sequence[Part]:
+    async def _written(
+        self, job: str, url: str, cut: _Cut, frozen: _Frozen
+    ) -> Sequence[ManifestEntry]:
         write = pb.WriteRequest(job=job, cut_id=cut.cut_id, url=url, number=cut.number)
         replies = await self._ask_all(cut, lambda stub: stub.Write, write, WRITE_WITHIN_S)
         written = {
@@ -233,7 +235,7 @@ class SnapshotTaker:
         return tuple(sorted(parts, key=lambda part: part.shard_id))
 
     def _manifest(
-        self, job: str, lineage: str, cut: _Cut, frozen: _Frozen, parts: Sequence[Part]
+        self, job: str, lineage: str, cut: _Cut, frozen: _Frozen, parts: Sequence[ManifestEntry]
     ) -> Manifest:
         return Manifest(
             job=job,
@@ -249,7 +251,7 @@ class SnapshotTaker:
             training=self._state.training(job),
         )
 
-    async def _undo(self, library: Library, cut: _Cut) -> None:
+    async def _undo(self, library: SnapshotLibrary, cut: _Cut) -> None:
         await self._abort(library.job, cut)
         try:
             await asyncio.to_thread(library.discard, cut.number, cut.cut_id)
@@ -296,4 +298,4 @@ def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStam
         )
 
 
-__all__ = ["JobState", "SnapshotTaker", "Taken"]
+__all__ = ["JobPosition", "SnapshotTaker", "Taken"]

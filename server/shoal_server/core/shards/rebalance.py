@@ -56,7 +56,7 @@ class _Loads:
     holds: Counter[Holder] = field(default_factory=Counter)
 
 
-def upkeep(
+def rebalance(
     assignments: JobAssignments, servers: Servers, weights: Mapping[int, int]
 ) -> JobAssignments:
     """The record as it should be next; equal to the one given where all is well.
@@ -123,7 +123,7 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Shards that nobody has any more; `upkeep` gives them to servers that have nothing of them."""
+    """Shards that nobody has any more; `rebalance` gives them to servers that lack them."""
     if not servers.staying:
         return 0
     return sum(_is_lost(assignment, servers) for assignment in assignments.shards)

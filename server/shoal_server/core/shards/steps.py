@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Step:
+class StepId:
     """One push; or the pushes of gradients and of rows that one training step makes."""
 
     session: str
@@ -15,12 +15,12 @@ class Step:
 
 Shards = frozenset[int] | None
 """What a step touches; None: every dense shard of the job."""
-Begun = Mapping[Step, Shards]
+Begun = Mapping[StepId, Shards]
 
 
-def merged(reports: Iterable[Begun]) -> dict[Step, Shards]:
+def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:
     """What has begun anywhere, of what each server tells."""
-    begun: dict[Step, Shards] = {}
+    begun: dict[StepId, Shards] = {}
     for report in reports:
         for step, shards in report.items():
             before = begun.get(step, shards)
@@ -43,4 +43,4 @@ def from_bits(bits: bytes) -> frozenset[int]:
     )
 
 
-__all__ = ["Begun", "Shards", "Step", "from_bits", "merged", "to_bits"]
+__all__ = ["Begun", "Shards", "StepId", "from_bits", "merged", "to_bits"]

@@ -17,8 +17,8 @@ from shoal_server.etcd.api import (
     KeyValue,
     LeaseId,
     Operation,
+    RangeResult,
     Revision,
-    Snapshot,
     TransactionResult,
     WatchBatch,
 )
@@ -57,7 +57,7 @@ class EtcdClient:
         )
         return wire.key_value(reply.kvs[0]) if reply.kvs else None
 
-    async def range(self, prefix: str) -> Snapshot:
+    async def range(self, prefix: str) -> RangeResult:
         return await read_snapshot(self._connections, prefix)
 
     async def keys(self, prefix: str) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_server.etcd import keys
 from shoal_server.etcd.remote.channel import Connection
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.etcd.remote.failures import Failure, Remedy, understand, unreachable
+from shoal_server.etcd.remote.failures import Failure, Remedy, classify, unreachable
 
 log = structlog.get_logger(__name__)
 
@@ -130,7 +130,7 @@ class Connections:
                     limit_s = min(self.config.attempt_timeout_s, retry.left_s())
                     return await attempt(Attempt(connection, metadata, limit_s))
             except grpc.RpcError as error:
-                await retry.after(connection, understand(error, connection.address), token)
+                await retry.after(connection, classify(error, connection.address), token)
 
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Send a request at most once, unless etcd surely did not carry it out.
@@ -146,14 +146,14 @@ class Connections:
                 with self.blaming(connection):
                     metadata = await self.metadata(connection)
             except grpc.RpcError as error:
-                await retry.after(connection, understand(error, connection.address), None)
+                await retry.after(connection, classify(error, connection.address), None)
                 continue
             token = self.token
             try:
                 with self.blaming(connection):
                     return await attempt(Attempt(connection, metadata, retry.left_s()))
             except grpc.RpcError as error:
-                failure = understand(error, connection.address)
+                failure = classify(error, connection.address)
                 if not failure.untouched:
                     self.move_on(connection.address)
                     raise _unknown_outcome(failure.error) from error

@@ -55,7 +55,7 @@ _RETRY_CODES = (
 )
 
 
-def understand(error: grpc.RpcError, address: str) -> Failure:
+def classify(error: grpc.RpcError, address: str) -> Failure:
     """Read the failure of one call to the etcd at `address`."""
     code, text = error.code(), error.details() or ""
     if code is Code.UNAUTHENTICATED or any(known in text for known in _LOGIN):
@@ -130,4 +130,4 @@ def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavail
     )
 
 
-__all__ = ["Failure", "Remedy", "understand", "unreachable"]
+__all__ = ["Failure", "Remedy", "classify", "unreachable"]

@@ -16,10 +16,10 @@ import structlog
 
 from shoal_proto.errors import CorruptError, ShoalError, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
-from shoal_server.etcd.api import Revision, Snapshot, WatchBatch
+from shoal_server.etcd.api import RangeResult, Revision, WatchBatch
 from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.connection import Attempt, Connections
-from shoal_server.etcd.remote.failures import Remedy, understand
+from shoal_server.etcd.remote.failures import Remedy, classify
 from shoal_server.etcd.tracker import WatchTracker
 
 log = structlog.get_logger(__name__)
@@ -34,7 +34,7 @@ class _Compacted(Exception):
     """etcd no longer has the revision that the watch must go on from."""
 
 
-async def read_snapshot(connections: Connections, prefix: str, revision: int = 0) -> Snapshot:
+async def read_snapshot(connections: Connections, prefix: str, revision: int = 0) -> RangeResult:
     """All keys under a prefix as of a revision (0: now). Linearizable.
 
     Raises _Compacted for a revision that etcd has forgotten.
@@ -54,7 +54,7 @@ async def read_snapshot(connections: Connections, prefix: str, revision: int = 0
     reply = await connections.call(attempt)
     if reply is None:
         raise _Compacted
-    return Snapshot(Revision(reply.header.revision), wire.key_values(reply.kvs))
+    return RangeResult(Revision(reply.header.revision), wire.key_values(reply.kvs))
 
 
 async def watch(
@@ -89,7 +89,7 @@ async def watch(
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-async def _read_patiently(connections: Connections, prefix: str) -> Snapshot:
+async def _read_patiently(connections: Connections, prefix: str) -> RangeResult:
     while True:
         try:
             return await read_snapshot(connections, prefix)
@@ -243,7 +243,7 @@ def _lost(
     connections: Connections, address: str, token: str | None, error: grpc.RpcError
 ) -> ShoalError:
     """What ends a stream: Unavailable where another attempt may help."""
-    failure = understand(error, address)
+    failure = classify(error, address)
     if failure.remedy is Remedy.NONE:
         return failure.error
     if failure.remedy is Remedy.LOGIN:

@@ -24,9 +24,9 @@ from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
 from shoal_server.parameters.tables import restore
 from shoal_server.serving.rpc import Context
 from shoal_server.snapshots import messages
-from shoal_server.snapshots.library import Library
-from shoal_server.snapshots.locations import Roots
-from shoal_server.snapshots.manifest import Part, part_file
+from shoal_server.snapshots.library import SnapshotLibrary
+from shoal_server.snapshots.locations import AllowedRoots
+from shoal_server.snapshots.manifest import ManifestEntry, part_file
 from shoal_server.snapshots.storage import open_below
 
 log = structlog.get_logger(__name__)
@@ -125,12 +125,12 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         log.info("shards_loaded", job=job, num_shards=len(parts), url=request.url)
         return pb.LoadReply(shard_ids=sorted(epochs))
 
-    def _claim(self, job: str, parts: Sequence[Part]) -> MemoryClaim:
+    def _claim(self, job: str, parts: Sequence[ManifestEntry]) -> MemoryClaim:
         """Room for what is to be loaded in place of what is here. Raises Overloaded."""
         num_bytes = sum(part.num_bytes - self._bytes_of(job, part) for part in parts)
         return self._memory.reserve(num_bytes, f"{len(parts)} shards of a snapshot of job {job}")
 
-    def _bytes_of(self, job: str, part: Part) -> int:
+    def _bytes_of(self, job: str, part: ManifestEntry) -> int:
         replica = self._catalog.find(job, part.shard_id)
         return 0 if replica is None else replica.state.memory_bytes
 
@@ -159,9 +159,9 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         self._replicas.adopt(replica)
         self._replicas.created(replica)
 
-    async def _library(self, url: str, job: str) -> Library:
-        roots = Roots(await self._read_roots())
-        return await self._in_pool(lambda: Library(open_below(roots, url), job))
+    async def _library(self, url: str, job: str) -> SnapshotLibrary:
+        roots = AllowedRoots(await self._read_roots())
+        return await self._in_pool(lambda: SnapshotLibrary(open_below(roots, url), job))
 
     async def _in_pool(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
@@ -177,14 +177,14 @@ def _check_cut(request: pb.WriteRequest) -> None:
         )
 
 
-def _write(library: Library, request: pb.WriteRequest, lazy: LazyImage) -> Part:
+def _write(library: SnapshotLibrary, request: pb.WriteRequest, lazy: LazyImage) -> ManifestEntry:
     image = lazy.take()
     if image is None:
         raise SnapshotFailed(f"cut {request.cut_id} is over", seen="a shard that was let go of")
     data = image_file.to_bytes(image)
     file = part_file(request.number, request.cut_id, image.shard_id)
     library.storage.write(f"{request.job}/{file}", data)
-    return Part(
+    return ManifestEntry(
         shard_id=image.shard_id,
         epoch=lazy.stamp.epoch,
         version=image.version,
@@ -195,7 +195,7 @@ def _write(library: Library, request: pb.WriteRequest, lazy: LazyImage) -> Part:
     )
 
 
-def _read(library: Library, part: Part) -> ShardState:
+def _read(library: SnapshotLibrary, part: ManifestEntry) -> ShardState:
     data = library.read_part(part)
     image = image_file.from_bytes(data, sha256=part.sha256, file=part.file, shard_id=part.shard_id)
     try:

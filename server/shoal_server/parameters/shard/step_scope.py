@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.replication_pb2 import StepScope
-from shoal_server.core.shards.steps import Shards, Step, from_bits, to_bits
+from shoal_server.core.shards.steps import Shards, StepId, from_bits, to_bits
 
 TABLES = "tables:"
 """Before the session of a step of rows alone: these are counted apart."""
@@ -51,9 +51,9 @@ class Scope:
     def shards(self) -> Shards:
         return from_bits(self.shard_bits)
 
-    def step(self, session: str, sequence: int) -> Step:
+    def step(self, session: str, sequence: int) -> StepId:
         """The step of a push by that session."""
-        return Step(TABLES + session if self.of_tables else session, sequence)
+        return StepId(TABLES + session if self.of_tables else session, sequence)
 
 
 def to_message(scope: Scope | None) -> StepScope | None:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shoal_proto.errors import SnapshotFailed
-from shoal_server.core.shards.steps import Begun, Shards, Step
+from shoal_server.core.shards.steps import Begun, Shards, StepId
 
 MAX_STEPS = 8
 """Of one session that are remembered: a client keeps at most so many pushes in flight."""
@@ -35,7 +35,7 @@ class BarrierPhase(Enum):
     DRAINING = "draining"
 
 
-Lacking = Callable[[Step, Shards], Collection[int]]
+Lacking = Callable[[StepId, Shards], Collection[int]]
 """Of the shards that a step touches, those that are led here and have not applied it."""
 
 
@@ -58,7 +58,7 @@ class SnapshotBarrier:
         self._sessions: OrderedDict[str, dict[int, _Known]] = OrderedDict()
         self._begun: Begun = {}
 
-    def may_enter(self, step: Step) -> bool:
+    def may_enter(self, step: StepId) -> bool:
         """Whether a part of the step is let in now. If not: ask again when the phase changes."""
         if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
@@ -66,17 +66,17 @@ class SnapshotBarrier:
         # Older than anything remembered: a retry of what was applied long ago.
         return step.sequence in known or (len(known) == MAX_STEPS and step.sequence < min(known))
 
-    def enter(self, step: Step, shards: Shards) -> None:
+    def enter(self, step: StepId, shards: Shards) -> None:
         """A part of a step comes in. `may_enter` is true for it."""
         self._note(step, shards).num_inside += 1
 
-    def refuse(self, step: Step, shard_id: int) -> None:
+    def refuse(self, step: StepId, shard_id: int) -> None:
         """A part that had entered was refused for good: nobody will send it again."""
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
             known.refused.add(shard_id)
 
-    def leave(self, step: Step, lacking: Lacking) -> None:
+    def leave(self, step: StepId, lacking: Lacking) -> None:
         """A part that had entered is over."""
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
@@ -105,7 +105,7 @@ class SnapshotBarrier:
             )
         self.phase, self.cut_id = BarrierPhase.CLOSED, cut_id
         return {
-            Step(session, sequence): known.shards
+            StepId(session, sequence): known.shards
             for session, steps in self._sessions.items()
             for sequence, known in steps.items()
         }
@@ -127,7 +127,7 @@ class SnapshotBarrier:
                 fix="Take another snapshot.",
             )
 
-    def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[Step]:
+    def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[StepId]:
         """The steps of the cut that are not whole here and may become so."""
         return [
             step
@@ -137,7 +137,7 @@ class SnapshotBarrier:
             and is_live(step.session)
         ]
 
-    def torn(self, lacking: Lacking) -> list[Step]:
+    def torn(self, lacking: Lacking) -> list[StepId]:
         """The steps of the cut that lack a part here. No later cut waits for them."""
         torn = []
         for step, known in self._of_cut():
@@ -163,11 +163,11 @@ class SnapshotBarrier:
         return len(self._sessions)
 
     @staticmethod
-    def _is_whole(step: Step, known: _Known, lacking: Lacking) -> bool:
+    def _is_whole(step: StepId, known: _Known, lacking: Lacking) -> bool:
         known.applied = known.applied or known.refused.issuperset(lacking(step, known.shards))
         return known.applied
 
-    def _of_cut(self) -> list[tuple[Step, _Known]]:
+    def _of_cut(self) -> list[tuple[StepId, _Known]]:
         # A step may be too old to be remembered; then it was applied, or is not to be had.
         found = []
         for step in self._begun:
@@ -176,7 +176,7 @@ class SnapshotBarrier:
                 found.append((step, known))
         return found
 
-    def _note(self, step: Step, shards: Shards) -> _Known:
+    def _note(self, step: StepId, shards: Shards) -> _Known:
         steps = self._sessions.setdefault(step.session, {})
         known = steps.get(step.sequence)
         if known is None:

@@ -14,7 +14,7 @@ import structlog
 
 from shoal_proto.errors import InternalError, RefusedError, ShoalError, SnapshotFailed
 from shoal_proto.v1.identity_pb2 import ErrorDetail
-from shoal_server.core.shards.steps import Begun, Shards, Step
+from shoal_server.core.shards.steps import Begun, Shards, StepId
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import DenseShard
@@ -73,7 +73,7 @@ class SnapshotBarriers:
 
         `shards`: all that the push touches at any server; None: every dense shard.
         """
-        step = Step(session, sequence)
+        step = StepId(session, sequence)
         cut = self._of(job)
         while not cut.barrier.may_enter(step):
             await cut.turned.wait()
@@ -105,7 +105,7 @@ class SnapshotBarriers:
 
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
-    ) -> tuple[Sequence[Stamp], Sequence[Step]]:
+    ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
         """Take every shard that is led here, with all that has begun; what was torn.
 
         Raises SnapshotFailed if something is torn and may not be, if shards came or went, or if
@@ -248,7 +248,7 @@ class SnapshotBarriers:
 class Passage:
     """A part of a push that was let in."""
 
-    def __init__(self, barrier: SnapshotBarrier, step: Step) -> None:
+    def __init__(self, barrier: SnapshotBarrier, step: StepId) -> None:
         self._barrier = barrier
         self._step = step
 
@@ -264,7 +264,7 @@ class _Lacking:
     def __init__(self, led: Sequence[ShardReplica]) -> None:
         self._led = led
 
-    def __call__(self, step: Step, shards: Shards) -> Sequence[int]:
+    def __call__(self, step: StepId, shards: Shards) -> Sequence[int]:
         session = step.session.removeprefix(TABLES)
         return [
             replica.shard_id
@@ -285,13 +285,13 @@ def _begun_in(replica: ShardReplica) -> Begun:
     begun = {}
     for session, sequence, scope in replica.state.sessions.remembered():
         if scope is None:
-            begun[Step(session if is_dense else TABLES + session, sequence)] = alone
+            begun[StepId(session if is_dense else TABLES + session, sequence)] = alone
         else:
             begun[scope.step(session, sequence)] = scope.shards
     return begun
 
 
-def _torn(job: str, torn: Sequence[Step]) -> SnapshotFailed:
+def _torn(job: str, torn: Sequence[StepId]) -> SnapshotFailed:
     told = ", ".join(f"push {step.sequence} of {step.session}" for step in torn[:3])
     return SnapshotFailed(
         f"some pushes of job {job} did not end in time",

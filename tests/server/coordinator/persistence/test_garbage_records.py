@@ -125,4 +125,4 @@ def test_the_shards_of_other_jobs_are_tended(coordinator: CoordinatorProcess) ->
         return all(text.count(each.key + " ") + text.count(each.key + "\n") > 0 for each in broken)
 
     awaited(told, CALL_S, "the keeper tells of all of them")
-    assert "shards_not_tended" not in coordinator.log_path.read_text()
+    assert "shards_not_rebalanced" not in coordinator.log_path.read_text()

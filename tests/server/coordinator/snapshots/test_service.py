@@ -46,7 +46,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.image import Image
-from shoal_server.snapshots.library import Library
+from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest
 
 TABLE = TableSpec(
@@ -81,7 +81,7 @@ def pusher(opened: ExitStack, servers: ParameterServers, name: str, weight: floa
     return made
 
 
-def images(library: Library, manifest: Manifest) -> list[Image]:
+def images(library: SnapshotLibrary, manifest: Manifest) -> list[Image]:
     return [
         image_file.from_bytes(
             library.read_part(part), sha256=part.sha256, file=part.file, shard_id=part.shard_id
@@ -129,7 +129,7 @@ def test_servers_that_come_and_go_meanwhile_tear_no_push(opened: ExitStack, tmp_
         check_whole(snapshots.library, manifest, members)
 
 
-def check_whole(library: Library, manifest: Manifest, members: Sequence[Pusher]) -> None:
+def check_whole(library: SnapshotLibrary, manifest: Manifest, members: Sequence[Pusher]) -> None:
     """Every shard has the same pushes, by its values and by its memory."""
     assert manifest.partial_steps == []
     taken = images(library, manifest)
@@ -451,10 +451,10 @@ def test_the_leader_tells_the_servers_its_roots(opened: ExitStack, tmp_path: Pat
     assert found == ("s3://bucket/a", "/srv/snapshots")
 
 
-class SlowLibrary(Library):
+class SlowLibrary(SnapshotLibrary):
     """Commits when it is told to."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: SnapshotLibrary) -> None:
         super().__init__(library.storage, library.job)
         self.begun, self.may_commit = threading.Event(), threading.Event()
 

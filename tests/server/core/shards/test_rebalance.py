@@ -18,7 +18,7 @@ from shoal_server.core.shards.assignments import (
     promoted,
     without_backup,
 )
-from shoal_server.core.shards.rebalance import MAX_MOVES, Servers, gone_on_without, upkeep
+from shoal_server.core.shards.rebalance import MAX_MOVES, Servers, gone_on_without, rebalance
 
 A, B, C = (Holder(name, "one") for name in "abc")
 ROUNDS = 2000
@@ -42,7 +42,7 @@ def carried_out(record: JobAssignments) -> JobAssignments:
 def at_rest(record: JobAssignments, servers: Servers, weights: dict[int, int]) -> JobAssignments:
     """The record once nobody wishes for anything else."""
     for _ in range(ROUNDS):
-        wished = upkeep(record, servers, weights)
+        wished = rebalance(record, servers, weights)
         moving = sum(h.successor is not None for h in wished.shards)
         if wished == record:
             return record
@@ -105,7 +105,7 @@ def test_many_small_shards_lie_evenly() -> None:
 def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
     """Also where the backup did not do so itself."""
     record = assignments(ShardAssignment(shard_id=0, epoch=3, primary=A, backups=(B,)))
-    (shard,) = upkeep(record, Servers(present=frozenset({B, C})), {}).shards
+    (shard,) = rebalance(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (B, 4, ())
     assert shard.joining == C
 
@@ -113,7 +113,7 @@ def test_a_primary_that_is_gone_is_replaced_by_its_backup() -> None:
 def test_the_only_copy_is_waited_for() -> None:
     """A server that is away from etcd may still have what nobody else has."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A))
-    (shard,) = upkeep(record, Servers(present=frozenset({B, C})), {}).shards
+    (shard,) = rebalance(record, Servers(present=frozenset({B, C})), {}).shards
     assert (shard.primary, shard.epoch, shard.joining) == (A, 1, B)
 
 
@@ -121,7 +121,7 @@ def test_what_is_lost_for_good_gets_a_new_primary() -> None:
     """Once no holder can come back, somebody takes the shard, to be restored or made anew."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}))
-    (shard,) = upkeep(record, servers, {}).shards
+    (shard,) = rebalance(record, servers, {}).shards
     assert (shard.primary, shard.epoch, shard.backups) == (C, 2, ())
 
 
@@ -140,10 +140,10 @@ def test_what_was_trained_stays_lost_until_it_is_brought_back(
     """Only what nobody ever created may be created; a lost shard gets no copies of nothing."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, content=before))
     servers = Servers(present=frozenset({B, C}), dead=frozenset({A}))
-    tended = upkeep(record, servers, {})
+    tended = rebalance(record, servers, {})
     assert tended.shards[0].content is after
     if after is ShardContent.LOST:
-        assert upkeep(tended, servers, {}) == tended
+        assert rebalance(tended, servers, {}) == tended
 
 
 def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
@@ -152,7 +152,7 @@ def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
         shard_id=0, epoch=1, primary=A, on_disk="a", content=ShardContent.PRESENT
     )
     servers = Servers(present=frozenset({C}), dead=frozenset({A}))
-    (lost,) = upkeep(assignments(trained), servers, {}).shards
+    (lost,) = rebalance(assignments(trained), servers, {}).shards
     assert (lost.primary, lost.on_disk) == (C, "a")
     again = Holder("a", "again")
     found = led_from_disk(lost, again, present=frozenset({C, again}), dead=frozenset())
@@ -163,8 +163,8 @@ def test_a_disk_that_may_come_back_is_waited_for() -> None:
     """All that held the shard in memory are gone, and one journal has it."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,), on_disk="a"))
     servers = Servers(present=frozenset({C}), dead=frozenset({A, B}), disks=frozenset({"a"}))
-    assert upkeep(record, servers, {}).shards[0].primary == A
-    (shard,) = upkeep(record, replace(servers, disks=frozenset()), {}).shards
+    assert rebalance(record, servers, {}).shards[0].primary == A
+    (shard,) = rebalance(record, replace(servers, disks=frozenset()), {}).shards
     assert (shard.primary, shard.epoch, shard.on_disk) == (C, 2, "")
 
 
@@ -175,7 +175,7 @@ def test_a_server_that_others_dropped_is_given_nothing_for_now() -> None:
     suspects = gone_on_without(before, after)
     assert suspects == {B}
     servers = Servers(present=frozenset({A, B, C}), suspects=suspects)
-    (shard,) = upkeep(after, servers, {}).shards
+    (shard,) = rebalance(after, servers, {}).shards
     assert shard.joining == C
 
 
@@ -183,7 +183,7 @@ def test_nobody_is_left_to_take_anything() -> None:
     """All servers leave: nothing is moved about any more."""
     record = assignments(ShardAssignment(shard_id=0, epoch=1, primary=A, backups=(B,)))
     everybody = frozenset({A, B})
-    assert upkeep(record, Servers(present=everybody, leaving=everybody), {}) == record
+    assert rebalance(record, Servers(present=everybody, leaving=everybody), {}) == record
 
 
 def test_changes_that_do_not_apply_any_more_change_nothing() -> None:

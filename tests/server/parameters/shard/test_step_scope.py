@@ -3,7 +3,7 @@
 import pytest
 
 from shoal_proto.errors import MalformedMessage
-from shoal_server.core.shards.steps import Step
+from shoal_server.core.shards.steps import StepId
 from shoal_server.parameters.shard.step_scope import MAX_SHARD_IDS, Scope, to_message
 
 
@@ -13,7 +13,7 @@ def test_a_scope_comes_back_from_its_message(of_tables: bool) -> None:
     assert scope is not None and scope.shards == {3, 9, 70}
     message = to_message(scope)
     assert message is not None and Scope.from_message(message) == scope
-    assert scope.step("a", 7) == Step("tables:a" if of_tables else "a", 7)
+    assert scope.step("a", 7) == StepId("tables:a" if of_tables else "a", 7)
 
 
 def test_no_ids_are_no_scope() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal_proto.errors import SnapshotFailed
-from shoal_server.core.shards.steps import Begun, Shards, Step, merged
+from shoal_server.core.shards.steps import Begun, Shards, StepId, merged
 from shoal_server.parameters.snapshot.barrier import (
     MAX_STEPS,
     BarrierPhase,
@@ -16,19 +16,19 @@ from shoal_server.parameters.snapshot.barrier import (
     SnapshotBarrier,
 )
 
-A1, A2, A3 = (Step("a", number) for number in (1, 2, 3))
-B1 = Step("b", 1)
+A1, A2, A3 = (StepId("a", number) for number in (1, 2, 3))
+B1 = StepId("b", 1)
 
 
 def always(session: str) -> bool:
     return True
 
 
-def applied_are(*steps: Step) -> Lacking:
+def applied_are(*steps: StepId) -> Lacking:
     return lambda step, shards: () if step in steps else (1, 2)
 
 
-def passed(barrier: SnapshotBarrier, step: Step) -> None:
+def passed(barrier: SnapshotBarrier, step: StepId) -> None:
     assert barrier.may_enter(step)
     barrier.enter(step, None)
     barrier.leave(step, applied_are(step))
@@ -135,11 +135,11 @@ def test_one_cut_at_a_time() -> None:
 def test_memory_is_bounded_and_the_newest_steps_stay() -> None:
     barrier = SnapshotBarrier()
     for number in range(1, 100):
-        passed(barrier, Step("a", number))
+        passed(barrier, StepId("a", number))
     begun = barrier.close("cut")
     assert sorted(step.sequence for step in begun) == list(range(100 - MAX_STEPS, 100))
     # A retry of what was forgotten changes nothing: its shards remember it.
-    assert barrier.may_enter(Step("a", 3)) and not barrier.may_enter(Step("a", 100))
+    assert barrier.may_enter(StepId("a", 3)) and not barrier.may_enter(StepId("a", 100))
     barrier.open("cut")
     barrier.forget(lambda session: False)
     assert barrier.num_sessions == 0
@@ -159,13 +159,13 @@ def test_what_touches_every_shard_anywhere_touches_every_shard() -> None:
 class Server:
     shard_ids: Sequence[int]
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
-    shards: dict[int, set[Step]] = field(default_factory=dict)
-    taken: dict[int, frozenset[Step]] | None = None
+    shards: dict[int, set[StepId]] = field(default_factory=dict)
+    taken: dict[int, frozenset[StepId]] | None = None
 
     def __post_init__(self) -> None:
         self.shards = {shard_id: set() for shard_id in self.shard_ids}
 
-    def lacking(self, step: Step, shards: Shards) -> list[int]:
+    def lacking(self, step: StepId, shards: Shards) -> list[int]:
         touched = [i for i in self.shard_ids if shards is None or i in shards]
         return [i for i in touched if step not in self.shards[i]]
 
@@ -183,7 +183,7 @@ class Server:
 class Part:
     """What one call carries to one server: it comes in, its shards apply it one by one, it goes."""
 
-    step: Step
+    step: StepId
     shards: Shards
     server: Server
     todo: list[int]
@@ -226,7 +226,7 @@ class Client:
                 self.parts.remove(part)
 
     def begin(self) -> None:
-        step = Step(self.session, self.next)
+        step = StepId(self.session, self.next)
         all_ids = [i for server in self.servers for i in server.shard_ids]
         chosen = [i for i in all_ids if not self.sparse or (i + self.next) % 3]
         touched = frozenset(chosen) if self.sparse else None
@@ -301,7 +301,7 @@ def check_whole(servers: Sequence[Server], clients: Sequence[Client]) -> None:
     taken = {i: steps for server in servers for i, steps in (server.taken or {}).items()}
     for client in clients:
         for number in range(1, client.num_steps + 1):
-            step = Step(client.session, number)
+            step = StepId(client.session, number)
             touched = [i for i in taken if not client.sparse or (i + number) % 3]
             holders = {i for i in touched if step in taken[i]}
             assert holders in (set(), set(touched)), (step, holders, touched)
