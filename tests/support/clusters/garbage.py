@@ -4,7 +4,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shoal_server.coordinator.persistence.stored_json import StateRecord
+from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.etcd import keys
 
@@ -29,7 +30,7 @@ def good_state(job: str) -> dict[str, object]:
     """The state of an unfinished job, as JSON types."""
     spec = JobSpec(job=job, max_members=8)
     record = StateRecord(spec=spec, last_generation=Generation(1), finished=False, reason="")
-    state: dict[str, object] = json.loads(record.to_json())
+    state: dict[str, object] = json.loads(state_to_json(record))
     return state
 
 

@@ -1,10 +1,11 @@
 """A job under faults of every kind, in virtual time, and what must hold throughout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from support.sim.errors import CollectiveFailed, RefusedCall, Unavailable
-from support.sim.leader import Connection, Leader, Store
+from support.sim.etcd import SimEtcd
+from support.sim.leader import Connection, Leader
 from support.sim.member import SimMember
 from support.sim.virtual_time import Box, Clock
 
@@ -51,7 +52,7 @@ class SimWorld:
         self.total_steps = total_steps
         self.faulty = True
         self.story: list[str] = []
-        self.store = Store(self.clock)
+        self.store = SimEtcd(self.clock)
         self.store.on_write = self._written
         self.members: dict[str, SimMember] = {}
         """The newest process of each name."""
@@ -108,7 +109,6 @@ class SimWorld:
         if member.stream is not None:
             member.stream.break_off()
         self.ended(member)
-        self.clock.later(self.limits.silence_s, lambda: self._miss(member))
         if seen_by_launcher:
             self._report(events.Lost(**member.who, reason="its launcher saw it exit"))
 
@@ -118,7 +118,6 @@ class SimWorld:
         member.process.halt()
         if seen_by_launcher:
             self._report(events.Halted(**member.who))
-        self.clock.later(self.limits.lease_s + for_s / 10, lambda: self._miss(member))
 
         def wake() -> None:
             if member.process.halted:
@@ -158,7 +157,7 @@ class SimWorld:
         leader.process.halt()
         for box in list(leader.pending):
             self._time_out(leader, box)
-        for stream in list(leader.streams.values()):
+        for stream in list(leader.connections):
             self.clock.later(
                 self.random.uniform(1.0, 3.0),
                 lambda stream=stream: stream.break_off() if leader.process.halted else None,
@@ -175,7 +174,7 @@ class SimWorld:
     def calm(self) -> None:
         """From now on nothing more fails; an outage of etcd runs its course."""
         self.note("all faults stop")
-        self.faulty = False
+        self.faulty = self.store.loses_answers = False
         self.cut.clear()
         self.leader.effects_left = None
         self._wake_leader(self.leader)
@@ -206,20 +205,11 @@ class SimWorld:
 
         self.clock.soon(say, 0.1)
 
-    def _miss(self, member: SimMember) -> None:
-        """Who is halted or dead does not beat: whoever leads for long enough notices."""
-        if member.process.alive and not member.process.halted:
-            return
-        leader = self.find_leader()
-        if leader is not None and not leader.process.halted:
-            known = leader.job.members.get(member.name)
-            beaten = known is not None and known.incarnation == member.incarnation
-            long = self.clock.now_s - leader.started_s > self.limits.lease_s
-            if not beaten and not member.process.alive:
-                return
-            if beaten and long and known is not None and known.disconnected_s is None:
-                leader.submit(events.Lost(**member.who, reason="no heartbeat"))
-        self.clock.later(0.5, lambda: self._miss(member))
+    def _heartbeats(self) -> Iterator[tuple[events.Beaten, int]]:
+        """Of everybody whose process runs."""
+        for member in self.members.values():
+            if member.process.alive and not member.process.halted and not self.lose():
+                yield events.Beaten(**member.who), member.step
 
     # --- the line of leaders ---
 
@@ -227,7 +217,7 @@ class SimWorld:
         leader = Leader(self.clock, self.store, self.spec, self.limits)
         leader.check = lambda: self._check_job(leader)
         leader.log = self.note
-        self.store.leader = leader
+        leader.heartbeats = self._heartbeats
         leader.take_over()
         return leader
 
@@ -243,14 +233,14 @@ class SimWorld:
 
     def _crashed(self, leader: Leader) -> None:
         self.note("the leader crashes")
-        for stream in list(leader.streams.values()):
+        for stream in list(leader.connections):
             stream.break_off()
         leader.end()
         away_s = self.random.choice([0.05, 0.5, 2.0])
         self.troubled_s = max(self.troubled_s, self.clock.now_s + away_s)
         self.leaderless_s = max(self.leaderless_s, self.clock.now_s + away_s)
         if self.store.leader is leader:
-            self.store.leader = None
+            self.store.depose()
             self.clock.later(away_s, self._succeed)
 
     def _wake_leader(self, leader: Leader) -> None:

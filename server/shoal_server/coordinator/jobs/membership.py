@@ -199,8 +199,7 @@ class MembershipService(MembershipServicer):
             actor.authorize(beat.token)
         except ShoalError as error:
             return pb.BeatReply(error=to_detail(error))
-        actor.seen(beat.token.member_id, beat.token.incarnation, beat.step)
-        actor.told(_beaten(beat))
+        actor.beaten(_beaten(beat), beat.step)
         return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
 
     async def GetGeneration(

@@ -23,8 +23,8 @@ from shoal_server.coordinator.jobs.job_actor import JobActor, Surroundings
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
 from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
-from shoal_server.coordinator.persistence.stored_json import StateRecord
 from shoal_server.core.clocks import Who
+from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events

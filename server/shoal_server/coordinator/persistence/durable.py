@@ -1,25 +1,18 @@
 """What the coordinator writes to etcd, each write fenced by its own leadership."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import structlog
 
 from shoal_proto.errors import AccessDenied, NotLeader, RetryError
 from shoal_server.coordinator.persistence import codec
-from shoal_server.coordinator.persistence.stored_json import StateRecord
-from shoal_server.core.generations.roster import Record
-from shoal_server.core.membership.job import Job
+from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.core.driver.job_write import JobWrite
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import (
-    Compare,
-    Delete,
-    KeyValueStore,
-    Operation,
-    Put,
-    TransactionResult,
-)
+from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult
 
 log = structlog.get_logger(__name__)
 
@@ -27,10 +20,18 @@ ETCD_RETRY_S = 0.2
 MAX_TRANSACTION = 100  # etcd takes 128 operations by default
 
 
+class Transactions(Protocol):
+    """The one thing that is asked of the store here."""
+
+    async def transact(
+        self, compares: Sequence[Compare], then: Sequence[Operation]
+    ) -> TransactionResult: ...
+
+
 class DurableJobs:
     """Writes jobs. `leadership` gives what must hold for this coordinator to lead."""
 
-    def __init__(self, store: KeyValueStore, leadership: Callable[[], Sequence[Compare]]) -> None:
+    def __init__(self, store: Transactions, leadership: Callable[[], Sequence[Compare]]) -> None:
         self._store = store
         self._leadership = leadership
 
@@ -56,6 +57,23 @@ class DurableJobs:
         for start in range(0, len(operations), MAX_TRANSACTION):
             await self.apply(operations[start : start + MAX_TRANSACTION])
 
+    async def persist(self, write: JobWrite) -> None:
+        """Make a job's write durable.
+
+        Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
+        goes on. Raises NotLeader once another coordinator leads, and what etcd refuses it with.
+        """
+        operations = operations_of(write)
+        while True:
+            try:
+                await self.apply_all(operations)
+                return
+            except NotLeader:
+                raise
+            except (RetryError, AccessDenied) as error:
+                log.warning("etcd_away", job=write.job, reason=str(error))
+            await asyncio.sleep(ETCD_RETRY_S)
+
     @staticmethod
     def _require(result: TransactionResult) -> None:
         if not result.succeeded:
@@ -67,86 +85,21 @@ class DurableJobs:
             )
 
 
-class JobWrites:
-    """One job's changes on their way to etcd: gathered, then written together."""
-
-    def __init__(self, job: Job, jobs: DurableJobs) -> None:
-        self._job = job
-        self._jobs = jobs
-        # By key: of several changes to one the last is the one that counts.
-        self._members: dict[str, Member | None] = {}
-        self._state_changed = False
-        self._finished = False
-
-    def admit(self, member: Member) -> None:
-        self._members[member.member_id] = member
-        self._state_changed = True
-
-    def expel(self, member_id: str) -> None:
-        self._members[member_id] = None
-
-    def save(self) -> None:
-        """Write the job's own key."""
-        self._state_changed = True
-
-    def finish(self) -> None:
-        self._finished = self._state_changed = True
-
-    async def flush(self, record: Record | None = None) -> None:
-        """Make what was gathered durable, and behind it the record.
-
-        Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
-        goes on. Raises NotLeader once another coordinator leads, and what etcd refuses it with.
-        """
-        members, self._members = self._members, {}
-        state_changed, self._state_changed = self._state_changed or record is not None, False
-        while members or state_changed:
-            operations = self._operations(members)
-            try:
-                if state_changed:
-                    operations.append(state_put(self._job, finished=self._finished))
-                if record is not None:
-                    # It stands last and so is written only once all before it are.
-                    operations.append(record_put(record))
-                await self._jobs.apply_all(operations)
-                return
-            except NotLeader:
-                raise
-            except (RetryError, AccessDenied) as error:
-                log.warning("etcd_away", job=self._job.spec.job, reason=str(error))
-            await asyncio.sleep(ETCD_RETRY_S)
-
-    def _operations(self, members: Mapping[str, Member | None]) -> list[Operation]:
-        job = self._job.spec.job
-        return [
-            member_delete(job, name) if member is None else member_put(job, member)
-            for name, member in members.items()
-        ]
+def operations_of(write: JobWrite) -> list[Operation]:
+    """What is put and deleted, in order."""
+    operations = [_member(write.job, name, member) for name, member in write.members.items()]
+    if write.state is not None:
+        operations.append(Put(keys.job_state(write.job), state_to_json(write.state)))
+    if write.record is not None:
+        # It stands last and so is written only once all before it are.
+        key = keys.generation(write.job, write.record.roster.generation)
+        operations.append(Put(key, codec.record_to_json(write.record)))
+    return operations
 
 
-def member_put(job: str, member: Member) -> Put:
+def _member(job: str, member_id: str, member: Member | None) -> Operation:
     """The member's key, which is under no lease: only a leader that removes the member ends it."""
-    value = codec.member_to_json(member.incarnation, member.info)
-    return Put(keys.member(job, member.member_id), value)
-
-
-def state_put(job: Job, *, finished: bool) -> Put:
-    """The job's own key, as it is after the effects so far."""
-    record = StateRecord(
-        spec=job.spec,
-        last_generation=job.last_generation,
-        finished=finished,
-        reason=job.reason,
-        progress=job.progress,
-        lost=job.lost.seen if job.lost is not None else None,
-    )
-    return Put(keys.job_state(job.spec.job), record.to_json())
-
-
-def record_put(record: Record) -> Put:
-    key = keys.generation(record.job, record.roster.generation)
-    return Put(key, codec.record_to_json(record))
-
-
-def member_delete(job: str, member_id: str) -> Delete:
-    return Delete(keys.member(job, member_id))
+    key = keys.member(job, member_id)
+    if member is None:
+        return Delete(key)
+    return Put(key, codec.member_to_json(member.incarnation, member.info))

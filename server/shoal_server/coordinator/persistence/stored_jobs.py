@@ -14,11 +14,12 @@ from shoal_proto.errors import JobSetAside, RetryError, ShoalError
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.records import MAX_RECORDS
 from shoal_server.coordinator.persistence.stored_json import (
-    StateRecord,
     Unreadable,
     named_under,
     set_aside,
+    state_from_json,
 )
+from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import (
     NO_GENERATION,
@@ -122,7 +123,7 @@ class StoredJobs:
             value = found.get(keys.job_state(name))
             try:
                 if value is not None:
-                    states[name] = StateRecord.from_json(name, _value(value))
+                    states[name] = state_from_json(name, _value(value))
             except (Unreadable, ShoalError) as error:
                 failed[name] = set_aside(name, keys.job_state(name), error)
         owners = {key: _job_of_member(key) for key in in_members}

@@ -8,11 +8,11 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from google.protobuf.json_format import ParseError
 
 from shoal_proto.errors import JobSetAside
+from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import Generation, JobSpec, Step
 from shoal_server.core.names import MAX_NAME_LENGTH, is_name
@@ -111,69 +111,57 @@ def _shown(value: object) -> str:
     return "missing" if value is None else repr(value)[:60]
 
 
-@dataclass(frozen=True, kw_only=True)
-class StateRecord:
+def state_to_json(record: StateRecord) -> bytes:
     """A job's own key."""
+    spec = record.spec
+    value: dict[str, object] = {
+        "spec": {
+            "job": spec.job,
+            "min_members": spec.min_members,
+            "max_members": spec.max_members,
+            "desired_members": spec.desired_members,
+            "last_call_s": spec.last_call_s,
+        },
+        "last_generation": record.last_generation,
+        "finished": record.finished,
+        "reason": record.reason,
+    }
+    if record.progress is not None:
+        value["trained_in"] = record.progress.trained_in
+        value["reached_step"] = record.progress.reached
+    if record.lost is not None:
+        value["lost"] = record.lost
+    return json.dumps(value).encode()
 
-    spec: JobSpec
-    last_generation: Generation
-    finished: bool
-    reason: str
-    progress: Progress | None = None
-    """None: written by a release that did not keep it."""
-    lost: str | None = None
-    """Of a job whose state is lost: where it was looked for."""
 
-    def to_json(self) -> bytes:
-        spec = self.spec
-        value: dict[str, object] = {
-            "spec": {
-                "job": spec.job,
-                "min_members": spec.min_members,
-                "max_members": spec.max_members,
-                "desired_members": spec.desired_members,
-                "last_call_s": spec.last_call_s,
-            },
-            "last_generation": self.last_generation,
-            "finished": self.finished,
-            "reason": self.reason,
-        }
-        if self.progress is not None:
-            value["trained_in"] = self.progress.trained_in
-            value["reached_step"] = self.progress.reached
-        if self.lost is not None:
-            value["lost"] = self.lost
-        return json.dumps(value).encode()
-
-    @classmethod
-    def from_json(cls, job: str, data: bytes) -> "StateRecord":
-        """The record of that job. Raises Unreadable."""
-        fields = Fields.parsed(data)
-        bounds = fields.object("spec")
-        spec = JobSpec(
-            job=bounds.text("job"),
-            min_members=bounds.count("min_members", most=MAX_MEMBERS),
-            max_members=bounds.count("max_members", most=MAX_MEMBERS),
-            desired_members=bounds.count("desired_members", most=MAX_MEMBERS),
-            last_call_s=bounds.seconds("last_call_s"),
+def state_from_json(job: str, data: bytes) -> StateRecord:
+    """The record of that job. Raises Unreadable."""
+    fields = Fields.parsed(data)
+    bounds = fields.object("spec")
+    spec = JobSpec(
+        job=bounds.text("job"),
+        min_members=bounds.count("min_members", most=MAX_MEMBERS),
+        max_members=bounds.count("max_members", most=MAX_MEMBERS),
+        desired_members=bounds.count("desired_members", most=MAX_MEMBERS),
+        last_call_s=bounds.seconds("last_call_s"),
+    )
+    if spec.job != job:
+        raise Unreadable(f"spec.job is {spec.job[:MAX_NAME_LENGTH]!r}; expected {job!r}")
+    if problem := spec.problem():
+        raise Unreadable(problem)
+    return StateRecord(
+        spec=spec,
+        last_generation=Generation(fields.count("last_generation")),
+        finished=fields.flag("finished"),
+        reason=fields.text("reason", ""),
+        progress=Progress(
+            trained_in=Generation(fields.count("trained_in")),
+            reached=Step(fields.count("reached_step", 0)),
         )
-        if spec.job != job:
-            raise Unreadable(f"spec.job is {spec.job[:MAX_NAME_LENGTH]!r}; expected {job!r}")
-        if problem := spec.problem():
-            raise Unreadable(problem)
-        return cls(
-            spec=spec,
-            last_generation=Generation(fields.count("last_generation")),
-            finished=fields.flag("finished"),
-            reason=fields.text("reason", ""),
-            progress=Progress(
-                trained_in=Generation(fields.count("trained_in")),
-                reached=Step(fields.count("reached_step", 0)),
-            )
-            if fields.has("trained_in")
-            else None,
-            lost=fields.text("lost") if fields.has("lost") else None,
-        )
+        if fields.has("trained_in")
+        else None,
+        lost=fields.text("lost") if fields.has("lost") else None,
+    )
 
 
 def named_under(prefix: str, key: str, *, suffix: str = "") -> str | None:
@@ -185,4 +173,12 @@ def named_under(prefix: str, key: str, *, suffix: str = "") -> str | None:
     return name if is_name(name) else None
 
 
-__all__ = ["Fields", "StateRecord", "Unreadable", "named_under", "set_aside", "taken_apart"]
+__all__ = [
+    "Fields",
+    "Unreadable",
+    "named_under",
+    "set_aside",
+    "state_from_json",
+    "state_to_json",
+    "taken_apart",
+]

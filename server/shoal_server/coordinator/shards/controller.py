@@ -15,7 +15,7 @@ import structlog
 
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_server.coordinator.persistence.stored_json import StateRecord
+from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.core.shards import loads
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments
@@ -239,7 +239,7 @@ class ShardController:
         state = await self._store.get(keys.job_state(job))
         if state is None:
             return False
-        return StateRecord.from_json(job, state.value).finished
+        return state_from_json(job, state.value).finished
 
     async def _weights_of(self, job: str) -> Mapping[int, int]:
         if job not in self._weights:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from shoal_server.coordinator.jobs.liveness import WINDOW, Liveness
+from shoal_server.core.driver.liveness import WINDOW, Liveness
 from shoal_server.core.limits import Limits
 
 LIMITS = Limits(heartbeat_s=0.5, join_s=120)

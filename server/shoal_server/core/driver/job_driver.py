@@ -1,0 +1,223 @@
+"""Runs one job's state machine: events in, one at a time; what is to be done about them out.
+
+`JobDriver` does no I/O and knows no clock. The edge around it hands in events, heartbeats, the end
+of each write and the time, does the actions that come back in their order, and calls `wake` at
+`wakes_s`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
+from typing import Generic
+
+from shoal_server.core.driver.actions import (
+    Action,
+    CallT,
+    CloseStream,
+    MemberGone,
+    Persist,
+    Publish,
+    Reply,
+    Send,
+    StreamT,
+)
+from shoal_server.core.driver.effect_queue import Carried, EffectQueue, Entry
+from shoal_server.core.driver.liveness import Liveness
+from shoal_server.core.generations.roster import Step
+from shoal_server.core.membership.events import (
+    Beaten,
+    Disconnected,
+    Effect,
+    Event,
+    Expel,
+    Log,
+    Lost,
+    Refused,
+    Tell,
+)
+from shoal_server.core.membership.job import Job
+from shoal_server.core.membership.phases import Phase
+
+
+class _Own(Enum):
+    """Calls of nobody outside."""
+
+    EVENT = "event"
+    TICK = "tick"
+
+
+class JobDriver(Generic[StreamT, CallT]):
+    """One job under one leader, from the moment that it leads to its end or failure."""
+
+    def __init__(self, job: Job, now_s: float) -> None:
+        self.job = job
+        self.failure: Exception | None = None
+        """Once set, the state is ahead of what is durable, and nothing leaves any more."""
+        self.liveness = Liveness(job.limits, job.members, now_s)
+        self._queue: EffectQueue[CallT | _Own] = EffectQueue(job)
+        self._streams: dict[str, StreamT] = {}
+        self._scanned_s = now_s
+        self._is_ticking = False
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether something that was decided is not durable yet."""
+        return self._queue.is_writing
+
+    @property
+    def streams(self) -> Iterable[StreamT]:
+        """The newest of each member that has one."""
+        return self._streams.values()
+
+    # --- what happens ---
+
+    def submit(self, event: Event, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
+        """Let the state machine take the event in. The call is answered once it may be."""
+        if self.failure is not None:
+            return [Reply(call=call, error=self.failure)]
+        return self._take(event, call, now_s)
+
+    def wait(self, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
+        """Answer the call once all that is decided is durable."""
+        return self._carry((), call, None, now_s)
+
+    def open(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
+        """The stream is for the member's notices from now on, in place of any it had."""
+        old = self._streams.get(stream.member_id)
+        self._streams[stream.member_id] = stream
+        self.liveness.attended(stream.member_id, now_s)
+        return [CloseStream(stream=old)] if old is not None else []
+
+    def closed(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
+        """The stream is over. If the member did not open another, it is disconnected."""
+        if self._streams.get(stream.member_id) is not stream:
+            return []
+        del self._streams[stream.member_id]
+        if self.failure is not None:
+            return []
+        event = Disconnected(member_id=stream.member_id, incarnation=stream.incarnation)
+        return self._take(event, _Own.EVENT, now_s)
+
+    def beaten(self, event: Beaten, step: int, now_s: float) -> None:
+        """A heartbeat. Nothing follows from it at once."""
+        self.liveness.beat(event.member_id, step, now_s)
+        self.job.heard_of_step(event.member_id, event.incarnation, Step(step))
+        self.job.beaten(event, now_s)
+
+    def written(self, now_s: float) -> list[Action[StreamT, CallT]]:
+        """What was to be persisted is durable."""
+        return self._translated(self._queue.written(now_s))
+
+    def fail(self, error: Exception) -> list[Action[StreamT, CallT]]:
+        """Let nothing leave any more: it could not be made durable, or another one leads."""
+        self.failure = error
+        return self._translated(self._queue.fail(error))
+
+    def end(self, error: Exception) -> list[Action[StreamT, CallT]]:
+        """Let go of everybody: who waits for a write waits no longer, and all streams end."""
+        streams, self._streams = self._streams, {}
+        return [*self.fail(error), *(CloseStream(stream=each) for each in streams.values())]
+
+    # --- time ---
+
+    def wakes_s(self, now_s: float) -> float:
+        """When `wake` has something to do; infinite while it has not."""
+        return min(self._scans_s, self._deadline_s(now_s)) if self._may_wake else math.inf
+
+    def wake(self, now_s: float) -> list[Action[StreamT, CallT]]:
+        """Find members that fell silent, and act on the deadlines that have passed."""
+        actions: list[Action[StreamT, CallT]] = []
+        if not self._may_wake:
+            return actions
+        if now_s >= self._scans_s:
+            for event in self._silent(now_s):
+                actions += self._take(event, _Own.EVENT, now_s)
+        if now_s >= self._deadline_s(now_s):
+            self._is_ticking = True
+            actions += self._carry(self.job.tick(now_s), _Own.TICK, None, now_s)
+        return actions
+
+    @property
+    def _may_wake(self) -> bool:
+        # What a tick led to is durable before the next one.
+        over = self.failure is not None or self.job.phase is Phase.FINISHED
+        return not over and not self._is_ticking
+
+    @property
+    def _scans_s(self) -> float:
+        return self._scanned_s + self.job.limits.heartbeat_s
+
+    def _deadline_s(self, now_s: float) -> float:
+        """While the store is away no time passes for the members: they cannot hear what to do."""
+        if now_s - self._queue.begun_s > self.job.limits.heartbeat_s:
+            return math.inf
+        deadline_s = self.job.next_deadline_s()
+        return math.inf if deadline_s is None else deadline_s
+
+    def _silent(self, now_s: float) -> list[Lost]:
+        """Who was silent for longer than the unevenness of its heartbeats explains."""
+        # Where it was this process that stood still, it cannot say who was silent. Nor where it was
+        # the store: a member beats only once its attendance is durable.
+        stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
+        paused = stood_still or self._queue.begun_s < self._scanned_s
+        self._scanned_s = now_s
+        if paused:
+            self.liveness.resume(now_s)
+            return []
+        return list(self._lost(now_s))
+
+    def _lost(self, now_s: float) -> Iterator[Lost]:
+        for name in self.liveness.late(now_s):
+            member = self.job.members.get(name)
+            if member is None:
+                self.liveness.forget(name)
+            elif member.disconnected_s is None and (reason := self.liveness.why_lost(name, now_s)):
+                yield Lost(member_id=name, incarnation=member.incarnation, reason=reason)
+
+    # --- what follows ---
+
+    def _take(self, event: Event, call: CallT | _Own, now_s: float) -> list[Action[StreamT, CallT]]:
+        try:
+            effects = self.job.handle(event, now_s)
+        except Refused as refused:
+            # What it is refused for must be durable before it hears of it.
+            return self._carry((), call, refused, now_s)
+        return self._carry(effects, call, None, now_s)
+
+    def _carry(
+        self, effects: Sequence[Effect], call: CallT | _Own, error: Exception | None, now_s: float
+    ) -> list[Action[StreamT, CallT]]:
+        if self.failure is not None:
+            error, effects = self.failure, ()
+        entry = Entry(effects=effects, call=call, error=error)
+        return self._translated(self._queue.put(entry, now_s))
+
+    def _translated(
+        self, carried: Iterable[Carried | Reply[CallT | _Own]]
+    ) -> list[Action[StreamT, CallT]]:
+        return [action for each in carried for action in self._actions(each)]
+
+    def _actions(self, carried: Carried | Reply[CallT | _Own]) -> Iterator[Action[StreamT, CallT]]:
+        match carried:
+            case Tell():
+                stream = self._streams.get(carried.member_id)
+                # The stream may be a successor's already, which this notice is not for.
+                if stream is not None and stream.incarnation == carried.incarnation:
+                    yield Send(stream=stream, notice=carried.notice)
+            case Expel():
+                yield from self._expelled(carried)
+            case Reply(call=call, error=error):
+                if not isinstance(call, _Own):
+                    yield Reply(call=call, error=error)
+                elif call is _Own.TICK:
+                    self._is_ticking = False
+            case Persist() | Publish() | Log():
+                yield carried
+
+    def _expelled(self, effect: Expel) -> Iterator[Action[StreamT, CallT]]:
+        stream = self._streams.get(effect.member_id)
+        if stream is not None and stream.incarnation == effect.incarnation:
+            del self._streams[effect.member_id]
+            yield CloseStream(stream=stream)
+        self.liveness.forget(effect.member_id)
+        yield MemberGone(member_id=effect.member_id, incarnation=effect.incarnation)

@@ -1,0 +1,185 @@
+"""etcd in virtual time: real transactions on the real records, slow, and away at times."""
+
+import asyncio
+import atexit
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+from support.sim.virtual_time import Clock, Process, Steps, Wait
+
+from shoal_proto.errors import Unavailable
+from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.stored_jobs import StoredJob, StoredJobs
+from shoal_server.core.generations.roster import Generation, JobSpec, Record
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership.job import Job
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    Operation,
+    Put,
+    TransactionResult,
+    created_at,
+)
+from shoal_server.etcd.memory import MemoryStore
+
+LATENCY_S = 0.02
+LOST_ANSWERS = 0.01
+"""The part of all writes of which nobody hears whether they were made."""
+
+T = TypeVar("T")
+
+
+class _Until:
+    """What a coroutine awaits that a simulated thread runs."""
+
+    def __init__(self, wait: Wait) -> None:
+        self._wait = wait
+
+    def __await__(self) -> Generator[Wait, bool, bool]:
+        return (yield self._wait)
+
+
+def awaited(work: Coroutine[Any, Any, T]) -> Steps[T]:
+    """Run a coroutine of the real code as a part of a simulated thread."""
+    return (yield from work.__await__())
+
+
+class SimEtcd:
+    """Both what `DurableJobs` writes to, at its own pace, and what the test looks at."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._memory = MemoryStore(clock=lambda: clock.now_s)
+        self._elections = 0
+        self.leader: object | None = None
+        """Whoever has the leader's key."""
+        self.back_s = 0.0
+        self.loses_answers = True
+        self.records: dict[Generation, list[Record]] = {}
+        """All that were written, by generation; the last of each stands."""
+        self.on_write: Callable[[Record], None] = lambda record: None
+
+    # --- who leads ---
+
+    def elect(self, leader: object) -> Sequence[Compare]:
+        """Give the leader's key to another one: what holds from now on while that one leads."""
+        self.depose()
+        self._elections, self.leader = self._elections + 1, leader
+        put = Put(keys.LEADER, str(self._elections).encode())
+        return (created_at(keys.LEADER, _done(self._memory.transact((), (put,))).revision),)
+
+    def depose(self) -> None:
+        self.leader = None
+        _done(self._memory.transact((), (Delete(keys.LEADER),)))
+
+    # --- what a leader does with it ---
+
+    def connected(self, process: Process) -> "SimConnection":
+        """The store as a coordinator's process has it."""
+        return SimConnection(self, process)
+
+    def away_s(self) -> float:
+        """How long it takes to be answered, if one asks now."""
+        return max(self.back_s - self._clock.now_s, 0.0) + self._clock.random.random() * LATENCY_S
+
+    async def transact(
+        self, compares: Sequence[Compare], then: Sequence[Operation], process: Process
+    ) -> TransactionResult:
+        """Raises Unavailable for a transaction of which nobody knows whether it was made."""
+        clock, answers = self._clock, list[TransactionResult]()
+        lost = self.loses_answers and clock.random.random() < LOST_ANSWERS
+        heard = False
+
+        def apply() -> None:
+            if clock.now_s < self.back_s:
+                clock.later(self.away_s(), apply)
+                return
+            answers.append(_done(self._memory.transact(compares, then)))
+            if answers[0].succeeded:
+                self._note(then)
+            # The answer may find its leader dead: what is durable is durable.
+            clock.soon(hear, LATENCY_S)
+
+        def hear() -> None:
+            nonlocal heard
+            heard = True
+            process.changed()
+
+        clock.later(self.away_s(), apply)
+        await _Until(Wait(lambda: heard))
+        if lost:
+            raise Unavailable("the connection broke", details={"outcome": "unknown"})
+        return answers[0]
+
+    def _note(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            if isinstance(operation, Put) and "/generations/" in operation.key:
+                record = codec.record_from_json(operation.value)
+                written = self.records.setdefault(record.roster.generation, [])
+                # A write whose outcome is unknown is made again.
+                if not written or written[-1] != record:
+                    written.append(record)
+                    self.on_write(record)
+
+    def load(self, spec: JobSpec, limits: Limits) -> Job | None:
+        """The job as a leader takes it up that is elected now; None: there is none."""
+        stored = _event_loop().run_until_complete(self._load(spec.job))
+        return stored.begun(limits, self._clock.now_s) if stored is not None else None
+
+    async def _load(self, job: str) -> StoredJob | None:
+        jobs = StoredJobs(self._memory)
+        survey = await jobs.survey()
+        assert not survey.set_aside, survey.set_aside
+        state = survey.states.get(job)
+        if state is None:
+            assert not survey.strays, survey.strays
+            return None
+        if state.finished:
+            return StoredJob(state=state, records=(), members={}, leased=())
+        return await jobs.load(state)
+
+    # --- what the test looks at ---
+
+    def written(self, record: Record) -> Sequence[Record]:
+        """All that were written of that generation."""
+        return self.records.get(record.roster.generation, ())
+
+    def incarnation_of(self, job: str, member_id: str) -> str:
+        """Of the process that is that member, as is durable; empty if nobody is."""
+        item = _done(self._memory.get(keys.member(job, member_id)))
+        return codec.member_from_json(item.value)[0] if item is not None else ""
+
+
+@dataclass(frozen=True)
+class SimConnection:
+    """`durable.Transactions`, for one process."""
+
+    etcd: SimEtcd
+    process: Process
+
+    async def transact(
+        self, compares: Sequence[Compare], then: Sequence[Operation]
+    ) -> TransactionResult:
+        return await self.etcd.transact(compares, then, self.process)
+
+
+@cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """For real code that reads many keys at once; no time passes in it."""
+    loop = asyncio.new_event_loop()
+    atexit.register(loop.close)
+    return loop
+
+
+def _done(work: Coroutine[Any, Any, T]) -> T:
+    """The outcome of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        outcome: T = stop.value
+        return outcome
+    raise AssertionError("it waits")
