@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.strategies import find_strategy
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal.strategies.asynchronous.bounded_staleness import BSP, SSP
-from shoal.strategies.asynchronous.pace import Pace
+from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal_proto.errors import InvalidSpec
 
 DEADLINE_S = 60.0
@@ -164,4 +164,4 @@ def test_members_must_agree_on_their_consistency() -> None:
 def test_options_that_contradict_each_other_are_refused(consistency: str, bound: int) -> None:
     """With what was seen and what there is."""
     with pytest.raises(InvalidSpec, match=r"async|consistency='ssp'"):
-        Pace(consistency, bound)
+        StalenessClock(consistency, bound)

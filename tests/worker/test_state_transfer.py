@@ -11,7 +11,7 @@ from support.processes.ranks import Ranks
 from support.training import rank_bodies
 from torch import nn
 
-from shoal.model.module_proxy import replica_of
+from shoal.model.module_proxy import proxy_of
 from shoal.state.replicated import ReplicatedState, State
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
@@ -113,7 +113,7 @@ def test_any_dtype_and_shape_crosses_the_group_unchanged(tmp_path: Path) -> None
 def test_a_replica_is_the_model_in_all_but_its_forward_pass() -> None:
     """Names, keys, mode, attributes; optimizers made from either see the same parameters."""
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Dropout())
-    replica = replica_of(model, nn.Identity)
+    replica = proxy_of(model, nn.Identity)
     assert list(replica.state_dict()) == list(model.state_dict())
     assert [n for n, _ in replica.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert [n for n, _ in replica.named_modules()][1:] == [n for n, _ in model.named_modules()][1:]

@@ -16,7 +16,7 @@ from shoal.backends.process_group.interface import Seat
 from shoal.state import peer_copies as copying
 from shoal.state.peer_copies import PeerCopies
 from shoal.state.resharding import reshard
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal_proto.errors import GenerationBroken
 
 EVERYWHERE = "model.deep"
@@ -27,32 +27,32 @@ def travels(name: str) -> bool:
     return name != EVERYWHERE
 
 
-def part(step: int, rank: int, size: int) -> Holding:
+def part(step: int, rank: int, size: int) -> StateShard:
     """The rows of a rank at a step."""
     return holding_of(whole_state(step), step, "rows", rank, size)
 
 
-def wrong_in(held: list[Holding], step: int, rank: int, num_copies: int, size: int) -> str:
+def wrong_in(held: list[StateShard], step: int, rank: int, num_copies: int, size: int) -> str:
     """How what is held of a step differs from the own snapshot and the copies of those before."""
-    ours = [holding for holding in held if holding.step == step]
+    ours = [state_shard for state_shard in held if state_shard.step == step]
     expected = [part(step, rank, size)]
     for distance in range(1, num_copies + 1):
         theirs = part(step, (rank - distance) % size, size)
-        pieces = {name: piece for name, piece in theirs.pieces.items() if travels(name)}
-        expected.append(Holding(step=step, pieces=pieces, values=theirs.values))
+        shards = {name: shard for name, shard in theirs.shards.items() if travels(name)}
+        expected.append(StateShard(step=step, shards=shards, values=theirs.values))
     if len(ours) != len(expected):
         return f"{len(ours)} holdings of step {step}"
     for got, wanted in zip(ours, expected, strict=True):
         if wrong := difference(got, wanted):
             return f"step {step}: {wrong}"
-        if step and got.pieces.keys() | got.elsewhere != SHAPES.keys():
-            return f"step {step}: does not know {SHAPES.keys() - got.pieces.keys()}"
+        if step and got.shards.keys() | got.elsewhere != SHAPES.keys():
+            return f"step {step}: does not know {SHAPES.keys() - got.shards.keys()}"
     return ""
 
 
-def _memory(held: list[Holding]) -> set[int]:
-    pieces = [piece for holding in held for piece in holding.pieces.values()]
-    return {piece.tensor.untyped_storage().data_ptr() for piece in pieces}
+def _memory(held: list[StateShard]) -> set[int]:
+    shards = [shard for state_shard in held for shard in state_shard.shards.values()]
+    return {shard.tensor.untyped_storage().data_ptr() for shard in shards}
 
 
 def offer_steps(num_copies: int) -> dict[str, Any]:
@@ -70,14 +70,14 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
     for step in (0, 2, 4, 6, 8):
         live = part(step, rank, size).copied()
         copies.offer(live)
-        for piece in live.pieces.values():
-            piece.tensor.zero_()  # the next step
+        for shard in live.shards.values():
+            shard.tensor.zero_()  # the next step
         copies.flush()
         held = list(copies.held())
         kept = sorted({max(step - 2, 0), step})
         wrong += [wrong_in(held, each, rank, num_copies, size) for each in kept]
-        if sorted({holding.step for holding in held}) != kept:
-            wrong.append(f"holds {[holding.step for holding in held]} after {step}")
+        if sorted({state_shard.step for state_shard in held}) != kept:
+            wrong.append(f"holds {[state_shard.step for state_shard in held]} after {step}")
         if copies.complete_step != step:
             wrong.append(f"step {copies.complete_step} is complete after {step}")
         memory.append(_memory(held))
@@ -87,7 +87,7 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
         "wrong": [each for each in wrong if each],
         "memory is used again": memory[2] == memory[3] == memory[4],
         "bytes": sizes[2:],
-        "held": sum(holding.num_bytes for holding in held),
+        "held": sum(state_shard.num_bytes for state_shard in held),
         "due": [step for step in range(7) if copies.due(step)],
     }
 
@@ -98,7 +98,7 @@ def over_generations() -> dict[str, Any]:
     seen: dict[str, Any] = {}
 
     def look(label: str, copies: PeerCopies) -> None:
-        seen[label] = sorted({holding.step for holding in copies.held()})
+        seen[label] = sorted({state_shard.step for state_shard in copies.held()})
 
     first = PeerCopies(dist.new_group(), copies=1, every_steps=1)
     for step in (4, 5):
@@ -146,7 +146,7 @@ def interrupted_generations() -> list[list[int]]:
         except RuntimeError as error:
             assert step > 3, error
         copies.close()
-        seen.append(sorted({holding.step for holding in copies.held()}))
+        seen.append(sorted({state_shard.step for state_shard in copies.held()}))
     dist.all_reduce = real
     return seen
 
@@ -217,9 +217,9 @@ def _recover(report: Report, path: str, copies: PeerCopies, rank: int) -> None:
     before = {0: 0, 1: 2}[rank]
     known = {"own": part(4, before, 3), "copy": part(4, (before - 1) % 3, 3)}
     halves = [
-        holding
-        for holding in held
-        if holding.step == 4 and all(difference(holding, whole) for whole in known.values())
+        state_shard
+        for state_shard in held
+        if state_shard.step == 4 and all(difference(state_shard, whole) for whole in known.values())
     ]
     group = _open(path, rank, 2, 2)
     world = dist.group.WORLD
@@ -229,7 +229,7 @@ def _recover(report: Report, path: str, copies: PeerCopies, rank: int) -> None:
         "recovered",
         wrong=difference(got, part(2, rank, 2)),
         halves=len(halves),
-        copies_of_4=sum(holding.step == 4 for holding in held) - 1,
+        copies_of_4=sum(state_shard.step == 4 for state_shard in held) - 1,
     )
     dist.barrier()
     group.retire()
@@ -265,7 +265,7 @@ def close_beside_a_stopped_peer(report: Report, path: str, rank: int, gate: str)
     waiting.start()
     copies.close()
     waiting.join()
-    report("closed", steps=[holding.step for holding in copies.held()])
+    report("closed", steps=[state_shard.step for state_shard in copies.held()])
     (thread,) = (each for each in threading.enumerate() if each.name == "peer-copies")
     group.cut("test")
     thread.join(30)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
-from shoal.layouts.sharded.all_gather import Gathering
+from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.reduce_scatter import reduce_scatter
 from shoal.layouts.sharded.shared_slots import NUM_GATHERED, SharedSlots
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal_proto.errors import GenerationBroken
 
 LONG_S = 3600.0
@@ -139,7 +139,7 @@ def gathered_and_kept(num_kept: int) -> list[bool]:
     """Gather again and again while what was gathered last is kept; whether it then was still what
     it was, for each."""
     opened, group = slots(), whole_world()
-    gathering = Gathering(opened)
+    gathering = SharedMemoryAllGather(opened)
     kept: list[tuple[Tensor, Tensor]] = []
     sound, places = [], set()
     for number in range(12):
@@ -158,7 +158,7 @@ def gathered_and_kept(num_kept: int) -> list[bool]:
     return sound
 
 
-def trained(transport: str, options: dict[str, Any]) -> Holding:
+def trained(transport: str, options: dict[str, Any]) -> StateShard:
     os.environ["SHOAL_TRANSPORT"] = transport
     return train_rank(training_of(deep, sgd, accumulate=2, num_steps=6), lay_out(**options))
 

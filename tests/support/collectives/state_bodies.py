@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.state import resharding as exchange
 from shoal.state.resharding import Needs
-from shoal.state.shards import Box, Holding, Piece
+from shoal.state.shards import Chunk, StateShard, TensorShard
 from shoal_proto.errors import MalformedMessage, ShoalError
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -33,36 +33,36 @@ def whole_state(step: int) -> dict[str, Tensor]:
     return state
 
 
-def cut(shape: tuple[int, ...], how: str, rank: int, world_size: int) -> Box | None:
+def cut(shape: tuple[int, ...], how: str, rank: int, world_size: int) -> Chunk | None:
     """The rank's box of a tensor: all of it, rows or columns; None if nothing is left for it."""
     dimension = {"whole": len(shape), "rows": 0, "columns": 1}[how]
     if dimension >= len(shape):
-        return Box.whole(shape)
+        return Chunk.whole(shape)
     each = -(-shape[dimension] // world_size)
     start, stop = (min(each * index, shape[dimension]) for index in (rank, rank + 1))
     if start == stop:
         return None
     offsets, sizes = [0] * len(shape), list(shape)
     offsets[dimension], sizes[dimension] = start, stop - start
-    return Box(offsets=tuple(offsets), sizes=tuple(sizes))
+    return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
 
-def holding_of(state: dict[str, Tensor], step: int, how: str, rank: int, size: int) -> Holding:
+def holding_of(state: dict[str, Tensor], step: int, how: str, rank: int, size: int) -> StateShard:
     """What the rank holds of the state, as views of it."""
-    pieces = {}
+    shards = {}
     for name, tensor in state.items():
         shape = tuple(tensor.shape)
-        box = cut(shape, how, rank, size)
-        if box is not None:
-            part = tensor[box.within(Box.whole(shape))]
-            pieces[name] = Piece(shape=shape, box=box, tensor=part)
-    return Holding(step=step, pieces=pieces, values={"lr": 0.1 * step})
+        chunk = cut(shape, how, rank, size)
+        if chunk is not None:
+            part = tensor[chunk.within(Chunk.whole(shape))]
+            shards[name] = TensorShard(shape=shape, chunk=chunk, tensor=part)
+    return StateShard(step=step, shards=shards, values={"lr": 0.1 * step})
 
 
 def needs_of(how: str, rank: int, size: int) -> Needs:
     """What a rank needs of any tensor; nothing if it is not among the first `size`."""
 
-    def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
+    def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         assert dtype == DTYPES.get(name, torch.float32), name
         return cut(shape, how, rank, size) if rank < size else None
 
@@ -81,18 +81,18 @@ class Places:
     def __init__(self) -> None:
         self._given: dict[str, Tensor | None] = {}
 
-    def __call__(self, name: str, box: Box) -> Tensor | None:
+    def __call__(self, name: str, chunk: Chunk) -> Tensor | None:
         dtype, number = DTYPES.get(name, torch.float32), len(self._given)
-        memory = torch.empty(box.sizes, dtype=dtype) if number % 2 == 0 else None
-        if number % 4 == 0 and len(box.sizes) == 2:
-            memory = torch.empty(box.sizes[::-1], dtype=dtype).t()
+        memory = torch.empty(chunk.sizes, dtype=dtype) if number % 2 == 0 else None
+        if number % 4 == 0 and len(chunk.sizes) == 2:
+            memory = torch.empty(chunk.sizes[::-1], dtype=dtype).t()
         self._given[name] = memory
         return memory
 
-    def all_taken(self, got: Holding) -> bool:
+    def all_taken(self, got: StateShard) -> bool:
         """Whether each tensor lies where this said, and nowhere else."""
-        return self._given.keys() == got.pieces.keys() and all(
-            memory is None or got.pieces[name].tensor is memory
+        return self._given.keys() == got.shards.keys() and all(
+            memory is None or got.shards[name].tensor is memory
             for name, memory in self._given.items()
         )
 
@@ -116,12 +116,12 @@ def reshard_all(changes: list[tuple[tuple[str, int], tuple[str, int]]]) -> dict[
             expected = (
                 holding_of(state, 7, after[0], rank, after[1])
                 if rank < after[1]
-                else Holding(step=7, pieces={}, values={"lr": 0.1 * 7})
+                else StateShard(step=7, shards={}, values={"lr": 0.1 * 7})
             )
             wrong = difference(got, expected)
             if not borrow:
-                for piece in got.pieces.values():
-                    piece.tensor.zero_()
+                for shard in got.shards.values():
+                    shard.tensor.zero_()
             wrong += difference_of_states(state, whole_state(7))
             if wrong:
                 found[f"{before} to {after}, buckets of {bucket_bytes}"] = wrong
@@ -221,16 +221,16 @@ def refused() -> dict[str, str]:
     return found
 
 
-def difference(got: Holding, expected: Holding) -> str:
+def difference(got: StateShard, expected: StateShard) -> str:
     """In words; empty if there is none."""
     if (got.step, got.values) != (expected.step, expected.values):
         return f"{got.step} {got.values}"
-    if got.pieces.keys() != expected.pieces.keys():
-        return f"names: {got.pieces.keys() ^ expected.pieces.keys()}"
-    for name, piece in expected.pieces.items():
-        other = got.pieces[name]
-        if (other.box, other.shape) != (piece.box, piece.shape):
-            return f"{name}: {other.box} of {other.shape}"
-        if other.tensor.dtype != piece.tensor.dtype or not torch.equal(other.tensor, piece.tensor):
-            return f"{name}: {other.tensor} for {piece.tensor}"
+    if got.shards.keys() != expected.shards.keys():
+        return f"names: {got.shards.keys() ^ expected.shards.keys()}"
+    for name, shard in expected.shards.items():
+        other = got.shards[name]
+        if (other.chunk, other.shape) != (shard.chunk, shard.shape):
+            return f"{name}: {other.chunk} of {other.shape}"
+        if other.tensor.dtype != shard.tensor.dtype or not torch.equal(other.tensor, shard.tensor):
+            return f"{name}: {other.tensor} for {shard.tensor}"
     return ""

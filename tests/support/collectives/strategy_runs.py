@@ -14,7 +14,7 @@ from shoal.data.batches import Batch, Loader, share
 from shoal.layouts.base import LossFunction
 from shoal.membership.generation import Generation
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.strategy import GroupedStrategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
@@ -75,7 +75,7 @@ class TheRunsOwn:
         raise AssertionError("nothing hangs in these tests")
 
 
-def over_the_run(strategy: GroupedStrategy) -> None:
+def over_the_run(strategy: SynchronousStrategy) -> None:
     """Let all generations of the strategy have the group of the run that they are in."""
     group: Group = TheRunsOwn()
     strategy._new_group = lambda generation: group  # type: ignore[method-assign]
@@ -168,7 +168,7 @@ def by_one_process(run: Run) -> dict[str, Tensor]:
 def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
     """The body of a rank: what its strategy says the weights are, after all steps."""
     strategy = made()
-    assert isinstance(strategy, GroupedStrategy)
+    assert isinstance(strategy, SynchronousStrategy)
     over_the_run(strategy)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = run.build(rank)

@@ -13,7 +13,7 @@ from support.training.rank_bodies import freed, lone_group
 
 from shoal.backends.network.gloo import GlooBackend
 from shoal.layouts.base import LayOut, World
-from shoal.layouts.replicated import Zero1
+from shoal.layouts.replicated import Zero1Layout
 from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layout import TensorLayout
 from shoal.state.replicated import State
@@ -44,7 +44,7 @@ def _transfer(group: dist.ProcessGroup) -> Callable[[], object]:
 WAITS: dict[str, Callable[[dist.ProcessGroup], Callable[[], object]]] = {
     "fsdp": _steps(lay_out(min_group_bytes=150)),
     "tensor": _steps(lambda m, w: TensorLayout(m, w, derive(m, w.world_size, min_split_bytes=0))),
-    "zero1": _steps(Zero1),
+    "zero1": _steps(Zero1Layout),
     "state": lambda group: lambda: reshard(group, [], lambda *_: None),
     "transfer": _transfer,
     "agreement": lambda group: lambda: check_same_step(1, 1, group),

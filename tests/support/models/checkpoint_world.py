@@ -21,9 +21,9 @@ from shoal.checkpoint.peers import GroupPeers
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
 from shoal.layouts.base import Layout
-from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.model.tied_tensors import tied
-from shoal.state.shards import MODEL, Box, Holding, Piece
+from shoal.state.shards import MODEL, Chunk, StateShard, TensorShard
 from shoal_proto.errors import CheckpointFailed
 
 
@@ -42,72 +42,74 @@ class Whole(Layout):
 _making = threading.Lock()
 
 
-def bound(optimizer_name: str, seed: int = 0) -> tuple[nn.Module, Bound]:
+def binding(optimizer_name: str, seed: int = 0) -> tuple[nn.Module, OptimizerBinding]:
     with _making:
         model, optimizer = make(optimizer_name, seed)
-    return model, Bound(Blueprint(model, optimizer), optimizer, Whole(model))
+    return model, OptimizerBinding(MetaModel(model, optimizer), optimizer, Whole(model))
 
 
-def trained(optimizer_name: str, steps: int = 3) -> Holding:
+def trained(optimizer_name: str, steps: int = 3) -> StateShard:
     """The state after so many steps from the same start."""
-    model, own = bound(optimizer_name)
+    model, own = binding(optimizer_name)
     train(model, own.optimizer, range(steps))
     return collected(model, own, steps)
 
 
-def collected(model: nn.Module, own: Bound, step: int) -> Holding:
-    holding = own.collect(step).copied()
-    values = {**holding.values, "tied": dict(tied(model))}
-    return Holding(step=step, pieces=holding.pieces, values=values)
+def collected(model: nn.Module, own: OptimizerBinding, step: int) -> StateShard:
+    state_shard = own.collect(step).copied()
+    values = {**state_shard.values, "tied": dict(tied(model))}
+    return StateShard(step=step, shards=state_shard.shards, values=values)
 
 
-def with_aliases(holding: Holding) -> Holding:
+def with_aliases(state_shard: StateShard) -> StateShard:
     """As a reader of everything finds it: a tied parameter under each of its names."""
     aliases = {
-        MODEL + alias: holding.pieces[MODEL + name]
-        for alias, name in holding.values["tied"].items()  # type: ignore[union-attr]
+        MODEL + alias: state_shard.shards[MODEL + name]
+        for alias, name in state_shard.values["tied"].items()  # type: ignore[union-attr]
     }
-    return Holding(step=holding.step, pieces={**holding.pieces, **aliases}, values=holding.values)
+    return StateShard(
+        step=state_shard.step, shards={**state_shard.shards, **aliases}, values=state_shard.values
+    )
 
 
-def cut_box(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Box:
+def cut_box(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Chunk:
     """This rank's part of a tensor that is cut along a dimension (the last one, if it has fewer)
     as evenly as it goes; a scalar is whole on all."""
-    whole = Box.whole(tuple(shape))
+    whole = Chunk.whole(tuple(shape))
     if not shape:
         return whole
     dim = min(dim, len(shape) - 1)
     start, stop = (shape[dim] * r // world_size for r in (rank, rank + 1))
     offsets, sizes = list(whole.offsets), list(whole.sizes)
     offsets[dim], sizes[dim] = start, stop - start
-    return Box(offsets=tuple(offsets), sizes=tuple(sizes))
+    return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
 
-def cut(whole: Holding, dim: int, rank: int, world_size: int) -> Holding:
+def cut(whole: StateShard, dim: int, rank: int, world_size: int) -> StateShard:
     """What one rank of a layout by rows (0) or columns (1) holds."""
-    pieces = {}
-    for name, piece in whole.pieces.items():
-        box = cut_box(piece.shape, dim, rank, world_size)
-        if box.num_elements:
-            part = piece.tensor[box.within(piece.box)]
-            pieces[name] = Piece(shape=piece.shape, box=box, tensor=part)
-    return Holding(step=whole.step, pieces=pieces, values=whole.values)
+    shards = {}
+    for name, shard in whole.shards.items():
+        chunk = cut_box(shard.shape, dim, rank, world_size)
+        if chunk.num_elements:
+            part = shard.tensor[chunk.within(shard.chunk)]
+            shards[name] = TensorShard(shape=shard.shape, chunk=chunk, tensor=part)
+    return StateShard(step=whole.step, shards=shards, values=whole.values)
 
 
-def needs_cut(dim: int, rank: int, world_size: int) -> Callable[..., Box | None]:
-    def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
-        box = cut_box(shape, dim, rank, world_size)
-        return box if box.num_elements else None
+def needs_cut(dim: int, rank: int, world_size: int) -> Callable[..., Chunk | None]:
+    def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
+        chunk = cut_box(shape, dim, rank, world_size)
+        return chunk if chunk.num_elements else None
 
     return needs
 
 
-def differences(one: Holding, other: Holding) -> list[str]:
+def differences(one: StateShard, other: StateShard) -> list[str]:
     """What is not the same, bit for bit."""
-    found = sorted(set(one.pieces) ^ set(other.pieces))
-    for name in set(one.pieces) & set(other.pieces):
-        a, b = one.pieces[name], other.pieces[name]
-        same = (a.shape, a.box, a.tensor.dtype) == (b.shape, b.box, b.tensor.dtype)
+    found = sorted(set(one.shards) ^ set(other.shards))
+    for name in set(one.shards) & set(other.shards):
+        a, b = one.shards[name], other.shards[name]
+        same = (a.shape, a.chunk, a.tensor.dtype) == (b.shape, b.chunk, b.tensor.dtype)
         if not same or not torch.equal(a.tensor, b.tensor):
             found.append(name)
     return found + [key for key in ("step", "values") if getattr(one, key) != getattr(other, key)]
@@ -154,8 +156,8 @@ def on_all(world_size: int, act: Callable[[TablePeers], object]) -> list[BaseExc
     return [future.exception() for future in futures]
 
 
-def write_on_all(path: Path, holdings: Sequence[Holding]) -> list[BaseException | None]:
-    return on_all(len(holdings), lambda peers: write(path, holdings[peers.rank], peers))
+def write_on_all(path: Path, state_shards: Sequence[StateShard]) -> list[BaseException | None]:
+    return on_all(len(state_shards), lambda peers: write(path, state_shards[peers.rank], peers))
 
 
 # --- what processes do ---
@@ -164,9 +166,9 @@ def write_on_all(path: Path, holdings: Sequence[Holding]) -> list[BaseException 
 def write_in_group(directory: str, steps: int) -> str:
     """One rank of a process group: offers its rows; the name of what is complete on return."""
     peers = GroupPeers(dist.new_group())
-    holding = cut(trained("adamw", steps), 0, peers.rank, dist.get_world_size())
+    state_shard = cut(trained("adamw", steps), 0, peers.rank, dist.get_world_size())
     with Checkpoints(directory, every_steps=1) as checkpoints:
-        checkpoints.offer(holding, peers)
+        checkpoints.offer(state_shard, peers)
     newest = checkpoints.newest()
     assert newest is not None
     return newest.name
@@ -188,9 +190,9 @@ def write_with_a_loss(report: Report, store: str, directory: str, rank: int, siz
     """The last rank of the group is killed while all write."""
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     group = dist.new_group()
-    holding = cut(trained("sgd"), 0, rank, size)
+    state_shard = cut(trained("sgd"), 0, rank, size)
     checkpoints = Checkpoints(directory, every_steps=1)
-    checkpoints.offer(holding, MortalPeers(group))
+    checkpoints.offer(state_shard, MortalPeers(group))
     checkpoints.close()
     report("closed")
 
@@ -204,7 +206,7 @@ def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: i
     touches the directory, then before the second ... until one lives. Reports what is to be read
     after each death."""
     first, second = (
-        Holding(step=step, pieces={"model.a": Piece.whole(torch.full((3, 2), value))})
+        StateShard(step=step, shards={"model.a": TensorShard.whole(torch.full((3, 2), value))})
         for step, value in ((old, 1.0), (new, 2.0))
     )
     for calls_to_live in range(200):
@@ -225,9 +227,9 @@ def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: i
             return
 
 
-def _offer(place: Path, keep: int, holding: Holding) -> None:
+def _offer(place: Path, keep: int, state_shard: StateShard) -> None:
     with Checkpoints(place, every_steps=1, keep=keep) as checkpoints:
-        checkpoints.offer(holding)
+        checkpoints.offer(state_shard)
 
 
 def _in_mortal_process(place: Path, calls_to_live: int, act: Callable[[], None]) -> int:
@@ -249,7 +251,7 @@ def _in_mortal_process(place: Path, calls_to_live: int, act: Callable[[], None])
 
 def write_where_files_cannot_grow(report: Report, directory: str) -> None:
     """The second checkpoint meets the limit of a file's size; then there is room again."""
-    model, own = bound("adamw")
+    model, own = binding("adamw")
     checkpoints = Checkpoints(directory, every_steps=1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for step in range(4):

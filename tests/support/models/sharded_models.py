@@ -10,7 +10,7 @@ from support.processes.worlds import Training
 from torch import Tensor, nn
 
 from shoal.layouts.base import LayOut
-from shoal.layouts.sharded.layout import Sharded, ShardedOptions
+from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 
 
 def deep() -> nn.Module:
@@ -172,5 +172,5 @@ def lay_out(**options: Any) -> LayOut:
     return partial(_sharded, ShardedOptions(**options))
 
 
-def _sharded(options: ShardedOptions, model: nn.Module, world: Any) -> Sharded:
-    return Sharded(model, world, options)
+def _sharded(options: ShardedOptions, model: nn.Module, world: Any) -> ShardedLayout:
+    return ShardedLayout(model, world, options)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shoal.data.batches import share
 from shoal.layouts.base import LayOut, Layout, World
-from shoal.layouts.optimizer_binding import Blueprint, Bound
-from shoal.state.shards import MODEL, Holding, Piece
+from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
+from shoal.state.shards import MODEL, StateShard, TensorShard
 
 Losses = Callable[[Any, Any], Tensor]
 _seeded = threading.Lock()
@@ -77,25 +77,25 @@ class LaidOutTraining:
         # Nobody draws a number of their own before all have made the model: threads share the
         # generator, and what restores it (a pipeline's probe, say) would disturb them.
         dist.barrier()
-        blueprint = Blueprint(model, optimizer)
-        initial = blueprint.initial().copied()
-        self.layout: Layout = lay_out(blueprint.copy(), world)
-        self.bound = Bound(blueprint, optimizer, self.layout)
-        blueprint.forget_weights()
-        self.bound.fill(self._own_part(initial))
+        meta_model = MetaModel(model, optimizer)
+        initial = meta_model.initial().copied()
+        self.layout: Layout = lay_out(meta_model.copy(), world)
+        self.binding = OptimizerBinding(meta_model, optimizer, self.layout)
+        meta_model.forget_weights()
+        self.binding.fill(self._own_part(initial))
 
-    def _own_part(self, whole: Holding) -> Holding:
-        pieces = {}
-        for name, piece in whole.pieces.items():
-            box = self.bound.needs(name, piece.shape, piece.tensor.dtype)
-            if box is not None:
-                part = piece.tensor[box.within(piece.box)]
-                pieces[name] = Piece(shape=piece.shape, box=box, tensor=part)
-        return Holding(step=0, pieces=pieces)
+    def _own_part(self, whole: StateShard) -> StateShard:
+        shards = {}
+        for name, shard in whole.shards.items():
+            chunk = self.binding.needs(name, shard.shape, shard.tensor.dtype)
+            if chunk is not None:
+                part = shard.tensor[chunk.within(shard.chunk)]
+                shards[name] = TensorShard(shape=shard.shape, chunk=chunk, tensor=part)
+        return StateShard(step=0, shards=shards)
 
     def step(self, step: int) -> None:
         training, layout = self._training, self.layout
-        self.bound.optimizer.zero_grad()
+        self.binding.optimizer.zero_grad()
         layout.begin()
         inputs, targets = training.batch(step)
         for part in range(training.accumulate):
@@ -111,17 +111,17 @@ class LaidOutTraining:
         layout.reduce()
         assert layout.synchronised()
         layout.check()
-        self.bound.optimizer.step()
+        self.binding.optimizer.step()
         layout.stepped()
 
-    def run(self) -> Holding:
+    def run(self) -> StateShard:
         """All steps; then what this rank holds, copied."""
         for step in range(self._training.num_steps):
             self.step(step)
-        return self.bound.collect(self._training.num_steps).copied()
+        return self.binding.collect(self._training.num_steps).copied()
 
 
-def train_rank(training: Training, lay_out: LayOut) -> Holding:
+def train_rank(training: Training, lay_out: LayOut) -> StateShard:
     """The body of a rank whose torch.distributed stands."""
     group = dist.group.WORLD
     assert group is not None
@@ -134,23 +134,23 @@ def train_rank(training: Training, lay_out: LayOut) -> Holding:
     return LaidOutTraining(training, lay_out, world).run()
 
 
-def assemble(holdings: Sequence[Holding]) -> dict[str, Tensor]:
+def assemble(state_shards: Sequence[StateShard]) -> dict[str, Tensor]:
     """The whole model of its pieces; fails where they contradict each other or do not cover it."""
     whole: dict[str, Tensor] = {}
-    for holding in holdings:
-        for path, piece in holding.pieces.items():
+    for state_shard in state_shards:
+        for path, shard in state_shard.shards.items():
             if not path.startswith(MODEL):
                 continue
             name = path.removeprefix(MODEL)
             if name not in whole:
-                whole[name] = torch.full(piece.shape, float("nan"), dtype=torch.float64)
+                whole[name] = torch.full(shard.shape, float("nan"), dtype=torch.float64)
             place = whole[name][
                 tuple(
                     slice(offset, offset + size)
-                    for offset, size in zip(piece.box.offsets, piece.box.sizes, strict=True)
+                    for offset, size in zip(shard.chunk.offsets, shard.chunk.sizes, strict=True)
                 )
             ]
-            given = piece.tensor.to(torch.float64)
+            given = shard.tensor.to(torch.float64)
             assert bool((place.isnan() | (place == given)).all()), f"ranks differ at {name}"
             place.copy_(given)
     for name, tensor in whole.items():

@@ -9,7 +9,7 @@ from support.processes.ranks import Report
 from support.training.rank_bodies import Run, data, loss_of, model_and_optimizer, session_of
 
 import shoal
-from shoal.backends.abortable.p2p import Awaited, Courier
+from shoal.backends.abortable.p2p import AbortableP2P, Message
 from shoal.state import transfer
 from shoal_proto.errors import DeadlineExceeded
 
@@ -107,13 +107,13 @@ def _throttle(transfer_s: float) -> None:
     """Let each message that this process sends take its share of the time of the whole state."""
     num_bytes = 4 * (6 * WIDTH + WIDTH + 2 * WIDTH * WIDTH + 2 * WIDTH)
     transfer.CHUNK_BYTES = num_bytes // NUM_CHUNKS
-    send = Courier.send
+    send = AbortableP2P.send
 
-    def slow(self: Courier, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Awaited:
+    def slow(self: AbortableP2P, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Message:
         time.sleep(transfer_s * tensors[0].nbytes / num_bytes)
         return send(self, tensors, to, tag)
 
-    Courier.send = slow  # type: ignore[method-assign]
+    AbortableP2P.send = slow  # type: ignore[method-assign]
 
 
 def refused(report: Report, run: Pausing) -> None:

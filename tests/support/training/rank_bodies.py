@@ -17,7 +17,7 @@ from support.processes.ranks import Report
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.backends.abortable.waiter import gates_in
+from shoal.backends.abortable.waiter import waiters_of
 from shoal.backends.network.gloo import GlooBackend, GlooGroup, free_retired
 from shoal.backends.process_group.interface import Seat
 from shoal.compression.gradient_exchange import GradientExchange
@@ -184,11 +184,11 @@ def freed(group: GlooGroup, process_group: dist.ProcessGroup) -> threading.Threa
     """The thread that lets the trainer go once it waits."""
 
     def free() -> None:
-        while not any(gates.waits for gates in gates_in(process_group)):
+        while not any(waiters.is_waiting for waiters in waiters_of(process_group)):
             time.sleep(0.01)
         group.keep_for_ever()
-        for gates in gates_in(process_group):
-            gates.give_up("test")
+        for waiters in waiters_of(process_group):
+            waiters.abort("test")
 
     thread = threading.Thread(target=free)
     thread.start()
@@ -228,7 +228,7 @@ def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
     group = _group(path, rank, 2)
     process_group = group.open()
     near = Neighbours(process_group, torch.device("cpu"))
-    near.courier.broadcast(torch.ones(1), 0)
+    near.p2p.broadcast(torch.ones(1), 0)
     if rank == 1:
         report("going")
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -241,7 +241,7 @@ def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
     except RuntimeError as error:
         report("freed", recognised=GlooBackend().is_failure(error))
     thread.join()
-    near.courier.close()
+    near.p2p.close()
     group.retire()
     report("retired")
 

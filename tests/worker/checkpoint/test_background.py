@@ -5,7 +5,7 @@ import threading
 import pytest
 from support.models.checkpoint_world import (
     Table,
-    bound,
+    binding,
     collected,
     cut,
     differences,
@@ -19,7 +19,7 @@ from support.oracles.plain_torch import train
 import shoal
 from shoal.checkpoint.background import Checkpoints
 from shoal.checkpoint.reading import everything, read
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, InvalidSpec
 
 
@@ -38,9 +38,9 @@ class Gate:
         return [message]
 
 
-def at(step, holding=None):
-    given = holding or trained("sgd", 2)
-    return Holding(step=step, pieces=given.pieces, values=given.values)
+def at(step, state_shard=None):
+    given = state_shard or trained("sgd", 2)
+    return StateShard(step=step, shards=given.shards, values=given.values)
 
 
 def steps_in(directory):
@@ -64,13 +64,13 @@ def test_settings_below_one_are_refused(tmp_path, setting):
 
 def test_what_is_written_is_the_state_of_the_offer(tmp_path):
     """Training goes on in the same memory before anything is written."""
-    model, own = bound("adamw")
+    model, own = binding("adamw")
     train(model, own.optimizer, range(2))
     offered = collected(model, own, 2)
     gate = Gate()
     checkpoints = Checkpoints(tmp_path, every_steps=1)
     values = {**own.collect(2).values, "tied": offered.values["tied"]}
-    checkpoints.offer(Holding(step=2, pieces=own.collect(2).pieces, values=values), gate)
+    checkpoints.offer(StateShard(step=2, shards=own.collect(2).shards, values=values), gate)
     train(model, own.optimizer, range(2, 4))
     gate.opened.set()
     checkpoints.close()
@@ -78,7 +78,7 @@ def test_what_is_written_is_the_state_of_the_offer(tmp_path):
 
 
 def test_training_with_checkpoints_ends_where_training_without_does(tmp_path):
-    model, own = bound("adamw")
+    model, own = binding("adamw")
     with Checkpoints(tmp_path, every_steps=2) as checkpoints:
         for step in range(6):
             train(model, own.optimizer, range(step, step + 1))

@@ -15,8 +15,8 @@ def written(tmp_path_factory):
     """What a process in which Shoal cannot be imported made of checkpoints of three ranks."""
     place = tmp_path_factory.mktemp("plain")
     for name in plain_torch.OPTIMIZERS:
-        holdings = [cut(trained(name, 3), 0, rank, 3) for rank in range(3)]
-        assert write_on_all(place / name, holdings) == [None] * 3
+        state_shards = [cut(trained(name, 3), 0, rank, 3) for rank in range(3)]
+        assert write_on_all(place / name, state_shards) == [None] * 3
     written = place / "written"
     written.mkdir()
     script = Path(plain_torch.__file__)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from support.models.checkpoint_world import (
-    bound,
+    binding,
     cut,
     differences,
     needs_cut,
@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from shoal.checkpoint import names
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
-from shoal.state.shards import Box
+from shoal.state.shards import Chunk
 from shoal_proto.errors import (
     ChecksumMismatch,
     DtypeMismatch,
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_one_world_size_is_read_by_another(whole, by_rows_on_fou
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path, optimizer_name):
     write(tmp_path / "one", trained(optimizer_name, 3))
-    model, own = bound(optimizer_name, seed=9)
+    model, own = binding(optimizer_name, seed=9)
     own.fill(read(tmp_path / "one", own.needs))
     train(model, own.optimizer, range(3, 6))
     assert differences(own.collect(6), trained(optimizer_name, 6)) == []
@@ -78,14 +78,14 @@ def test_a_rank_reads_no_more_than_the_parts_it_needs(damaged, whole):
         file = damaged / f"__{rank}_0.distcp"
         file.write_bytes(bytes(file.stat().st_size))
     name = "model.first.weight"
-    part = cut(whole, 0, 0, 4).pieces[name]
+    part = cut(whole, 0, 0, 4).shards[name]
 
     def needs(asked, shape, dtype):
-        return part.box if asked == name else None
+        return part.chunk if asked == name else None
 
     found = read(damaged, needs)
-    assert list(found.pieces) == [name]
-    assert torch.equal(found.pieces[name].tensor, part.tensor)
+    assert list(found.shards) == [name]
+    assert torch.equal(found.shards[name].tensor, part.tensor)
 
 
 # --- what plain torch wrote ---
@@ -96,10 +96,10 @@ def test_what_plain_torch_wrote_is_read(tmp_path, optimizer_name):
     model, optimizer = make(optimizer_name)
     train(model, optimizer, range(3))
     save(tmp_path / "torch", model, optimizer, step=3)
-    ours, own = bound(optimizer_name, seed=9)
-    holding = read(tmp_path / "torch", own.needs)
-    assert holding.step == 3
-    own.fill(holding)
+    ours, own = binding(optimizer_name, seed=9)
+    state_shard = read(tmp_path / "torch", own.needs)
+    assert state_shard.step == 3
+    own.fill(state_shard)
     for either, its_optimizer in ((model, optimizer), (ours, own.optimizer)):
         train(either, its_optimizer, range(3, 6))
     state = ours.state_dict()
@@ -110,9 +110,9 @@ def test_what_plain_torch_wrote_is_read(tmp_path, optimizer_name):
 def test_a_model_alone_is_read_too(tmp_path):
     model, _ = make("sgd")
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
-    holding = read(tmp_path / "torch", everything)
-    assert (holding.step, holding.values) == (0, {})
-    assert holding.pieces.keys() == {f"model.{name}" for name in model.state_dict()}
+    state_shard = read(tmp_path / "torch", everything)
+    assert (state_shard.step, state_shard.values) == (0, {})
+    assert state_shard.shards.keys() == {f"model.{name}" for name in model.state_dict()}
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_another_model_is_refused_by_name(tmp_path, change, error):
     state = dict(make("sgd")[0].state_dict())
     change(state)
     dcp.save({"model": state}, checkpoint_id=tmp_path / "torch", no_dist=True)
-    _, own = bound("sgd")
+    _, own = binding("sgd")
     with pytest.raises(error, match=r"last\.bias"):
         own.fill(read(tmp_path / "torch", own.needs))
 
@@ -187,7 +187,7 @@ def test_a_single_changed_bit_is_noticed(damaged, whole):
     """torch.load does not notice."""
     file = damaged / "__1_0.distcp"
     content = bytearray(file.read_bytes())
-    part = cut(whole, 0, 1, 4).pieces["model.first.weight"].tensor
+    part = cut(whole, 0, 1, 4).shards["model.first.weight"].tensor
     content[content.index(part.numpy().tobytes())] ^= 1
     file.write_bytes(content)
     with pytest.raises(ChecksumMismatch, match="has changed since it was written") as raised:
@@ -253,4 +253,4 @@ def test_shoals_own_entry_is_json_for_everybody(by_rows_on_four, whole):
 
 def test_a_box_beyond_the_tensor_is_refused(by_rows_on_four):
     with pytest.raises(MalformedMessage, match="does not hold all of"):
-        read(by_rows_on_four, lambda *_: Box(offsets=(0, 0), sizes=(100, 6)))
+        read(by_rows_on_four, lambda *_: Chunk(offsets=(0, 0), sizes=(100, 6)))

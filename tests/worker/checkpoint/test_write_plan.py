@@ -4,13 +4,15 @@ import pytest
 import torch
 
 from shoal.checkpoint import write_plan as module
-from shoal.checkpoint.write_plan import Outline, from_json, shares, to_json
-from shoal.state.shards import Box
+from shoal.checkpoint.write_plan import PlannedChunk, from_json, plan_writes, to_json
+from shoal.state.shards import Chunk
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 
 def outline(offsets, sizes, shape=(4, 6), name="model.w", dtype=torch.float32):
-    return Outline(name=name, shape=shape, dtype=dtype, box=Box(offsets=offsets, sizes=sizes))
+    return PlannedChunk(
+        name=name, shape=shape, dtype=dtype, chunk=Chunk(offsets=offsets, sizes=sizes)
+    )
 
 
 WHOLE = outline((0, 0), (4, 6))
@@ -37,7 +39,7 @@ NOTHING = outline((4, 0), (0, 6))
     ],
 )
 def test_each_element_is_written_once_by_the_lowest_rank_that_holds_it(held, written):
-    assert shares(held) == written
+    assert plan_writes(held) == written
 
 
 @pytest.mark.parametrize(
@@ -53,20 +55,20 @@ def test_each_element_is_written_once_by_the_lowest_rank_that_holds_it(held, wri
 )
 def test_ranks_that_do_not_hold_one_whole_state_are_refused(held, error, reason):
     with pytest.raises(error, match=reason):
-        shares(held)
+        plan_writes(held)
 
 
 def test_a_tensor_that_somebody_knows_of_and_nobody_holds_is_missed():
     with pytest.raises(InvalidSpec, match=r"no rank holds any of model\.lost"):
-        shares([[TOP], [BOTTOM]], known={"model.w", "model.lost"})
+        plan_writes([[TOP], [BOTTOM]], known={"model.w", "model.lost"})
 
 
 def test_long_boxes_are_cut_by_rows_and_stay_whole(monkeypatch):
     monkeypatch.setattr(module, "CHUNK_BYTES", 100)
     lower = outline((3, 0), (7, 6), shape=(10, 6))
-    [first, second] = shares([[outline((0, 0), (3, 6), shape=(10, 6))], [lower]])
-    assert [chunk.box.sizes for chunk in first] == [(3, 6)]
-    assert [(chunk.box.offsets, chunk.box.sizes) for chunk in second] == [
+    [first, second] = plan_writes([[outline((0, 0), (3, 6), shape=(10, 6))], [lower]])
+    assert [chunk.chunk.sizes for chunk in first] == [(3, 6)]
+    assert [(chunk.chunk.offsets, chunk.chunk.sizes) for chunk in second] == [
         ((3, 0), (4, 6)),
         ((7, 0), (3, 6)),
     ]

@@ -14,18 +14,20 @@ from support.models.checkpoint_world import (
     write_on_all,
 )
 
-from shoal.checkpoint import write_plan as shares
+from shoal.checkpoint import write_plan
 from shoal.checkpoint.reading import everything, read
 from shoal.checkpoint.writing import write
-from shoal.state.shards import Box, Holding, Piece
+from shoal.state.shards import Chunk, StateShard, TensorShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
 # DCP says so of every single process.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-def changed(holding, **pieces):
-    return Holding(step=holding.step, pieces={**holding.pieces, **pieces}, values=holding.values)
+def changed(state_shard, **shards):
+    return StateShard(
+        step=state_shard.step, shards={**state_shard.shards, **shards}, values=state_shard.values
+    )
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -48,7 +50,7 @@ def test_replicas_write_once(tmp_path):
 
 def test_long_tensors_are_written_in_chunks(tmp_path, monkeypatch):
     """What a reader must have in memory beside the part that it needs is bounded."""
-    monkeypatch.setattr(shares, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(write_plan, "CHUNK_BYTES", 64)
     whole = trained("adamw")
     assert (
         write_on_all(tmp_path / "two", [cut(whole, 1, rank, 2) for rank in range(2)]) == [None] * 2
@@ -66,12 +68,12 @@ def test_numbers_of_an_optimizer_stay_numbers(tmp_path):
         "optim.last.weight/decay#float": torch.tensor(0.1, dtype=torch.float64),
         "optim.last.weight/seen#bool": torch.tensor(True),
     }
-    pieces = {name: Piece.whole(tensor) for name, tensor in numbers.items()}
-    write(tmp_path / "one", changed(whole, **pieces))
+    shards = {name: TensorShard.whole(tensor) for name, tensor in numbers.items()}
+    write(tmp_path / "one", changed(whole, **shards))
     found = read(tmp_path / "one", everything)
     for name, tensor in numbers.items():
-        assert torch.equal(found.pieces[name].tensor, tensor), name
-        assert found.pieces[name].tensor.dtype == tensor.dtype, name
+        assert torch.equal(found.shards[name].tensor, tensor), name
+        assert found.shards[name].tensor.dtype == tensor.dtype, name
     state = {"optim": {"state": {"last.weight": dict.fromkeys(("count", "decay", "seen"))}}}
     dcp.load(state, checkpoint_id=tmp_path / "one", no_dist=True)
     assert state["optim"]["state"]["last.weight"] == {
@@ -83,11 +85,11 @@ def test_numbers_of_an_optimizer_stay_numbers(tmp_path):
 
 def test_a_rank_that_fails_fails_on_all_and_leaves_nothing(tmp_path):
     whole = trained("sgd")
-    holdings = [cut(whole, 0, rank, 3) for rank in range(3)]
-    given = holdings[1].pieces["model.first.weight"]
-    unreadable = Piece(shape=given.shape, box=given.box, tensor=given.tensor.to("meta"))
-    holdings[1] = changed(holdings[1], **{"model.first.weight": unreadable})
-    errors = write_on_all(tmp_path / "three", holdings)
+    state_shards = [cut(whole, 0, rank, 3) for rank in range(3)]
+    given = state_shards[1].shards["model.first.weight"]
+    unreadable = TensorShard(shape=given.shape, chunk=given.chunk, tensor=given.tensor.to("meta"))
+    state_shards[1] = changed(state_shards[1], **{"model.first.weight": unreadable})
+    errors = write_on_all(tmp_path / "three", state_shards)
     assert [type(error) for error in errors] == [CheckpointFailed] * 3
     assert len({str(error) for error in errors}) == 1
     assert "rank 1" in str(errors[0])
@@ -145,7 +147,7 @@ def test_a_lost_rank_breaks_the_generation_and_publishes_nothing(tmp_path):
 
 
 def test_a_tensor_without_elements_is_in_it(tmp_path):
-    empty = Piece.whole(torch.zeros(0, 3))
-    write(tmp_path / "one", Holding(step=1, pieces={"model.none": empty}))
-    found = read(tmp_path / "one", everything).pieces["model.none"]
-    assert (found.shape, found.box) == ((0, 3), Box.whole((0, 3)))
+    empty = TensorShard.whole(torch.zeros(0, 3))
+    write(tmp_path / "one", StateShard(step=1, shards={"model.none": empty}))
+    found = read(tmp_path / "one", everything).shards["model.none"]
+    assert (found.shape, found.chunk) == ((0, 3), Chunk.whole((0, 3)))

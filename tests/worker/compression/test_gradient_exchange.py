@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import shoal
-from shoal.strategies.synchronous.buffer_snapshot import BufferMemory
+from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
 from shoal_proto.errors import NonFiniteGradient
 
 
@@ -43,7 +43,7 @@ def test_one_rank_names_the_parameter_whose_gradient_is_not_finite() -> None:
 
 def test_buffers_are_given_back_what_they_held_when_the_step_began() -> None:
     """Also one that a module was given after the first step."""
-    memory, model = BufferMemory(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    memory, model = BufferSnapshot(), nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     memory.keep(model)
     memory.clear()
     model[1].register_buffer("late", torch.zeros(1))

@@ -17,12 +17,12 @@ from shoal.layouts.base import Layout, World
 from shoal.layouts.gradients import clip
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
-from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal.strategies.layout.tensor import TensorParallel
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 STEP = 4
-ARRANGEMENTS: dict[str, tuple[int, LaidOut]] = {
+ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
     "tensor": (2, TensorParallel(min_split_bytes=0)),
     "pipeline": (3, Pipeline(microbatches=2)),
     "stages and copies": (4, Hybrid(pipeline=2, data=2, tensor=1, microbatches=2)),
@@ -31,7 +31,7 @@ ARRANGEMENTS: dict[str, tuple[int, LaidOut]] = {
 }
 
 
-def after_backward(strategy: LaidOut, model: Any = models.gpt) -> Layout:
+def after_backward(strategy: LayoutStrategy, model: Any = models.gpt) -> Layout:
     """The layout of this rank, which has its own gradients of a step."""
     group = dist.group.WORLD
     assert group is not None
@@ -71,7 +71,7 @@ def told(layout: Layout) -> str:
     return ""
 
 
-def one_fault(strategy: LaidOut, faulty: int, *, clips: bool) -> str:
+def one_fault(strategy: LayoutStrategy, faulty: int, *, clips: bool) -> str:
     """Rank `faulty` has an infinity in the last of its gradients."""
     layout = after_backward(strategy)
     if dist.get_rank() == faulty:
@@ -98,7 +98,7 @@ def test_a_fault_of_any_rank_is_told_to_all(name: str, clips: bool) -> None:
         assert all(f"rank {faulty} is not finite" in each for each in others)
 
 
-def messages(strategy: LaidOut, *, clips: bool) -> tuple[str, int]:
+def messages(strategy: LayoutStrategy, *, clips: bool) -> tuple[str, int]:
     layout = after_backward(strategy)
     layout.reduce()
     reset_counts()
@@ -118,7 +118,7 @@ def test_all_ranks_are_asked_by_one_message_also_where_gradients_are_clipped(
     assert shoal.run_in_memory(body, world_size) == [("", 1)] * world_size
 
 
-def too_large_together(strategy: LaidOut, shared: str) -> str:
+def too_large_together(strategy: LayoutStrategy, shared: str) -> str:
     """Two ranks have finite gradients whose sum is not."""
     layout = after_backward(strategy, models.tied_gpt)
     if shared in layout.parameters:

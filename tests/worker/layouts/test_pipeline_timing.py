@@ -10,8 +10,8 @@ from torch import nn
 
 import shoal
 from shoal.layouts.base import World
-from shoal.layouts.pipeline.layer_profiler import Clockwork, measured
-from shoal.layouts.pipeline.stage_splitter import Cutter
+from shoal.layouts.pipeline.layer_profiler import LayerProfiler, measured
+from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal.strategies.layout.pipeline import Pipeline
 from shoal_proto.errors import InvalidSpec
 
@@ -39,7 +39,7 @@ def on_meta(model: nn.Module) -> nn.Module:
 )
 def test_each_layer_has_a_time_and_the_model_stays_as_it_was(make, data):
     model = on_meta(make())
-    outline = Cutter().outline(model, 1)
+    outline = StageSplitter().outline(model, 1)
     costs = measured(model, outline, data(), torch.device("cpu"))
     assert len(costs) == len(outline.segments)
     assert all(cost > 0 for cost in costs)
@@ -57,9 +57,9 @@ def test_the_first_ranks_times_hold_for_all_and_are_kept():
             group=group,
         )
         model = on_meta(lopsided())
-        outline = Cutter().outline(model, 3)
-        clockwork = Clockwork(torch.randn(2, 4))
-        return [clockwork.costs(model, outline, world) for _ in range(2)]
+        outline = StageSplitter().outline(model, 3)
+        profiler = LayerProfiler(torch.randn(2, 4))
+        return [profiler.costs(model, outline, world) for _ in range(2)]
 
     first, *others = shoal.run_in_memory(body, 3)
     assert first[0] == first[1]
@@ -67,10 +67,10 @@ def test_the_first_ranks_times_hold_for_all_and_are_kept():
 
 
 def test_a_small_slow_layer_weighs_by_its_time_and_not_by_its_bytes():
-    cutter = Cutter()
-    outline = cutter.outline(on_meta(lopsided()), 2)
-    assert cutter.stage_of(outline, 2) == [0, 0, 1, 1]
-    assert cutter.stage_of(outline, 2, [900, 10, 20, 10]) == [0, 1, 1, 1]
+    splitter = StageSplitter()
+    outline = splitter.outline(on_meta(lopsided()), 2)
+    assert splitter.stage_of(outline, 2) == [0, 0, 1, 1]
+    assert splitter.stage_of(outline, 2, [900, 10, 20, 10]) == [0, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.base import World
 from shoal.layouts.gradients import clip
-from shoal.layouts.replicated import Replicated, Zero1, lay_in_one_piece, partition
-from shoal.state.shards import MODEL, OPTIM, Holding
+from shoal.layouts.replicated import ReplicatedLayout, Zero1Layout, lay_in_one_piece, partition
+from shoal.state.shards import MODEL, OPTIM, StateShard
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 
 TOLERANCE = 1e-5
@@ -106,8 +106,8 @@ def training_of(optimizer: str = "sgd", **changes: Any) -> Training:
     return Training(**(settings | changes))
 
 
-def check_equal(holdings: list[Holding], training: Training) -> None:
-    ours, theirs = assemble(holdings), one_process(training)
+def check_equal(state_shards: list[StateShard], training: Training) -> None:
+    ours, theirs = assemble(state_shards), one_process(training)
     # A tied parameter is held once; in a state_dict it is there under both its names.
     theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
     assert largest_difference(ours, theirs) < TOLERANCE
@@ -119,44 +119,46 @@ def check_equal(holdings: list[Holding], training: Training) -> None:
 def test_equal_to_one_process(optimizer: str, world_size: int) -> None:
     """Batches of 7 divide by no number of ranks."""
     training = training_of(optimizer, num_steps=50)
-    check_equal(run_in_memory(train_rank, world_size, training, Zero1), training)
+    check_equal(run_in_memory(train_rank, world_size, training, Zero1Layout), training)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_replicated_equal_to_one_process(world_size: int) -> None:
     """The plain data-parallel layout."""
     training = training_of("adamw", accumulate=2)
-    check_equal(run_in_memory(train_rank, world_size, training, Replicated), training)
+    check_equal(run_in_memory(train_rank, world_size, training, ReplicatedLayout), training)
 
 
 def test_accumulated_gradients_count_once_a_step() -> None:
     """Two backward passes, then one step: what other ranks own must not add up over steps."""
     training = training_of("adamw", accumulate=2)
-    check_equal(run_in_memory(train_rank, 3, training, Zero1), training)
+    check_equal(run_in_memory(train_rank, 3, training, Zero1Layout), training)
 
 
 def test_ranks_that_own_nothing_take_part() -> None:
     """Five ranks, four parameters."""
     training = training_of("sgd", model=TwoDtypes, num_steps=10)
-    holdings = run_in_memory(train_rank, 5, training, Zero1)
-    owning = [any(name.startswith(OPTIM) for name in holding.pieces) for holding in holdings]
+    state_shards = run_in_memory(train_rank, 5, training, Zero1Layout)
+    owning = [
+        any(name.startswith(OPTIM) for name in state_shard.shards) for state_shard in state_shards
+    ]
     assert sorted(owning) == [False, False, True, True, True]
-    check_equal(holdings, training)
+    check_equal(state_shards, training)
 
 
 def test_dtypes_may_be_mixed() -> None:
     """They share an owner's memory."""
     training = training_of("adamw", model=TwoDtypes)
-    check_equal(run_in_memory(train_rank, 2, training, Zero1), training)
+    check_equal(run_in_memory(train_rank, 2, training, Zero1Layout), training)
 
 
 def test_a_parameter_without_gradient_stays_if_that_is_meant() -> None:
     """And is otherwise noticed: its bucket is never complete."""
     training = training_of(model=HalfUsed, num_steps=10)
-    lay_out = partial(Zero1, find_unused_parameters=True)
+    lay_out = partial(Zero1Layout, find_unused_parameters=True)
     check_equal(run_in_memory(train_rank, 3, training, lay_out), training)
     with pytest.raises((AssertionError, RuntimeError)):
-        run_in_memory(train_rank, 2, training, Zero1)
+        run_in_memory(train_rank, 2, training, Zero1Layout)
 
 
 def on_this_rank(training: Training, num_steps: int) -> LaidOutTraining:
@@ -165,7 +167,7 @@ def on_this_rank(training: Training, num_steps: int) -> LaidOutTraining:
     assert group is not None
     cpu = torch.device("cpu")
     world = World(rank=dist.get_rank(), world_size=dist.get_world_size(), device=cpu, group=group)
-    rank = LaidOutTraining(training, Zero1, world)
+    rank = LaidOutTraining(training, Zero1Layout, world)
     for step in range(num_steps):
         rank.step(step)
     return rank
@@ -174,7 +176,7 @@ def on_this_rank(training: Training, num_steps: int) -> LaidOutTraining:
 def state_bytes(training: Training) -> tuple[int, int]:
     """(bytes of the optimizer's state, bytes of the gradients left) on this rank after 3 steps."""
     rank = on_this_rank(training, 3)
-    state = rank.bound.optimizer.state.values()
+    state = rank.binding.optimizer.state.values()
     slots = [t for s in state for t in s.values() if isinstance(t, Tensor) and t.ndim]
     held = rank.layout.held.values()
     gradients = [t.grad for t in held if isinstance(t, nn.Parameter) and t.grad is not None]
@@ -207,7 +209,7 @@ def clipped_norms(training: Training) -> list[float]:
     """The norm of all gradients in each of three steps, clipped."""
     rank = on_this_rank(training, 0)
     norms: list[float] = []
-    rank.bound.optimizer.register_step_pre_hook(
+    rank.binding.optimizer.register_step_pre_hook(
         lambda *_: norms.append(float(clip(rank.layout, 0.01)))
     )
     for step in range(3):
@@ -317,4 +319,4 @@ def test_one_piece_of_memory_keeps_values_apart_and_their_order() -> None:
 def test_a_bucket_has_a_size() -> None:
     """Zero megabytes are none."""
     with pytest.raises(InvalidSpec, match="bucket_mb"):
-        run_in_memory(train_rank, 1, training_of(), partial(Zero1, bucket_mb=0))
+        run_in_memory(train_rank, 1, training_of(), partial(Zero1Layout, bucket_mb=0))

@@ -10,7 +10,7 @@ from support.training.rank_bodies import Run
 
 import shoal
 from shoal.membership import validators
-from shoal.membership.validators import Judges, validators_of
+from shoal.membership.validators import ValidatorSet, validators_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, ProposalConflict
 from shoal_proto.v1 import membership_pb2 as pb
@@ -43,8 +43,8 @@ def accepts(roster: shoal.Roster) -> None:
     return None
 
 
-def judge(function: validators.Validator, limit_s: float = LIMIT_S) -> list[pb.Rejection]:
-    return Judges({"mine": function}, "a").judge(ROSTER, limit_s)
+def rejections(function: validators.Validator, limit_s: float = LIMIT_S) -> list[pb.Rejection]:
+    return ValidatorSet({"mine": function}, "a").rejections(ROSTER, limit_s)
 
 
 def test_a_validator_sees_the_roster_and_what_it_rejects_is_told_under_its_name() -> None:
@@ -56,7 +56,7 @@ def test_a_validator_sees_the_roster_and_what_it_rejects_is_told_under_its_name(
         return shoal.Reject(seen="1 GB", expected="10 GB", fix="Clear /scratch.")
 
     answer = pb.Rejection(field="mine", seen="1 GB", expected="10 GB (Clear /scratch.)")
-    assert judge(rejects) == [answer]
+    assert rejections(rejects) == [answer]
     (roster,) = seen
     assert (roster.generation, roster.step, roster.planned) == (3, 7, True)
     assert (roster.world_size, roster.rank, roster.own.member_id) == (2, 0, "a")
@@ -68,7 +68,7 @@ def test_a_validator_sees_the_roster_and_what_it_rejects_is_told_under_its_name(
     assert roster.fields["strategy"] == "ddp"
     with pytest.raises(TypeError):
         roster.fields["strategy"] = "other"  # type: ignore[index]
-    assert judge(accepts) == []
+    assert rejections(accepts) == []
 
 
 def test_a_validator_that_raises_or_returns_something_else_rejects() -> None:
@@ -80,9 +80,9 @@ def test_a_validator_that_raises_or_returns_something_else_rejects() -> None:
     def exits(roster: shoal.Roster) -> None:
         raise SystemExit(3)
 
-    assert judge(raises)[0].seen == "KeyError: 'scratch'"
-    assert judge(exits)[0].seen == "SystemExit: 3"
-    assert "returned False" in judge(lambda roster: False)[0].seen  # type: ignore[arg-type,return-value]
+    assert rejections(raises)[0].seen == "KeyError: 'scratch'"
+    assert rejections(exits)[0].seen == "SystemExit: 3"
+    assert "returned False" in rejections(lambda roster: False)[0].seen  # type: ignore[arg-type,return-value]
 
 
 def test_a_validator_that_does_not_end_rejects_in_time_and_is_asked_no_more() -> None:
@@ -96,11 +96,11 @@ def test_a_validator_that_does_not_end_rejects_in_time_and_is_asked_no_more() ->
     def rejects(roster: shoal.Roster) -> shoal.Reject:
         return shoal.Reject(seen="bad")
 
-    judges = Judges({"b-hangs": hangs, "a-rejects": rejects}, "a")
-    answers = {r.field: r.seen for r in judges.judge(ROSTER, 1.0)}
+    judges = ValidatorSet({"b-hangs": hangs, "a-rejects": rejects}, "a")
+    answers = {r.field: r.seen for r in judges.rejections(ROSTER, 1.0)}
     assert answers["b-hangs"] == "no verdict after 1 s"
     assert answers["a-rejects"] == "bad"
-    (again,) = judges.judge(ROSTER, LIMIT_S)
+    (again,) = judges.rejections(ROSTER, LIMIT_S)
     assert (again.field, again.seen) == ("b-hangs", "still at work on generation 3")
     assert len(asked) == 1
     end.set()
@@ -111,7 +111,7 @@ def test_a_name_is_one_validators() -> None:
     shoal.validator("scratch")(accepts)
     assert shoal.validator("scratch")(accepts) is accepts
     with pytest.raises(InvalidSpec, match=r"two validators have the name 'scratch'.*accepts"):
-        shoal.validator("scratch")(judge)  # type: ignore[type-var]
+        shoal.validator("scratch")(rejections)  # type: ignore[type-var]
     with pytest.raises(InvalidSpec, match="'a,b'"):
         shoal.validator("a,b")
 

@@ -8,7 +8,7 @@ from support.models import tied_models
 from torch import Tensor, nn
 
 from shoal.layouts.base import materialise
-from shoal.layouts.optimizer_binding import Blueprint
+from shoal.layouts.optimizer_binding import MetaModel
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied, under_all_names
 from shoal.state.whole_model import on_host
 from shoal_proto.errors import InvalidSpec
@@ -29,15 +29,15 @@ def test_first_and_further_names_are_together_those_of_the_state_dict() -> None:
 def test_copies_without_weights_are_tied_like_the_model_each_time() -> None:
     """A session makes one in each generation; the model's own weights are gone by then."""
     model, optimizer = tied_models.knotted(0)
-    blueprint = Blueprint(model, optimizer)
+    meta_model = MetaModel(model, optimizer)
     for _ in range(2):
-        copied = blueprint.copy()
+        copied = meta_model.copy()
         assert tied(copied) == tied_models.TIES
         materialise(copied, torch.device("cpu"))
         assert tied(copied) == tied_models.TIES
         held, own = copied.state_dict(), model.state_dict()
         assert torch.equal(held["two_names.behind"], own["two_names.behind"])
-        blueprint.forget_weights()
+        meta_model.forget_weights()
         assert tied(model) == tied_models.TIES
 
 

@@ -18,7 +18,7 @@ from shoal.layouts.base import World
 from shoal.planning.figures import Plan
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal.strategies.layout.pipeline import Pipeline
-from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal.strategies.layout.tensor import TensorParallel
 from shoal_proto.errors import InvalidSpec
 
@@ -54,7 +54,7 @@ def memory(tensors: Iterable[Tensor]) -> int:
     return sum(storages.values())
 
 
-def measured(done: Training, strategy: LaidOut) -> dict[str, Any]:
+def measured(done: Training, strategy: LayoutStrategy) -> dict[str, Any]:
     """Bytes that a rank holds when the optimizer steps, and what that step moves."""
     group = dist.group.WORLD
     assert group is not None
@@ -75,13 +75,13 @@ def measured(done: Training, strategy: LaidOut) -> dict[str, Any]:
         held["gradients"] = memory(p.grad for p in parameters if p.grad is not None)
         held["optimizer"] = memory(v for v in state if isinstance(v, Tensor))
 
-    trained.bound.optimizer.register_step_pre_hook(look)
+    trained.binding.optimizer.register_step_pre_hook(look)
     reset_counts()
     trained.step(1)
     return held | {"moved": {kind: tuple(c) for kind, c in counts().items() if c.bytes}}
 
 
-def check(done: Training, strategy: LaidOut, world_size: int) -> Plan:
+def check(done: Training, strategy: LayoutStrategy, world_size: int) -> Plan:
     whole, optimizer = done.build()
     plan = shoal.plan(
         whole, strategy, world_size=world_size, optimizer=optimizer, inputs=done.batch(1)[0]

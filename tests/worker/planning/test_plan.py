@@ -28,8 +28,8 @@ import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.backends.process_group.collectives import Count, counts, reset_counts
 from shoal.layouts.base import World
-from shoal.layouts.replicated import Replicated
-from shoal.layouts.sharded.layout import Sharded
+from shoal.layouts.replicated import ReplicatedLayout
+from shoal.layouts.sharded.layout import ShardedLayout
 from shoal.planning.figures import GroupFigures, Plan
 from shoal.planning.table import fold
 from shoal.strategies.base import Strategy
@@ -72,7 +72,7 @@ def memory(tensors: Iterable[Tensor]) -> int:
 class Watch:
     """Looks at gathered parameters while layers compute, and at gradients as they are reduced."""
 
-    def __init__(self, layout: Sharded) -> None:
+    def __init__(self, layout: ShardedLayout) -> None:
         self._layout = layout
         self.gathered_peak = self.gradients_peak = 0
         for module in layout.module.modules():
@@ -134,7 +134,7 @@ class Gradients:
 
 def lay_out(strategy: Any, model: nn.Module, world: World) -> Any:
     if isinstance(strategy, DDP):
-        return Replicated(
+        return ReplicatedLayout(
             model,
             world,
             bucket_mb=strategy._bucket_mb,
@@ -154,11 +154,11 @@ def measure(training: Training, kind: type[Any], options: dict[str, Any]) -> Mea
     layout = trained.layout
     trained.step(0)
     trained.step(1)
-    watch = Watch(layout) if isinstance(layout, Sharded) else None
+    watch = Watch(layout) if isinstance(layout, ShardedLayout) else None
     gradients = Gradients(layout)
     reset_counts()
     trained.step(2)
-    state = [v for each in trained.bound.optimizer.state.values() for v in each.values()]
+    state = [v for each in trained.binding.optimizer.state.values() for v in each.values()]
     parameters = memory(layout.plain.parameters())
     return Measured(
         parameters=parameters,

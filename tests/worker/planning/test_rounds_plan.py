@@ -30,7 +30,7 @@ def trained(training: Training, kind: type[LocalSGD]) -> dict[str, Any]:
     strategy.distribute(model, optimizer)
     # As in a generation of members that all have the same state.
     strategy._process_group = dist.group.WORLD
-    strategy._rounds.agree(0)
+    strategy._outer_loop.agree(0)
     moved = []
     for step in range(2 * EVERY_STEPS):
         reset_counts()
@@ -39,7 +39,7 @@ def trained(training: Training, kind: type[LocalSGD]) -> dict[str, Any]:
         strategy.forward_backward(inputs, targets, training.loss, 1.0)
         strategy.end_step(lambda: None)
         moved.append(counts())
-    rounds = strategy._rounds
+    rounds = strategy._outer_loop
     return {
         "parameters": memory(model.parameters()),
         "gradients": memory(p.grad for p in model.parameters() if p.grad is not None),

@@ -22,7 +22,7 @@ from shoal.state.inventory import (
     to_json,
     unpack,
 )
-from shoal.state.shards import Box, Holding, Piece
+from shoal.state.shards import Chunk, StateShard, TensorShard
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 W = "model.w"
@@ -36,7 +36,7 @@ def announced(draw: st.DrawFn) -> Inventory:
     metas = {name: Meta(draw(extents), draw(dtypes)) for name in names}
     listings = []
     for step in draw(st.lists(st.integers(0, 1 << 40), max_size=3)):
-        boxes = {}
+        chunks = {}
         for name, meta in metas.items():
             offsets = tuple(draw(st.integers(0, extent - 1)) for extent in meta.shape)
             sizes = tuple(
@@ -44,10 +44,10 @@ def announced(draw: st.DrawFn) -> Inventory:
                 for offset, extent in zip(offsets, meta.shape, strict=True)
             )
             if draw(st.booleans()):
-                boxes[name] = Box(offsets=offsets, sizes=sizes)
-        elsewhere = frozenset(draw(st.lists(st.text(max_size=4), max_size=2))) - boxes.keys()
+                chunks[name] = Chunk(offsets=offsets, sizes=sizes)
+        elsewhere = frozenset(draw(st.lists(st.text(max_size=4), max_size=2))) - chunks.keys()
         values: dict[str, Any] = {"groups": [{"lr": draw(st.floats(allow_nan=False))}, None]}
-        listings.append(Listing(step=step, boxes=boxes, values=values, elsewhere=elsewhere))
+        listings.append(Listing(step=step, chunks=chunks, values=values, elsewhere=elsewhere))
     return Inventory(metas=metas, listings=listings)
 
 
@@ -60,18 +60,20 @@ def test_an_inventory_arrives_as_it_was_sent(sent: Inventory) -> None:
 
 def test_what_is_announced_of_holdings() -> None:
     """Empty boxes are not; scalars are."""
-    pieces = {
-        W: Piece(
-            shape=(4, 3), box=Box(offsets=(1, 0), sizes=(2, 3)), tensor=torch.zeros(2, 3).half()
+    shards = {
+        W: TensorShard(
+            shape=(4, 3), chunk=Chunk(offsets=(1, 0), sizes=(2, 3)), tensor=torch.zeros(2, 3).half()
         ),
-        "model.none": Piece(shape=(4,), box=Box(offsets=(4,), sizes=(0,)), tensor=torch.zeros(0)),
-        "optim.w/step": Piece.whole(torch.tensor(3)),
+        "model.none": TensorShard(
+            shape=(4,), chunk=Chunk(offsets=(4,), sizes=(0,)), tensor=torch.zeros(0)
+        ),
+        "optim.w/step": TensorShard.whole(torch.tensor(3)),
     }
-    seen = inventory_of([Holding(step=3, pieces=pieces, elsewhere=frozenset({"model.far"}))])
+    seen = inventory_of([StateShard(step=3, shards=shards, elsewhere=frozenset({"model.far"}))])
     assert seen.metas == {W: Meta((4, 3), torch.half), "optim.w/step": Meta((), torch.int64)}
     (listing,) = seen.listings
     assert (listing.step, listing.elsewhere) == (3, {"model.far"})
-    assert listing.boxes == {W: pieces[W].box, "optim.w/step": Box(offsets=(), sizes=())}
+    assert listing.chunks == {W: shards[W].chunk, "optim.w/step": Chunk(offsets=(), sizes=())}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +85,7 @@ def test_holdings_that_contradict_each_other_are_refused(
 ) -> None:
     """Whichever step they are of."""
     held = [
-        Holding(step=step, pieces={W: Piece.whole(tensor)})
+        StateShard(step=step, shards={W: TensorShard.whole(tensor)})
         for step, tensor in enumerate((torch.zeros(4), other))
     ]
     with pytest.raises(error, match=W):
@@ -94,11 +96,11 @@ def test_a_dtype_that_cannot_travel_is_refused_by_name() -> None:
     """Before anything is said to anybody."""
     odd = torch.zeros(2, dtype=torch.uint16)
     with pytest.raises(UnsupportedOptimizer, match=r"model\.w.*uint16"):
-        inventory_of([Holding(step=0, pieces={W: Piece.whole(odd)})])
+        inventory_of([StateShard(step=0, shards={W: TensorShard.whole(odd)})])
 
 
-def _listed(boxes: Any, *, table: Any = ((W, "float32", (4, 3)),), step: Any = 1) -> Any:
-    return [json.dumps(table), [[step, {}, boxes, []]]]
+def _listed(chunks: Any, *, table: Any = ((W, "float32", (4, 3)),), step: Any = 1) -> Any:
+    return [json.dumps(table), [[step, {}, chunks, []]]]
 
 
 MALFORMED: dict[str, Any] = {

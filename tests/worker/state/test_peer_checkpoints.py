@@ -6,40 +6,40 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.state.host_buffers import Slot
-from shoal.state.peer_checkpoints import Keeping
-from shoal.state.shards import Holding, Piece
+from shoal.state.host_buffers import StepCopies
+from shoal.state.peer_checkpoints import PeerCheckpoints
+from shoal.state.shards import StateShard, TensorShard
 
 ME, OTHERS = frozenset({"a"}), frozenset({"b", "c"})
 
 
-def holding(step: int, *names: str, elsewhere: tuple[str, ...] = ()) -> Holding:
-    pieces = {name: Piece.whole(torch.ones(2)) for name in names}
-    return Holding(step=step, pieces=pieces, elsewhere=frozenset(elsewhere))
+def state_shard(step: int, *names: str, elsewhere: tuple[str, ...] = ()) -> StateShard:
+    shards = {name: TensorShard.whole(torch.ones(2)) for name in names}
+    return StateShard(step=step, shards=shards, elsewhere=frozenset(elsewhere))
 
 
-def kept(started: Holding, live: Holding) -> Keeping:
+def kept(started: StateShard, live: StateShard) -> PeerCheckpoints:
     """A member of three, without copies, after a generation."""
-    keeping = Keeping(copies=0, every_steps=1)
-    keeping.start(started, ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
-    keeping.stop(live)
-    return keeping
+    peer_checkpoints = PeerCheckpoints(copies=0, every_steps=1)
+    peer_checkpoints.start(started, ME | OTHERS, lambda: None, lambda _: True)  # type: ignore[arg-type, return-value]
+    peer_checkpoints.stop(live)
+    return peer_checkpoints
 
 
 def test_a_live_state_is_no_use_where_nobody_knows_what_a_lost_member_held() -> None:
     """The optimizer's state came with the first step; of its names a lost owner's are unknown."""
-    keeping = kept(holding(0, "model.w"), holding(1, "model.w", "optim.w/m"))
-    assert keeping.held(ME | {"b"}) == []
+    peer_checkpoints = kept(state_shard(0, "model.w"), state_shard(1, "model.w", "optim.w/m"))
+    assert peer_checkpoints.held(ME | {"b"}) == []
 
 
 def test_a_live_state_counts_where_all_members_are_still_there() -> None:
-    live = holding(1, "model.w", "optim.w/m")
-    assert [own.step for own in kept(holding(0, "model.w"), live).held(ME | OTHERS)] == [1]
+    live = state_shard(1, "model.w", "optim.w/m")
+    assert [own.step for own in kept(state_shard(0, "model.w"), live).held(ME | OTHERS)] == [1]
 
 
 def test_a_live_state_says_what_else_there_was_at_its_start() -> None:
-    started = holding(8, "model.w", "optim.w/m", elsewhere=("optim.v/m",))
-    (own,) = kept(started, holding(9, "model.w", "optim.w/m")).held(ME)
+    started = state_shard(8, "model.w", "optim.w/m", elsewhere=("optim.v/m",))
+    (own,) = kept(started, state_shard(9, "model.w", "optim.w/m")).held(ME)
     assert own.elsewhere == {"optim.v/m"}
 
 
@@ -47,16 +47,18 @@ def test_what_a_member_had_alone_outlives_a_joiner_that_is_lost_at_once() -> Non
     """Regression: the joiner took its part of the state with it. Copies make it superfluous."""
 
     def body() -> tuple[list[int], bool]:
-        keeping = Keeping(copies=1, every_steps=1)
+        peer_checkpoints = PeerCheckpoints(copies=1, every_steps=1)
         if dist.get_rank() == 0:
-            keeping.start(holding(3, "model.w"), ME, dist.new_group, lambda _: True)
-            keeping.stop(holding(5, "model.w"))
-        keeping.start(holding(5, "model.w"), ME | {"b"}, dist.new_group, lambda _: True)
-        before = [each.step for each in keeping.held(ME)]
+            peer_checkpoints.start(state_shard(3, "model.w"), ME, dist.new_group, lambda _: True)
+            peer_checkpoints.stop(state_shard(5, "model.w"))
+        peer_checkpoints.start(
+            state_shard(5, "model.w"), ME | {"b"}, dist.new_group, lambda _: True
+        )
+        before = [each.step for each in peer_checkpoints.held(ME)]
         for step in (6, 7):
-            keeping.offer(holding(step, "model.w"))
-        still = any(each.step == 5 for each in keeping.held(ME))
-        keeping.close()
+            peer_checkpoints.offer(state_shard(step, "model.w"))
+        still = any(each.step == 5 for each in peer_checkpoints.held(ME))
+        peer_checkpoints.close()
         return before, still
 
     assert run_in_memory(body, 2) == [([5], False), ([], False)]
@@ -67,31 +69,33 @@ def test_the_end_waits_for_the_copy_under_way() -> None:
     closing = threading.Event()
 
     def body() -> bool:
-        keeping = Keeping(copies=1, every_steps=1)
-        keeping.start(holding(3, "model.w"), ME | {"b"}, dist.new_group, lambda _: True)
-        copies = keeping._copies
+        peer_checkpoints = PeerCheckpoints(copies=1, every_steps=1)
+        peer_checkpoints.start(
+            state_shard(3, "model.w"), ME | {"b"}, dist.new_group, lambda _: True
+        )
+        copies = peer_checkpoints._copies
         assert copies is not None
         assert copies._thread is not None
         if dist.get_rank() == 0:
             closing.set()
         else:
             closing.wait(60)
-        keeping.offer(holding(3, "model.w"))
-        keeping.close()
+        peer_checkpoints.offer(state_shard(3, "model.w"))
+        peer_checkpoints.close()
         return copies._thread.is_alive()
 
     assert run_in_memory(body, 2) == [False, False]
 
 
 def test_a_snapshot_shows_once_it_is_known_what_else_there_was() -> None:
-    slot = Slot()
-    slot.take(holding(1, "model.w", "optim.w/m"), lambda _: True)
+    slot = StepCopies()
+    slot.take(state_shard(1, "model.w", "optim.w/m"), lambda _: True)
     assert slot.shown() == []
     slot.know(frozenset({"model.w", "optim.w/m", "optim.v/m"}))
     assert [own.step for own in slot.shown()] == [1]
 
 
 def test_before_the_first_step_there_is_nothing_but_the_model() -> None:
-    slot = Slot()
-    slot.take(holding(0, "model.w"), lambda _: True)
+    slot = StepCopies()
+    slot.take(state_shard(0, "model.w"), lambda _: True)
     assert [own.step for own in slot.shown()] == [0]

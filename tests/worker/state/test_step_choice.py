@@ -9,28 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.state.inventory import Inventory, Listing, Meta
-from shoal.state.shards import Box
+from shoal.state.shards import Chunk
 from shoal.state.step_choice import choose
 from shoal_proto.errors import DtypeMismatch, ShapeMismatch, StateLost
 
 W, B, M, S = "model.w", "model.b", "optim.w/exp_avg", "optim.w/step"
 SHAPES: dict[str, tuple[int, ...]] = {W: (4, 6), B: (3,), M: (4, 6), S: ()}
-WHOLE = {name: Box.whole(shape) for name, shape in SHAPES.items()}
-TOP, BOTTOM = (Box(offsets=(row, 0), sizes=(2, 6)) for row in (0, 2))
-LEFT, RIGHT = (Box(offsets=(0, column), sizes=(4, 3)) for column in (0, 3))
-MIDDLE = Box(offsets=(1, 0), sizes=(3, 6))
+WHOLE = {name: Chunk.whole(shape) for name, shape in SHAPES.items()}
+TOP, BOTTOM = (Chunk(offsets=(row, 0), sizes=(2, 6)) for row in (0, 2))
+LEFT, RIGHT = (Chunk(offsets=(0, column), sizes=(4, 3)) for column in (0, 3))
+MIDDLE = Chunk(offsets=(1, 0), sizes=(3, 6))
 
 
 def rank(*listings: Listing) -> Inventory:
-    names = {name for listing in listings for name in listing.boxes}
+    names = {name for listing in listings for name in listing.chunks}
     return Inventory(
         metas={name: Meta(SHAPES[name], torch.float32) for name in names}, listings=listings
     )
 
 
-def at(step: int, elsewhere: Sequence[str] = (), **boxes: Box) -> Listing:
-    named = {{"w": W, "b": B, "m": M, "s": S}[key]: box for key, box in boxes.items()}
-    return Listing(step=step, boxes=named, values={"step": step}, elsewhere=frozenset(elsewhere))
+def at(step: int, elsewhere: Sequence[str] = (), **chunks: Chunk) -> Listing:
+    named = {{"w": W, "b": B, "m": M, "s": S}[key]: chunk for key, chunk in chunks.items()}
+    return Listing(step=step, chunks=named, values={"step": step}, elsewhere=frozenset(elsewhere))
 
 
 FULL = {"w": WHOLE[W], "b": WHOLE[B], "m": WHOLE[M], "s": WHOLE[S]}
@@ -135,17 +135,17 @@ def worlds(draw: st.DrawFn) -> list[Inventory]:
     for _ in range(draw(st.integers(1, 4))):
         listings = []
         for step in draw(st.lists(st.integers(0, 2), max_size=4)):
-            boxes = {}
+            chunks = {}
             for name in draw(st.sets(st.sampled_from([W, S]))):
                 spans = [
                     sorted(draw(st.sets(st.integers(0, extent), min_size=2, max_size=2)))
                     for extent in SHAPES[name]
                 ]
-                boxes[name] = Box(
+                chunks[name] = Chunk(
                     offsets=tuple(start for start, _ in spans),
                     sizes=tuple(stop - start for start, stop in spans),
                 )
-            listings.append(Listing(step=step, boxes=boxes))
+            listings.append(Listing(step=step, chunks=chunks))
         inventories.append(rank(*listings))
     return inventories
 
@@ -154,15 +154,15 @@ def slowly(inventories: list[Inventory]) -> int | None:
     """Element by element."""
     listings = [listing for inventory in inventories for listing in inventory.listings]
     for step in sorted({listing.step for listing in listings}, reverse=True):
-        known = {n for o in listings if o.step <= step or W in o.boxes for n in o.boxes}
+        known = {n for o in listings if o.step <= step or W in o.chunks for n in o.chunks}
         names = {
-            n for n in known if n == W or any(n in o.boxes for o in listings if o.step <= step)
+            n for n in known if n == W or any(n in o.chunks for o in listings if o.step <= step)
         }
         held = {name: np.zeros(SHAPES[name], bool) for name in names}
         for listing in listings:
             if listing.step == step:
-                for name, box in listing.boxes.items():
-                    held[name][box.within(WHOLE[name])] = True
+                for name, chunk in listing.chunks.items():
+                    held[name][chunk.within(WHOLE[name])] = True
         if all(array.all() for array in held.values()):
             return step
     return None

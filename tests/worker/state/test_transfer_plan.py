@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from support.collectives.state_bodies import cut
 
 from shoal.state.inventory import Meta
-from shoal.state.shards import Box
-from shoal.state.step_choice import Chosen
-from shoal.state.transfer_plan import Part, Plan, plan
+from shoal.state.shards import Chunk
+from shoal.state.step_choice import ChosenStep
+from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 
 MEGABYTE = 1 << 20
 
@@ -23,16 +23,16 @@ class World:
     """What ranks hold and need, by rank; float32 throughout."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    held: Sequence[Mapping[str, Sequence[Box]]]
-    needs: Sequence[Mapping[str, Box]]
+    held: Sequence[Mapping[str, Sequence[Chunk]]]
+    needs: Sequence[Mapping[str, Chunk]]
 
-    def plans(self, stripe_bytes: int = MEGABYTE) -> list[Plan]:
-        holders: dict[str, dict[Box, list[int]]] = {name: {} for name in sorted(self.shapes)}
+    def plans(self, stripe_bytes: int = MEGABYTE) -> list[TransferPlan]:
+        holders: dict[str, dict[Chunk, list[int]]] = {name: {} for name in sorted(self.shapes)}
         for rank, held in enumerate(self.held):
-            for name, boxes in held.items():
-                for box in dict.fromkeys(boxes):
-                    holders[name].setdefault(box, []).append(rank)
-        chosen = Chosen(
+            for name, chunks in held.items():
+                for chunk in dict.fromkeys(chunks):
+                    holders[name].setdefault(chunk, []).append(rank)
+        chosen = ChosenStep(
             step=1,
             metas={name: Meta(self.shapes[name], torch.float32) for name in holders},
             holders=holders,
@@ -41,10 +41,10 @@ class World:
         ranks = range(len(self.held))
         return [plan(chosen, self.needs, rank, stripe_bytes=stripe_bytes) for rank in ranks]
 
-    def has(self, rank: int, part: Part) -> bool:
+    def has(self, rank: int, part: NamedChunk) -> bool:
         """Whether the part lies in one box that the rank holds."""
-        boxes = self.held[rank].get(part.name, ())
-        return any(box.overlap(part.box) == part.box for box in boxes)
+        chunks = self.held[rank].get(part.name, ())
+        return any(chunk.overlap(part.chunk) == part.chunk for chunk in chunks)
 
 
 def world(
@@ -53,18 +53,18 @@ def world(
     """Held by the first ranks in one way, needed by the first in another."""
     num_ranks = max(before[1], after[1])
 
-    def boxes(how: str, rank: int, size: int) -> dict[str, Box]:
+    def chunks(how: str, rank: int, size: int) -> dict[str, Chunk]:
         found = {name: cut(shape, how, rank, size) for name, shape in shapes.items()}
-        return {name: box for name, box in found.items() if box is not None and rank < size}
+        return {name: chunk for name, chunk in found.items() if chunk is not None and rank < size}
 
     held = [
-        {name: [box] for name, box in boxes(before[0], rank, before[1]).items()}
+        {name: [chunk] for name, chunk in chunks(before[0], rank, before[1]).items()}
         for rank in range(num_ranks)
     ]
-    return World(shapes, held, [boxes(after[0], rank, after[1]) for rank in range(num_ranks)])
+    return World(shapes, held, [chunks(after[0], rank, after[1]) for rank in range(num_ranks)])
 
 
-def check(given: World, plans: Sequence[Plan]) -> None:
+def check(given: World, plans: Sequence[TransferPlan]) -> None:
     """What must hold of every plan."""
     for rank, own in enumerate(plans):
         filled = {n: np.zeros(given.shapes[n], int) for n in given.needs[rank]}
@@ -79,15 +79,15 @@ def check(given: World, plans: Sequence[Plan]) -> None:
         for receiver in own.sends:
             assert rank in plans[receiver].receives
         for part in [*own.kept, *(part for parts in own.receives.values() for part in parts)]:
-            filled[part.name][part.box.within(Box.whole(given.shapes[part.name]))] += 1
-        for name, box in given.needs[rank].items():
+            filled[part.name][part.chunk.within(Chunk.whole(given.shapes[part.name]))] += 1
+        for name, chunk in given.needs[rank].items():
             needed = np.zeros(given.shapes[name], int)
-            needed[box.within(Box.whole(given.shapes[name]))] = 1
+            needed[chunk.within(Chunk.whole(given.shapes[name]))] = 1
             assert np.array_equal(filled[name], needed), f"rank {rank}, {name}"
 
 
-def num_bytes(parts: Sequence[Part]) -> int:
-    return sum(part.box.num_elements * 4 for part in parts)
+def num_bytes(parts: Sequence[NamedChunk]) -> int:
+    return sum(part.chunk.num_elements * 4 for part in parts)
 
 
 SHAPES = {"a": (10, 7), "b": (2,), "c": (3, 1, 5), "d": (), "e": (1, 13)}
@@ -125,10 +125,10 @@ def test_nothing_travels_where_each_has_what_it_needs(how: str) -> None:
 def test_what_a_rank_has_in_one_box_it_keeps_in_one() -> None:
     """Although others hold the same in other boxes."""
     given = world({"a": (8, 8)}, ("rows", 4), ("rows", 4))
-    held = [*given.held[:3], {"a": [Box.whole((8, 8)), *given.held[3]["a"]]}]
-    needs = [{}, {}, {}, {"a": Box.whole((8, 8))}]
+    held = [*given.held[:3], {"a": [Chunk.whole((8, 8)), *given.held[3]["a"]]}]
+    needs = [{}, {}, {}, {"a": Chunk.whole((8, 8))}]
     (*_, own) = World({"a": (8, 8)}, held, needs).plans()
-    assert own == Plan(kept=[Part("a", Box.whole((8, 8)))])
+    assert own == TransferPlan(kept=[NamedChunk("a", Chunk.whole((8, 8)))])
 
 
 @pytest.mark.parametrize(
@@ -176,13 +176,13 @@ def anyhow(draw: st.DrawFn) -> World:
     extents = st.lists(st.integers(1, 6), max_size=3).map(tuple)
     shapes = {name: draw(extents) for name in ("a", "b")}
 
-    def box(shape: tuple[int, ...]) -> Box:
+    def chunk(shape: tuple[int, ...]) -> Chunk:
         spans = [sorted(draw(st.sets(st.integers(0, e), min_size=2, max_size=2))) for e in shape]
-        return Box(offsets=tuple(a for a, _ in spans), sizes=tuple(b - a for a, b in spans))
+        return Chunk(offsets=tuple(a for a, _ in spans), sizes=tuple(b - a for a, b in spans))
 
-    held: list[dict[str, list[Box]]] = [
+    held: list[dict[str, list[Chunk]]] = [
         {
-            name: [box(shape) for _ in range(draw(st.integers(1, 3)))]
+            name: [chunk(shape) for _ in range(draw(st.integers(1, 3)))]
             for name, shape in shapes.items()
             if draw(st.booleans())
         }
@@ -190,9 +190,9 @@ def anyhow(draw: st.DrawFn) -> World:
     ]
     for name, shape in shapes.items():
         rest = draw(st.integers(0, num_ranks - 1))
-        held[rest].setdefault(name, []).append(Box.whole(shape))
+        held[rest].setdefault(name, []).append(Chunk.whole(shape))
     needs = [
-        {name: box(shape) for name, shape in shapes.items() if draw(st.booleans())}
+        {name: chunk(shape) for name, shape in shapes.items() if draw(st.booleans())}
         for _ in range(num_ranks)
     ]
     return World(shapes, held, needs)

@@ -13,7 +13,7 @@ import shoal
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.data.batches import Loader, Order
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.strategy import GroupedStrategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 
 MADE: Mapping[str, Callable[[], Strategy]] = {
     "ddp": shoal.DDP,
@@ -46,7 +46,7 @@ def shown(made: Callable[[], Strategy]) -> tuple[dict[str, Tensor], dict[str, Te
     """The body of a rank: what is shown behind the last step; then behind a forward pass of its
     own in between, as of a script that forgets `model.eval()`."""
     strategy = made()
-    assert isinstance(strategy, GroupedStrategy)
+    assert isinstance(strategy, SynchronousStrategy)
     over_the_run(strategy)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = RUN.build(rank)

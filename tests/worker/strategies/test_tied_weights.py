@@ -37,7 +37,7 @@ from shoal.checkpoint.directory import complete
 from shoal.model.tied_tensors import tied
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.strategy import GroupedStrategy
+from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1 import membership_pb2 as pb
@@ -76,7 +76,7 @@ def through_two_generations(
     """The body of a rank: the model's state behind all steps, and what the model's and the
     optimizer's own tensors are then: the further names with their first, and those it steps."""
     strategy = made()
-    assert isinstance(strategy, GroupedStrategy)
+    assert isinstance(strategy, SynchronousStrategy)
     over_the_run(strategy)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     with _making:

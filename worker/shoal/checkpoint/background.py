@@ -12,7 +12,7 @@ import structlog
 
 from shoal.checkpoint import directory, writing
 from shoal.checkpoint.peers import ALONE, Peers
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -55,12 +55,12 @@ class Checkpoints:
         return directory.newest(self.directory)
 
     def offer(
-        self, holding: Holding, peers: Peers = ALONE, writes: Callable[[str], bool] = _any
+        self, state_shard: StateShard, peers: Peers = ALONE, writes: Callable[[str], bool] = _any
     ) -> None:
         """Have a checkpoint written of what this rank holds, which may change after the return.
 
         Called on all ranks after the same step. Waits while the one before is being written: at
-        most one is in flight. Pieces whose name `writes` declines are left to other ranks and not
+        most one is in flight. Shards whose name `writes` declines are left to other ranks and not
         copied; what several ranks offer is written once all the same.
 
         Raises what went wrong with the one before, on every rank at the same step: CheckpointFailed
@@ -69,12 +69,12 @@ class Checkpoints:
         a rank was lost meanwhile: that checkpoint is absent.
         """
         self._finish()
-        pieces = {name: piece for name, piece in holding.pieces.items() if writes(name)}
+        shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
         # What it declines others must write; if none does, that is noticed.
-        elsewhere = (holding.elsewhere | holding.pieces.keys()) - pieces.keys()
-        own = replace(holding, pieces=pieces, elsewhere=elsewhere).copied()
+        elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
+        own = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
-            target=self._write, args=(own, peers), name=f"shoal-checkpoint-{holding.step}"
+            target=self._write, args=(own, peers), name=f"shoal-checkpoint-{state_shard.step}"
         )
         self._thread.start()
 
@@ -101,14 +101,14 @@ class Checkpoints:
         if failure:
             raise failure
 
-    def _write(self, holding: Holding, peers: Peers) -> None:
-        path = directory.path_of_step(self.directory, holding.step)
+    def _write(self, state_shard: StateShard, peers: Peers) -> None:
+        path = directory.path_of_step(self.directory, state_shard.step)
         try:
-            writing.write(path, holding, peers, continues=self._continues)
+            writing.write(path, state_shard, peers, continues=self._continues)
             self._continues = True
-            log.info("checkpoint_written", path=str(path), num_bytes=holding.num_bytes)
+            log.info("checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes)
             if peers.rank == writing.FIRST:
-                self._retire(holding.step)
+                self._retire(state_shard.step)
         except GenerationBroken as error:
             # Others may have completed it.
             self._continues = True

@@ -25,15 +25,15 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from shoal.checkpoint import names
-from shoal.checkpoint.write_plan import Outline
-from shoal.state.shards import Box
+from shoal.checkpoint.write_plan import PlannedChunk
+from shoal.state.shards import Chunk
 
 Place = tuple[str, int, int]
 """Name of the file in the checkpoint, offset and length in bytes."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One chunk of a tensor, or one object that is none."""
 
     path: names.Path
@@ -41,16 +41,16 @@ class Entry:
     """Which part of which tensor; None: an object."""
 
     @classmethod
-    def of_chunk(cls, chunk: Outline) -> "Entry":
-        if names.is_number(chunk.name):
-            return cls(names.path_of(chunk.name))
-        return cls(names.path_of(chunk.name), _data(chunk.shape, chunk.dtype, chunk.box))
+    def of_item(cls, item: PlannedChunk) -> "CheckpointEntry":
+        if names.is_number(item.name):
+            return cls(names.path_of(item.name))
+        return cls(names.path_of(item.name), _data(item.shape, item.dtype, item.chunk))
 
     @classmethod
-    def of_value(cls, path: names.Path, value: object) -> "Entry":
+    def of_value(cls, path: names.Path, value: object) -> "CheckpointEntry":
         if not isinstance(value, Tensor):
             return cls(path)
-        return cls(path, _data(tuple(value.shape), value.dtype, Box.whole(value.shape)))
+        return cls(path, _data(tuple(value.shape), value.dtype, Chunk.whole(value.shape)))
 
     @property
     def index(self) -> MetadataIndex:
@@ -63,9 +63,11 @@ class Entry:
         return WriteItem(index=self.index, type=kind, tensor_data=self.data)
 
 
-def _data(shape: tuple[int, ...], dtype: torch.dtype, box: Box) -> TensorWriteData:
+def _data(shape: tuple[int, ...], dtype: torch.dtype, chunk: Chunk) -> TensorWriteData:
     return TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes)),
+        chunk=ChunkStorageMetadata(
+            offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes)
+        ),
         properties=TensorProperties(dtype=dtype),
         size=torch.Size(shape),
     )
@@ -82,7 +84,9 @@ class _Given(DefaultSavePlanner):
         return self._given[index]
 
 
-def write_files(directory: Path, rank: int, entries: Sequence[tuple[Entry, object]]) -> list[Place]:
+def write_files(
+    directory: Path, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]
+) -> list[Place]:
     """Write the rank's file, synchronised, and tell where each entry is, in the same order."""
     if not entries:
         return []
@@ -97,7 +101,7 @@ def write_files(directory: Path, rank: int, entries: Sequence[tuple[Entry, objec
     return [(place.relative_path, place.offset, place.length) for place in ordered]
 
 
-def write_index(directory: Path, stored: Iterable[tuple[Entry, Place]]) -> None:
+def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
     """Write `.metadata`, synchronised: from now on DCP sees a checkpoint."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, names.Path] = {}
@@ -117,4 +121,4 @@ def write_index(directory: Path, stored: Iterable[tuple[Entry, Place]]) -> None:
     FileSystemWriter(directory).finish(Metadata(tensors, planner_data=paths), [results])
 
 
-__all__ = ["Entry", "Place", "write_files", "write_index"]
+__all__ = ["CheckpointEntry", "Place", "write_files", "write_index"]

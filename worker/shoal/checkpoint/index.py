@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from shoal.checkpoint import names
 from shoal.checkpoint.directory import METADATA
 from shoal.checkpoint.entries import Place
-from shoal.state.shards import Box
+from shoal.state.shards import Chunk
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 _MODULES: Mapping[str, frozenset[str]] = {
@@ -60,7 +60,7 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Mapping[Box, Place]
+    chunks: Mapping[Chunk, Place]
     """They may be anything that the index says; whether they cover the tensor is not checked."""
 
 
@@ -135,10 +135,10 @@ def _path(metadata: Metadata, key: str) -> names.Path:
 
 def _chunks(
     metadata: Metadata, key: str, entry: TensorStorageMetadata
-) -> Iterator[tuple[Box, Place]]:
-    for chunk in entry.chunks:
-        box = Box(offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
-        yield box, _place(metadata.storage_data[MetadataIndex(key, chunk.offsets)])
+) -> Iterator[tuple[Chunk, Place]]:
+    for stored in entry.chunks:
+        chunk = Chunk(offsets=tuple(stored.offsets), sizes=tuple(stored.sizes))
+        yield chunk, _place(metadata.storage_data[MetadataIndex(key, stored.offsets)])
 
 
 def _place(stored: _StorageInfo) -> Place:
@@ -154,8 +154,8 @@ def _place(stored: _StorageInfo) -> Place:
 
 def _check_files(path: Path, index: Index) -> None:
     ends: dict[str, int] = {}
-    chunks = (place for stored in index.tensors.values() for place in stored.chunks.values())
-    for file, offset, length in (*chunks, *index.objects.values()):
+    places = (place for stored in index.tensors.values() for place in stored.chunks.values())
+    for file, offset, length in (*places, *index.objects.values()):
         ends[file] = max(ends.get(file, 0), offset + length)
     for file, end in ends.items():
         size = (path / file).stat().st_size if (path / file).is_file() else -1

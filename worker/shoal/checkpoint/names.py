@@ -35,7 +35,7 @@ _NUMBERS: Mapping[type, tuple[str, torch.dtype]] = {
     int: ("#int", torch.int64),
     float: ("#float", torch.float64),
 }
-"""State of an optimizer that is a plain number is a scalar piece under a marked name, and a plain
+"""State of an optimizer that is a plain number is a scalar shard under a marked name, and a plain
 number again in a checkpoint."""
 
 
@@ -44,7 +44,7 @@ def key_of(path: Path) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where the piece of this name stands."""
+    """Where the shard of this name stands."""
     if name.startswith(MODEL):
         return ("model", name.removeprefix(MODEL))
     parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
@@ -52,12 +52,12 @@ def path_of(name: str) -> Path:
 
 
 def is_number(name: str) -> bool:
-    """Whether the piece of this name stands for a plain number."""
+    """Whether the shard of this name stands for a plain number."""
     return name.startswith(OPTIM) and "#" in name.rpartition("/")[2]
 
 
 def name_of_tensor(path: Path) -> str | None:
-    """The name of the piece that a tensor there is; None for what is neither model nor optimizer.
+    """The name of the shard that a tensor there is; None for what is neither model nor optimizer.
 
     Raises InvalidSpec for what torch can save and Shoal has no place for.
     """
@@ -110,7 +110,7 @@ def scalar(number: object) -> Tensor:
 
 
 def entries_of(step: int, values: Mapping[str, Json]) -> dict[Path, object]:
-    """What of a state is no piece, as entries of a checkpoint."""
+    """What of a state is no shard, as entries of a checkpoint."""
     groups: Any = values.get("groups", [])
     entries: dict[Path, object] = {}
     for index, group in enumerate(groups):

@@ -15,16 +15,16 @@ from torch import Tensor
 from shoal.checkpoint import names
 from shoal.checkpoint.entries import Place
 from shoal.checkpoint.index import Index, Stored, read_index
-from shoal.state.shards import Box, Holding, Piece
+from shoal.state.shards import Chunk, StateShard, TensorShard
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
 
-Needs = Callable[[str, tuple[int, ...], torch.dtype], Box | None]
-"""(name, shape, dtype) of a tensor in the checkpoint -> the box of it to read; None for nothing.
+Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
+"""(name, shape, dtype) of a tensor in the checkpoint -> the chunk of it to read; None for nothing.
 Asked once for every tensor of model and optimizer; may raise ShapeMismatch or DtypeMismatch."""
 
 
-def read(path: str | os.PathLike[str], needs: Needs) -> Holding:
-    """The boxes that `needs` asks for, in host memory, in the dtypes they were saved in.
+def read(path: str | os.PathLike[str], needs: Needs) -> StateShard:
+    """The chunks that `needs` asks for, in host memory, in the dtypes they were saved in.
 
     Reads no more than the chunks which hold them, one at a time. A checkpoint of plain torch has
     no step but that of an entry `step` beside `model` and `optim`; else it is 0.
@@ -37,12 +37,12 @@ def read(path: str | os.PathLike[str], needs: Needs) -> Holding:
     index = read_index(path)
     with ExitStack() as stack:
         reader = _Reader(path, index, stack)
-        return reader.holding(needs)
+        return reader.state_shard(needs)
 
 
-def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box:
+def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
     """Needs all of it."""
-    return Box.whole(shape)
+    return Chunk.whole(shape)
 
 
 class _Reader:
@@ -53,7 +53,7 @@ class _Reader:
         self._files: dict[str, BinaryIO] = {}
         self._checked = False
 
-    def holding(self, needs: Needs) -> Holding:
+    def state_shard(self, needs: Needs) -> StateShard:
         own = self._own()
         objects = {
             path: self._object(place)
@@ -62,11 +62,11 @@ class _Reader:
         }
         step = own["step"] if own else objects.get(names.STEP, 0)
         values = dict(own["values"]) if own else {}
-        pieces = {**dict(self._tensors(needs)), **dict(_numbers(objects, needs))}
+        shards = {**dict(self._tensors(needs)), **dict(_numbers(objects, needs))}
         groups = names.groups_of({**objects, **self._settings()})
         if groups:
             values["groups"] = groups
-        return Holding(step=step if type(step) is int else 0, pieces=pieces, values=values)
+        return StateShard(step=step if type(step) is int else 0, shards=shards, values=values)
 
     def _own(self) -> Mapping[str, Any] | None:
         """What Shoal wrote of itself; None if it did not write the checkpoint."""
@@ -77,51 +77,51 @@ class _Reader:
         self._checked = own["checksums"]
         return own
 
-    def _tensors(self, needs: Needs) -> Iterator[tuple[str, Piece]]:
+    def _tensors(self, needs: Needs) -> Iterator[tuple[str, TensorShard]]:
         for path, stored in self._index.tensors.items():
             name = names.name_of_tensor(path)
-            box = None if name is None else needs(name, stored.shape, stored.dtype)
-            if name is not None and box is not None:
-                yield name, self._piece(names.key_of(path), stored, box)
+            chunk = None if name is None else needs(name, stored.shape, stored.dtype)
+            if name is not None and chunk is not None:
+                yield name, self._piece(names.key_of(path), stored, chunk)
 
     def _settings(self) -> dict[names.Path, object]:
         """Settings of the optimizer's groups that are tensors."""
         return {
-            path: self._piece(names.key_of(path), stored, Box.whole(stored.shape)).tensor
+            path: self._piece(names.key_of(path), stored, Chunk.whole(stored.shape)).tensor
             for path, stored in self._index.tensors.items()
             if path[:2] == ("optim", "param_groups")
         }
 
-    def _piece(self, key: str, stored: Stored, box: Box) -> Piece:
-        tensor = torch.empty(box.sizes, dtype=stored.dtype)
+    def _piece(self, key: str, stored: Stored, chunk: Chunk) -> TensorShard:
+        tensor = torch.empty(chunk.sizes, dtype=stored.dtype)
         num_read = 0
-        for chunk, place in stored.chunks.items():
-            both = box.overlap(chunk)
+        for written, place in stored.chunks.items():
+            both = chunk.overlap(written)
             if both is None:
                 continue
-            part = self._chunk(key, stored.dtype, chunk, place)
-            tensor[both.within(box)] = part[both.within(chunk)]
+            part = self._chunk(key, stored.dtype, written, place)
+            tensor[both.within(chunk)] = part[both.within(written)]
             num_read += both.num_elements
-        if num_read != box.num_elements:
+        if num_read != chunk.num_elements:
             raise MalformedMessage(
                 f"the checkpoint {self._path} does not hold all of {key}",
-                seen=f"{num_read} elements of {box}",
-                expected=f"{box.num_elements}",
+                seen=f"{num_read} elements of {chunk}",
+                expected=f"{chunk.num_elements}",
             )
-        return Piece(shape=stored.shape, box=box, tensor=tensor)
+        return TensorShard(shape=stored.shape, chunk=chunk, tensor=tensor)
 
-    def _chunk(self, key: str, dtype: torch.dtype, box: Box, place: Place) -> Tensor:
+    def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, place: Place) -> Tensor:
         tensor = self._object(place)
         if (
             not isinstance(tensor, Tensor)
             or tensor.dtype != dtype
-            or tuple(tensor.shape) != box.sizes
+            or tuple(tensor.shape) != chunk.sizes
         ):
             shown = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else ""
             raise MalformedMessage(
                 f"the checkpoint {self._path} holds another {key} than its index says",
                 seen=shown or type(tensor).__name__,
-                expected=f"{dtype} {box.sizes}",
+                expected=f"{dtype} {chunk.sizes}",
             )
         return tensor
 
@@ -160,7 +160,9 @@ class _Reader:
             ) from error
 
 
-def _numbers(objects: Mapping[names.Path, object], needs: Needs) -> Iterator[tuple[str, Piece]]:
+def _numbers(
+    objects: Mapping[names.Path, object], needs: Needs
+) -> Iterator[tuple[str, TensorShard]]:
     """State of the optimizer that is plain numbers."""
     for path, value in objects.items():
         name = names.name_of_number(path, value)
@@ -168,7 +170,7 @@ def _numbers(objects: Mapping[names.Path, object], needs: Needs) -> Iterator[tup
             continue
         tensor = names.scalar(value)
         if needs(name, (), tensor.dtype) is not None:
-            yield name, Piece.whole(tensor)
+            yield name, TensorShard.whole(tensor)
 
 
 __all__ = ["Needs", "everything", "read"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -22,23 +22,23 @@ MUST_MATCH = ("global_batch", "dataset", "seed", "shuffle", "order")
 """Not the number of epochs: the order of one does not depend on how many there are."""
 
 
-def with_samples(holding: Holding, samples: Mapping[str, str]) -> Holding:
+def with_samples(state_shard: StateShard, samples: Mapping[str, str]) -> StateShard:
     """The holding, telling which samples its step stands for."""
     if not samples:
-        return holding
-    return replace(holding, values={**holding.values, SAMPLES: dict(samples)})
+        return state_shard
+    return replace(state_shard, values={**state_shard.values, SAMPLES: dict(samples)})
 
 
-def check_samples(path: Path, holding: Holding, samples: Mapping[str, str]) -> None:
+def check_samples(path: Path, state_shard: StateShard, samples: Mapping[str, str]) -> None:
     """Raise InvalidSpec unless the state read from `path` stands amid these samples.
 
     What tells nothing of them (earlier versions of Shoal, plain torch) cannot be compared, and
     neither can a run whose script takes its batches from elsewhere: `samples` is empty then.
     """
-    written: Any = holding.values.get(SAMPLES)
+    written: Any = state_shard.values.get(SAMPLES)
     if not isinstance(written, dict):
-        if holding.step and samples:
-            log.warning("checkpoint_without_samples", path=str(path), step=holding.step)
+        if state_shard.step and samples:
+            log.warning("checkpoint_without_samples", path=str(path), step=state_shard.step)
         return
     for field in MUST_MATCH:
         if field in written and field in samples and written[field] != samples[field]:

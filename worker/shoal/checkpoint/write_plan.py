@@ -6,131 +6,133 @@ from typing import Any
 
 import torch
 
-from shoal.state.shards import Box, Holding
+from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Longer boxes are cut by rows: a reader has one chunk in memory beside what it needs of it."""
+"""Longer chunks are cut by rows: a reader has one chunk in memory beside what it needs of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outline:
-    """A piece without what stands in it."""
+class PlannedChunk:
+    """A shard without what stands in it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    box: Box
+    chunk: Chunk
 
 
-def outlines_of(holding: Holding) -> list[Outline]:
+def items_of(state_shard: StateShard) -> list[PlannedChunk]:
     return [
-        Outline(name=name, shape=piece.shape, dtype=piece.tensor.dtype, box=piece.box)
-        for name, piece in holding.pieces.items()
+        PlannedChunk(name=name, shape=shard.shape, dtype=shard.tensor.dtype, chunk=shard.chunk)
+        for name, shard in state_shard.shards.items()
     ]
 
 
-def to_json(outlines: Sequence[Outline]) -> list[Any]:
+def to_json(items: Sequence[PlannedChunk]) -> list[Any]:
     return [
         [
-            outline.name,
-            outline.shape,
-            str(outline.dtype).removeprefix("torch."),
-            outline.box.offsets,
-            outline.box.sizes,
+            item.name,
+            item.shape,
+            str(item.dtype).removeprefix("torch."),
+            item.chunk.offsets,
+            item.chunk.sizes,
         ]
-        for outline in outlines
+        for item in items
     ]
 
 
-def from_json(entries: Sequence[Any]) -> list[Outline]:
+def from_json(entries: Sequence[Any]) -> list[PlannedChunk]:
     return [
-        Outline(
+        PlannedChunk(
             name=name,
             shape=tuple(shape),
             dtype=getattr(torch, dtype),
-            box=Box(offsets=tuple(offsets), sizes=tuple(sizes)),
+            chunk=Chunk(offsets=tuple(offsets), sizes=tuple(sizes)),
         )
         for name, shape, dtype, offsets, sizes in entries
     ]
 
 
-def shares(held: Sequence[Sequence[Outline]], known: Iterable[str] = ()) -> list[list[Outline]]:
+def plan_writes(
+    held: Sequence[Sequence[PlannedChunk]], known: Iterable[str] = ()
+) -> list[list[PlannedChunk]]:
     """The chunks that each rank writes, given what each holds: together every element once.
 
     What several ranks hold the lowest of them writes, so that a replicated state is that of one
     rank, not a mixture. `known` are names of tensors that must be among them. Raises InvalidSpec
-    if elements are missing or boxes cross each other, ShapeMismatch or DtypeMismatch if ranks
+    if elements are missing or chunks cross each other, ShapeMismatch or DtypeMismatch if ranks
     differ.
     """
-    first: dict[str, Outline] = {}
-    boxes: dict[str, set[Box]] = {}
-    chunks: list[list[Outline]] = [[] for _ in held]
-    for rank, outlines in enumerate(held):
-        for outline in outlines:
-            _check_same(first.setdefault(outline.name, outline), outline, rank)
-            own = boxes.setdefault(outline.name, set())
-            if outline.box not in own and _has_content(outline):
-                own.add(outline.box)
-                chunks[rank].extend(_cut(outline))
+    first: dict[str, PlannedChunk] = {}
+    chunks: dict[str, set[Chunk]] = {}
+    planned: list[list[PlannedChunk]] = [[] for _ in held]
+    for rank, items in enumerate(held):
+        for item in items:
+            _check_same(first.setdefault(item.name, item), item, rank)
+            own = chunks.setdefault(item.name, set())
+            if item.chunk not in own and _has_content(item):
+                own.add(item.chunk)
+                planned[rank].extend(_cut(item))
     missing = sorted(set(known) - set(first))
     if missing:
         raise InvalidSpec(f"no rank holds any of {missing[0]}", seen=f"{len(missing)} such tensors")
-    for name, outline in first.items():
-        _check_whole(name, Box.whole(outline.shape), sorted(boxes[name]))
-    return chunks
+    for name, item in first.items():
+        _check_whole(name, Chunk.whole(item.shape), sorted(chunks[name]))
+    return planned
 
 
-def _has_content(outline: Outline) -> bool:
+def _has_content(item: PlannedChunk) -> bool:
     """Whether there is something to write: elements, or a tensor that has none at all."""
-    return outline.box.num_elements > 0 or outline.box == Box.whole(outline.shape)
+    return item.chunk.num_elements > 0 or item.chunk == Chunk.whole(item.shape)
 
 
-def _cut(outline: Outline) -> Iterator[Outline]:
-    box = outline.box
-    num_bytes = box.num_elements * outline.dtype.itemsize
-    if not box.sizes or num_bytes <= CHUNK_BYTES:
-        yield outline
+def _cut(item: PlannedChunk) -> Iterator[PlannedChunk]:
+    chunk = item.chunk
+    num_bytes = chunk.num_elements * item.dtype.itemsize
+    if not chunk.sizes or num_bytes <= CHUNK_BYTES:
+        yield item
         return
-    rows = max(1, CHUNK_BYTES * box.sizes[0] // num_bytes)
-    for start in range(0, box.sizes[0], rows):
-        part = Box(
-            offsets=(box.offsets[0] + start, *box.offsets[1:]),
-            sizes=(min(rows, box.sizes[0] - start), *box.sizes[1:]),
+    rows = max(1, CHUNK_BYTES * chunk.sizes[0] // num_bytes)
+    for start in range(0, chunk.sizes[0], rows):
+        part = Chunk(
+            offsets=(chunk.offsets[0] + start, *chunk.offsets[1:]),
+            sizes=(min(rows, chunk.sizes[0] - start), *chunk.sizes[1:]),
         )
-        yield Outline(name=outline.name, shape=outline.shape, dtype=outline.dtype, box=part)
+        yield PlannedChunk(name=item.name, shape=item.shape, dtype=item.dtype, chunk=part)
 
 
-def _check_same(first: Outline, outline: Outline, rank: int) -> None:
-    if first.shape != outline.shape:
+def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
+    if first.shape != item.shape:
         raise ShapeMismatch(
-            f"rank {rank} holds another {outline.name} than the ranks before it",
-            seen=str(outline.shape),
+            f"rank {rank} holds another {item.name} than the ranks before it",
+            seen=str(item.shape),
             expected=str(first.shape),
         )
-    if first.dtype != outline.dtype:
+    if first.dtype != item.dtype:
         raise DtypeMismatch(
-            f"rank {rank} holds another {outline.name} than the ranks before it",
-            seen=str(outline.dtype),
+            f"rank {rank} holds another {item.name} than the ranks before it",
+            seen=str(item.dtype),
             expected=str(first.dtype),
         )
 
 
-def _check_whole(name: str, whole: Box, boxes: Sequence[Box]) -> None:
-    """`boxes` are sorted by where they start, so only those still open can cross the next."""
-    open_boxes: list[Box] = []
-    for box in boxes:
-        start = box.offsets[:1]
+def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
+    """`chunks` are sorted by where they start, so only those still open can cross the next."""
+    open_boxes: list[Chunk] = []
+    for chunk in chunks:
+        start = chunk.offsets[:1]
         open_boxes = [o for o in open_boxes if not start or o.offsets[0] + o.sizes[0] > start[0]]
         for other in open_boxes:
-            if box.overlap(other) is not None:
+            if chunk.overlap(other) is not None:
                 raise InvalidSpec(
                     f"two ranks hold parts of {name} that cross each other",
-                    seen=f"{other} and {box}",
+                    seen=f"{other} and {chunk}",
                     expected="boxes that are the same or apart",
                 )
-        open_boxes.append(box)
-    held = sum(box.num_elements for box in boxes)
+        open_boxes.append(chunk)
+    held = sum(chunk.num_elements for chunk in chunks)
     if held != whole.num_elements:
         raise InvalidSpec(
             f"no rank holds all of {name}, nor do they together",
@@ -139,4 +141,4 @@ def _check_whole(name: str, whole: Box, boxes: Sequence[Box]) -> None:
         )
 
 
-__all__ = ["CHUNK_BYTES", "Outline", "from_json", "outlines_of", "shares", "to_json"]
+__all__ = ["CHUNK_BYTES", "PlannedChunk", "from_json", "items_of", "plan_writes", "to_json"]

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import directory, names
-from shoal.checkpoint.entries import Entry, Place, write_files, write_index
+from shoal.checkpoint.entries import CheckpointEntry, Place, write_files, write_index
 from shoal.checkpoint.peers import ALONE, Peers
-from shoal.checkpoint.write_plan import Outline, from_json, outlines_of, shares, to_json
-from shoal.state.shards import Holding
+from shoal.checkpoint.write_plan import PlannedChunk, from_json, items_of, plan_writes, to_json
+from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
 
 FIRST = 0
@@ -35,24 +35,24 @@ _FIXES = {
 
 def write(
     path: str | os.PathLike[str],
-    holding: Holding,
+    state_shard: StateShard,
     peers: Peers = ALONE,
     *,
     continues: bool = True,
 ) -> None:
     """Return once the checkpoint at `path` is complete, on every rank.
 
-    `holding` must not change meanwhile. Whatever fails on one rank is raised on all, and nothing
-    of this checkpoint is left: CheckpointFailed for what the system refuses, InvalidSpec if the
-    ranks hold no whole state, or if none of them `continues` the run that wrote checkpoints of
+    `state_shard` must not change meanwhile. Whatever fails on one rank is raised on all, and
+    nothing of this checkpoint is left: CheckpointFailed for what the system refuses, InvalidSpec
+    if the ranks hold no whole state, or none of them `continues` the run that wrote checkpoints of
     later steps there. Raises GenerationBroken if a peer is lost: then the next writer removes what
     is left.
     """
-    writer = _Writer(Path(path), holding, peers)
+    writer = _Writer(Path(path), state_shard, peers)
     try:
-        chunks = writer.open(continues)
-        located = writer.write_share(chunks[peers.rank])
-        writer.publish(chunks, located)
+        items = writer.open(continues)
+        located = writer.write_share(items[peers.rank])
+        writer.publish(items, located)
     except GenerationBroken:
         raise
     except ShoalError:
@@ -63,27 +63,27 @@ def write(
 class _Writer:
     """One rank's part, in the order of the methods."""
 
-    def __init__(self, path: Path, holding: Holding, peers: Peers) -> None:
+    def __init__(self, path: Path, state_shard: StateShard, peers: Peers) -> None:
         self._path = path
         self._partial = path
-        self._holding = holding
+        self._state_shard = state_shard
         self._peers = peers
         self._first = peers.rank == FIRST
         self._continues = True
-        self._values = names.entries_of(holding.step, holding.values) if self._first else {}
+        self._values = names.entries_of(state_shard.step, state_shard.values) if self._first else {}
 
-    def open(self, continues: bool) -> list[list[Outline]]:
+    def open(self, continues: bool) -> list[list[PlannedChunk]]:
         """Agree on a directory and on who writes what."""
 
         def act() -> Any:
             if self._first:
                 self._partial = directory.begin(self._path)
             return {
-                "step": self._holding.step,
+                "step": self._state_shard.step,
                 "partial": self._partial.name,
                 "continues": continues,
-                "outlines": to_json(outlines_of(self._holding)),
-                "elsewhere": sorted(self._holding.elsewhere),
+                "outlines": to_json(items_of(self._state_shard)),
+                "elsewhere": sorted(self._state_shard.elsewhere),
             }
 
         opened = self._together("could not be begun", act)
@@ -92,18 +92,18 @@ class _Writer:
         steps = sorted({answer["step"] for answer in opened})
         if len(steps) > 1:
             raise InvalidSpec(f"the ranks hold different steps for {self._path}", seen=str(steps))
-        return shares(
+        return plan_writes(
             [from_json(answer["outlines"]) for answer in opened],
             known={name for answer in opened for name in answer["elsewhere"]},
         )
 
-    def write_share(self, chunks: Sequence[Outline]) -> list[list[Place]]:
+    def write_share(self, items: Sequence[PlannedChunk]) -> list[list[Place]]:
         """Where each rank has written its part: a place for each of `_entries`."""
 
         def act() -> Any:
             if self._first:
                 if not self._continues:
-                    directory.refuse_later(self._path.parent, self._holding.step)
+                    directory.refuse_later(self._path.parent, self._state_shard.step)
                 # Every rank is here, so none still writes an earlier one.
                 directory.sweep(self._path, keep=self._partial)
             elif not self._partial.is_dir():
@@ -111,33 +111,33 @@ class _Writer:
                     f"rank {self._peers.rank} does not see {self._partial}, which the first made",
                     expected="storage that all ranks share",
                 )
-            values = [self._content(chunk) for chunk in chunks] + list(self._values.values())
-            entries = self._entries(chunks, self._first)
+            values = [self._content(item) for item in items] + list(self._values.values())
+            entries = self._entries(items, self._first)
             return write_files(
                 self._partial, self._peers.rank, list(zip(entries, values, strict=True))
             )
 
         return self._together("could not be written", act)
 
-    def _content(self, chunk: Outline) -> object:
-        piece = self._holding.pieces[chunk.name]
-        part = piece.tensor.detach()[chunk.box.within(piece.box)]
-        return part.item() if names.is_number(chunk.name) else part
+    def _content(self, item: PlannedChunk) -> object:
+        shard = self._state_shard.shards[item.name]
+        part = shard.tensor.detach()[item.chunk.within(shard.chunk)]
+        return part.item() if names.is_number(item.name) else part
 
-    def _entries(self, chunks: Sequence[Outline], first: bool) -> list[Entry]:
-        """What a rank writes: its chunks and, if it is the first, what is no piece."""
-        entries = [Entry.of_chunk(chunk) for chunk in chunks]
+    def _entries(self, items: Sequence[PlannedChunk], first: bool) -> list[CheckpointEntry]:
+        """What a rank writes: its items and, if it is the first, what is no shard."""
+        entries = [CheckpointEntry.of_item(item) for item in items]
         values = self._values.items() if first else ()
-        return entries + [Entry.of_value(path, value) for path, value in values]
+        return entries + [CheckpointEntry.of_value(path, value) for path, value in values]
 
     def publish(
-        self, chunks: Sequence[Sequence[Outline]], located: Sequence[Sequence[Place]]
+        self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[Place]]
     ) -> None:
         """Return once the checkpoint is complete."""
 
         def act() -> Any:
             if self._first:
-                stored = list(self._stored(chunks, located))
+                stored = list(self._stored(items, located))
                 _check_files(self._partial, [place for _, place in stored])
                 write_index(self._partial, stored)
                 directory.publish(self._partial, self._path)
@@ -145,18 +145,18 @@ class _Writer:
         self._together("could not be completed", act)
 
     def _stored(
-        self, chunks: Sequence[Sequence[Outline]], located: Sequence[Sequence[Place]]
-    ) -> Iterator[tuple[Entry, Place]]:
+        self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[Place]]
+    ) -> Iterator[tuple[CheckpointEntry, Place]]:
         """All entries of all ranks. A tied parameter stands under each of its names."""
-        tied: Any = self._holding.values.get("tied", {})
+        tied: Any = self._state_shard.values.get("tied", {})
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():
             aliases.setdefault(("model", name), []).append(alias)
-        for rank, (own, places) in enumerate(zip(chunks, located, strict=True)):
+        for rank, (own, places) in enumerate(zip(items, located, strict=True)):
             for entry, place in zip(self._entries(own, rank == FIRST), places, strict=True):
                 yield entry, place
                 for alias in aliases.get(entry.path, []):
-                    yield Entry(("model", alias), entry.data), place
+                    yield CheckpointEntry(("model", alias), entry.data), place
 
     def give_up(self) -> None:
         """Leave nothing behind. All ranks have failed at the same point: none writes any more."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from shoal.backends.abortable.waiter import Gate
+from shoal.backends.abortable.waiter import Completion
 from shoal.compression.base import Averaging, Compressor, Packed
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic, Wire
@@ -19,7 +19,7 @@ class Underway:
     """A bucket whose average has begun."""
 
     averaging: Averaging
-    gate: Gate
+    completion: Completion
     """What DDP waits for."""
 
 
@@ -45,7 +45,7 @@ class CompressedExchange(GradientExchange):
         self._compressor = compressor
         self._wire = Wire(group, traffic)
         self._underway: list[Underway] = []
-        self._works: dict[int, Gate] = {}
+        self._works: dict[int, Completion] = {}
         self._given_up = ""
 
     def begin(self, step: int) -> None:
@@ -54,40 +54,40 @@ class CompressedExchange(GradientExchange):
         self._works.clear()
         self._compressor.begin(step)
 
-    def give_up(self, reason: str) -> None:
-        # First: whichever gate the base does not see any more is opened as soon as it is made.
+    def abort(self, reason: str) -> None:
+        # First: whichever completion the base does not see any more is set as soon as it is made.
         self._given_up = f"given up between two collectives: {reason}"
-        super().give_up(reason)
+        super().abort(reason)
 
-    def _new_gate(self) -> Gate:
-        gate = super()._new_gate()
+    def _new_completion(self) -> Completion:
+        completion = super()._new_completion()
         if self._given_up:
-            self._open(gate, self._given_up)
-        return gate
+            self._open(completion, self._given_up)
+        return completion
 
-    def _begin_average(self, bucket: GradBucket) -> Gate:
+    def _begin_average(self, bucket: GradBucket) -> Completion:
         parameters = bucket.parameters()
         packed = Packed(
             bucket.buffer(),
             [self._name_of(parameter) for parameter in parameters],
             [parameter.shape for parameter in parameters],
         )
-        underway = Underway(self._compressor.averaging(packed, self._wire), self._new_gate())
+        underway = Underway(self._compressor.averaging(packed, self._wire), self._new_completion())
         self._underway.append(underway)
         self._go_on(len(self._underway) - 1)
         if bucket.is_last():
             self._finish()
-        return underway.gate
+        return underway.completion
 
     @torch.no_grad()
     def _go_on(self, index: int) -> None:
-        """Compute up to the bucket's next collective and begin that, or open its gate."""
+        """Compute up to the bucket's next collective and begin that, or set its completion."""
         underway = self._underway[index]
         work = next(underway.averaging, None)
         if work is None:
-            self._open(underway.gate, "")
+            self._open(underway.completion, "")
         else:
-            self._works[index] = self._gate_behind(work)
+            self._works[index] = self._completion_of(work)
 
     def _finish(self) -> None:
         """Take all buckets to their ends, one collective at a time each."""
@@ -102,7 +102,7 @@ class CompressedExchange(GradientExchange):
     def _fail(self, reason: str) -> None:
         self._works.clear()
         for underway in self._underway:
-            self._open(underway.gate, reason)
+            self._open(underway.completion, reason)
         self._underway.clear()
 
 

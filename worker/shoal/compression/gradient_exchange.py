@@ -8,16 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
-from shoal.backends.abortable.waiter import Gate, Gates
+from shoal.backends.abortable.waiter import AbortableWaiter, Completion
 from shoal.compression.wire import Traffic
 from shoal.model.gradients import is_finite
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
-class GradientExchange(Gates):
+class GradientExchange(AbortableWaiter):
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
-    DDP waits at gates, so that `give_up` frees the trainer.
+    DDP waits for completions of ours, so that `abort` frees the trainer.
     """
 
     def __init__(
@@ -51,15 +51,15 @@ class GradientExchange(Gates):
         self._averaged.append(gradients)
         return self._begin_average(bucket).then(partial(_averaged, gradients))
 
-    def _begin_average(self, bucket: GradBucket) -> Gate:
-        """Average the bucket in place; the gate opens when that is done or has failed."""
+    def _begin_average(self, bucket: GradBucket) -> Completion:
+        """Average the bucket in place; the completion is set when that is done or has failed."""
         gradients = bucket.buffer()
         self._traffic.count_plain(gradients, self._world_size)
         self._traffic.count_all_reduce(gradients, self._world_size)
         gradients.div_(self._world_size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
-        return self._gate_behind(work)
+        return self._completion_of(work)
 
     @property
     def complete(self) -> bool:
@@ -115,8 +115,8 @@ class GradientExchange(Gates):
         )
 
 
-def _averaged(gradients: Tensor, gate: Gate) -> Tensor:
-    reason = gate.value()
+def _averaged(gradients: Tensor, completion: Completion) -> Tensor:
+    reason = completion.value()
     if reason:
         raise RuntimeError(reason)
     return gradients

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
-from shoal.launcher.worker_slots import DRAINED, Exit, Slot
+from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal_client.host.beats import HostBeats
 from shoal_client.host.reports import HostReporter
 from shoal_client.liveness.beat_board import BeatBoard, Ending
@@ -64,7 +64,7 @@ class Launcher:
         self._config = config
         self._host = socket.gethostname()
         self.slots = [
-            Slot(index=index, member_id=member_id)
+            WorkerSlot(index=index, member_id=member_id)
             for index, member_id in enumerate(member_ids(config, self._host))
         ]
         # Signal handlers put into it: a SimpleQueue is safe from there.
@@ -138,7 +138,7 @@ class Launcher:
                 slot.start_at_s = None
                 self._start(slot, supervisor, board)
 
-    def _start(self, slot: Slot, supervisor: Supervisor, board: BeatBoard) -> None:
+    def _start(self, slot: WorkerSlot, supervisor: Supervisor, board: BeatBoard) -> None:
         board.slots[slot.index].clear()
         environment = worker_environment(self._config, slot.member_id)
         environment["SHOAL_BEATS"] = board.address(slot.index)
@@ -217,7 +217,7 @@ class Launcher:
         self._say(f"{slot.member_id} {exited}")
         self._end_if_starved()
 
-    def _may_restart(self, slot: Slot) -> bool:
+    def _may_restart(self, slot: WorkerSlot) -> bool:
         last = slot.exits[-1]
         if last.code in (0, DRAINED) or self._ends:
             return False
@@ -321,7 +321,7 @@ class Launcher:
         how = "was halted (SIGSTOP)" if event.halted else "goes on (SIGCONT)"
         self._say(f"{event.process.name} {how}")
 
-    def _sink(self, slot: Slot) -> Callable[[str], None]:
+    def _sink(self, slot: WorkerSlot) -> Callable[[str], None]:
         prefix = f"[{slot.member_id}] "
         if self._config.colour:
             prefix = f"\x1b[{_COLOURS[slot.index % len(_COLOURS)]}m{prefix}\x1b[0m"

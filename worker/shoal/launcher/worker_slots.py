@@ -34,7 +34,7 @@ class Exit:
 
 
 @dataclass(kw_only=True)
-class Slot:
+class WorkerSlot:
     """One worker's place: the process of now, and how those before it ended."""
 
     index: int
@@ -72,4 +72,4 @@ def describe(code: int) -> str:
     return "completed" if code == 0 else f"failed with exit code {code}"
 
 
-__all__ = ["DRAINED", "Exit", "Slot", "describe"]
+__all__ = ["DRAINED", "Exit", "WorkerSlot", "describe"]

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from shoal.layouts.non_finite_check import Verdict
+from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.model.gradients import watch_parameters
 from shoal.model.tied_tensors import persistent_buffers
-from shoal.state.shards import Box, Piece
+from shoal.state.shards import Chunk, TensorShard
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> the mean loss over the samples."""
@@ -69,7 +69,7 @@ class Layout(ABC):
     step: int = 0
     """Steps committed before the present one, for what is told of a fault in it."""
 
-    verdict: Verdict | None = None
+    non_finite_check: NonFiniteCheck | None = None
     """Where ranks see a fault in their own gradients only: what tells it to the others."""
 
     @property
@@ -94,24 +94,26 @@ class Layout(ABC):
         the user's model: its part of the model's state. At least `parameters`."""
         return {**self.parameters, **persistent_buffers(self.plain)}
 
-    def piece(self, name: str, tensor: Tensor) -> Piece:
-        """Which box of the whole the tensor is, for one of `held` or of optimizer state that has
-        the same shape as the parameter of this name. The piece's tensor is a view: writing it
+    def shard(self, name: str, tensor: Tensor) -> TensorShard:
+        """Which chunk of the whole the tensor is, for one of `held` or of optimizer state that has
+        the same shape as the parameter of this name. The shard's tensor is a view: writing it
         writes the parameter."""
         if not isinstance(tensor, DTensor):
-            return Piece.whole(tensor.detach())
+            return TensorShard.whole(tensor.detach())
         key = (name, tensor.shape, tensor.placements)
-        if key not in self._boxes:
-            self._boxes[key] = _box_of(tensor)
-        return Piece(shape=tuple(tensor.shape), box=self._boxes[key], tensor=_local(tensor))
+        if key not in self._chunks:
+            self._chunks[key] = _chunk_of(tensor)
+        return TensorShard(
+            shape=tuple(tensor.shape), chunk=self._chunks[key], tensor=_local(tensor)
+        )
 
     @cached_property
-    def _boxes(self) -> dict[tuple[str, torch.Size, Any], Box]:
+    def _chunks(self) -> dict[tuple[str, torch.Size, Any], Chunk]:
         # To work one out takes 0.1 ms, and a state has some for each parameter.
         return {}
 
     def counts(self, name: str) -> bool:
-        """Whether this rank answers for its piece of one of `held` where sums go over ranks.
+        """Whether this rank answers for its shard of one of `held` where sums go over ranks.
 
         For each element exactly one rank does: norms are computed from it, and checkpoints are
         written by it. As it stands: every rank for its `parameters`, the first for all else.
@@ -119,9 +121,9 @@ class Layout(ABC):
         return name in self.parameters or self.world.rank == 0
 
     def travels(self, name: str) -> bool:
-        """Whether the piece of this name in a state (`model.`, `optim.`) is lost with this rank.
+        """Whether the shard of this name in a state (`model.`, `optim.`) is lost with this rank.
 
-        Such pieces are copied to peers. As it stands: all; no harm is done by a copy too many.
+        Such shards are copied to peers. As it stands: all; no harm is done by a copy too many.
         """
         return True
 
@@ -165,10 +167,10 @@ class Layout(ABC):
         """Raise unless the gradients are finite, on every rank if on any: NonFiniteGradient where
         they are not, GenerationBroken elsewhere. Called behind `reduce`; may communicate.
 
-        As it stands: see `Verdict.check`.
+        As it stands: see `NonFiniteCheck.check`.
         """
-        if self.verdict is not None:
-            self.verdict.check(self.parameters, self.step)
+        if self.non_finite_check is not None:
+            self.non_finite_check.check(self.parameters, self.step)
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right behind `optimizer.step()`. May communicate."""
@@ -200,12 +202,12 @@ LayOut = Callable[[nn.Module, World], Layout]
 The layout's own parameters are memory with nothing in it; their content comes afterwards."""
 
 
-def piece_of(tensor: Tensor) -> Piece:
-    """The box that a plain tensor (all of it) or this rank's part of a DTensor is."""
+def shard_of(tensor: Tensor) -> TensorShard:
+    """The chunk that a plain tensor (all of it) or this rank's part of a DTensor is."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
-        return Piece.whole(tensor)
-    return Piece(shape=tuple(tensor.shape), box=_box_of(tensor), tensor=_local(tensor))
+        return TensorShard.whole(tensor)
+    return TensorShard(shape=tuple(tensor.shape), chunk=_chunk_of(tensor), tensor=_local(tensor))
 
 
 def _local(tensor: Any) -> Tensor:
@@ -215,11 +217,11 @@ def _local(tensor: Any) -> Tensor:
     return part
 
 
-def _box_of(tensor: DTensor) -> Box:
+def _chunk_of(tensor: DTensor) -> Chunk:
     sizes, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    return Box(offsets=tuple(offsets), sizes=tuple(sizes))
+    return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
@@ -274,5 +276,5 @@ __all__ = [
     "World",
     "materialise",
     "move_buffers",
-    "piece_of",
+    "shard_of",
 ]

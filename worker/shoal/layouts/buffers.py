@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 
 
 class RunningBuffers:
@@ -42,7 +42,7 @@ class RunningBuffers:
 def broadcast_packed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast."""
     packed = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
-    finish(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
+    wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
     parts = torch.split(packed, [tensor.nbytes for tensor in tensors])
     for tensor, part in zip(tensors, parts, strict=True):
         # A part may begin where its dtype may not.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal_proto.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
@@ -28,13 +28,13 @@ def clip(layout: "Layout", max_norm: float) -> Tensor:
     message = torch.zeros(1, dtype=torch.float32, device=layout.world.device)
     for norm in torch._foreach_norm(counted) if counted else ():
         message += norm.float() ** 2
-    verdict = layout.verdict
-    if verdict is not None:
-        message = torch.cat([message, verdict.words(layout.parameters)])
+    non_finite_check = layout.non_finite_check
+    if non_finite_check is not None:
+        message = torch.cat([message, non_finite_check.flags(layout.parameters)])
     group = layout.world.group
-    finish(dist.all_reduce(message, group=group, async_op=True), group)
-    if verdict is not None:
-        verdict.hear(message[1:])
+    wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
+    if non_finite_check is not None:
+        non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()
     # The same small number as in torch, and the same order: clipped runs stay equal to one process.
     torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))

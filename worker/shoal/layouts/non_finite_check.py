@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_finite
 from shoal_proto.errors import GenerationBroken
 
@@ -14,7 +14,7 @@ from shoal_proto.errors import GenerationBroken
 GIVEN, OWN = 1.0, 2.0
 
 
-class Verdict:
+class NonFiniteCheck:
     """What each rank found in its gradients, told to all ranks by one small message a step.
 
     No earlier message can tell it: each goes along one dimension of the mesh only, and may itself
@@ -30,23 +30,23 @@ class Verdict:
         """A new step: nothing is known."""
         self._own = ""
         self._found = ""
-        self._words: Tensor | None = None
+        self._flags: Tensor | None = None
 
     def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Look at this rank's own gradients, before those of others come in."""
         self._own = name_of_fault(parameters)
 
-    def words(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
         """This rank's part of the message, to be summed up over all ranks: a number for each."""
         self._found = self._own or name_of_fault(parameters)
-        words = torch.zeros(self._group.size(), device=self._device)
+        flags = torch.zeros(self._group.size(), device=self._device)
         if self._found:
-            words[self._group.rank()] = OWN if self._own else GIVEN
-        return words
+            flags[self._group.rank()] = OWN if self._own else GIVEN
+        return flags
 
-    def hear(self, words: Tensor) -> None:
+    def set_flags(self, flags: Tensor) -> None:
         """What all ranks said."""
-        self._words = words
+        self._flags = flags
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
         """Raise on every rank unless the gradients of all ranks are finite. Collective, unless the
@@ -55,16 +55,18 @@ class Verdict:
         NonFiniteGradient to the ranks whose own gradients are not, which leave with it, and
         GenerationBroken to all others; NonFiniteGradient to all where only a sum is not.
         """
-        if self._words is None:
-            words = self.words(parameters)
+        if self._flags is None:
+            flags = self.flags(parameters)
             if self._group.size() > 1:
-                finish(dist.all_reduce(words, group=self._group, async_op=True), self._group)
-            self.hear(words)
-        assert self._words is not None
-        said = self._words.tolist()
-        if not any(said):
+                wait_abortable(
+                    dist.all_reduce(flags, group=self._group, async_op=True), self._group
+                )
+            self.set_flags(flags)
+        assert self._flags is not None
+        by_rank = self._flags.tolist()
+        if not any(by_rank):
             return
-        at_fault = [rank for rank, word in enumerate(said) if word == OWN]
+        at_fault = [rank for rank, flag in enumerate(by_rank) if flag == OWN]
         if not at_fault:
             raise sum_not_finite(self._found, step)
         if self._group.rank() in at_fault:
@@ -75,4 +77,4 @@ class Verdict:
         )
 
 
-__all__ = ["Verdict"]
+__all__ = ["NonFiniteCheck"]

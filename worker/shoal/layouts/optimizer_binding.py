@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.layouts.base import Layout
 from shoal.model.tied_tensors import persistent_buffers, refuse_hidden_ties, tied
 from shoal.state.replicated import as_json, beside, take_settings
-from shoal.state.shards import MODEL, OPTIM, Box, Holding, Json, Piece
+from shoal.state.shards import MODEL, OPTIM, Chunk, Json, StateShard, TensorShard
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
@@ -27,7 +27,7 @@ from shoal_proto.errors import (
 _NUMBERS: Mapping[str, type] = {"#int": int, "#float": float, "#bool": bool}
 
 
-class Blueprint:
+class MetaModel:
     """A model without its weights, and where each parameter stands in the optimizer.
 
     Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
@@ -73,11 +73,13 @@ class Blueprint:
             ) from error
         return copied
 
-    def initial(self) -> Holding:
+    def initial(self) -> StateShard:
         """The weights that the user made the model with: step 0."""
         state = {**dict(self.model.named_parameters()), **persistent_buffers(self.model)}
-        pieces = {MODEL + name: Piece.whole(tensor.detach()) for name, tensor in state.items()}
-        return Holding(step=0, pieces=pieces)
+        shards = {
+            MODEL + name: TensorShard.whole(tensor.detach()) for name, tensor in state.items()
+        }
+        return StateShard(step=0, shards=shards)
 
     @property
     def has_weights(self) -> bool:
@@ -104,73 +106,73 @@ class Blueprint:
         }
 
 
-class Bound:
+class OptimizerBinding:
     """The optimizer bound to a layout's parameters; its state, and the layout's, by name."""
 
-    def __init__(self, blueprint: Blueprint, optimizer: Optimizer, layout: Layout) -> None:
+    def __init__(self, meta_model: MetaModel, optimizer: Optimizer, layout: Layout) -> None:
         self.layout = layout
         self.optimizer = optimizer
         self._parameters = dict(layout.parameters)
         self._held = dict(layout.held)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._placed: dict[str, Tensor] = {}
-        self.group_names = blueprint.groups
-        self._tied = blueprint.tied
+        self.group_names = meta_model.groups
+        self._tied = meta_model.tied
         optimizer.state.clear()
-        for group, names in zip(optimizer.param_groups, blueprint.groups, strict=True):
+        for group, names in zip(optimizer.param_groups, meta_model.groups, strict=True):
             group["params"] = [self._parameters[name] for name in names if name in self._parameters]
 
     # --- reading ---
 
-    def collect(self, step: int) -> Holding:
+    def collect(self, step: int) -> StateShard:
         """What this rank holds, not copied: valid until the next step.
 
         Raises UnsupportedOptimizer for state that cannot be handed to another member.
         """
-        pieces = {
-            MODEL + name: self.layout.piece(name, tensor) for name, tensor in self._held.items()
+        shards = {
+            MODEL + name: self.layout.shard(name, tensor) for name, tensor in self._held.items()
         }
         for name, parameter in self._parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 if value is not None:
-                    path, piece = self._piece_of_state(name, key, value)
-                    pieces[path] = piece
-        kept = {path: piece for path, piece in pieces.items() if piece.box.num_elements}
-        return Holding(step=step, pieces=kept, values=self._values())
+                    path, shard = self._piece_of_state(name, key, value)
+                    shards[path] = shard
+        kept = {path: shard for path, shard in shards.items() if shard.chunk.num_elements}
+        return StateShard(step=step, shards=kept, values=self._values())
 
-    def _piece_of_state(self, name: str, key: str, value: Any) -> tuple[str, Piece]:
+    def _piece_of_state(self, name: str, key: str, value: Any) -> tuple[str, TensorShard]:
         path = f"{OPTIM}{name}/{key}"
         if not isinstance(value, Tensor):
             for mark, kind in _NUMBERS.items():
                 if type(value) is kind:
-                    return path + mark, Piece.whole(_as_tensor(value))
+                    return path + mark, TensorShard.whole(_as_tensor(value))
             raise self._cannot_hand_over(f"state {key!r} of {name}: {type(value).__name__}")
         if value.ndim == 0:
-            return path, Piece.whole(_local(value))
+            return path, TensorShard.whole(_local(value))
         parameter = self._parameters[name]
         if value.shape == parameter.shape:
-            return path, self.layout.piece(name, value)
-        whole = self.layout.piece(name, parameter)
-        if whole.box.sizes != whole.shape:
+            return path, self.layout.shard(name, value)
+        whole = self.layout.shard(name, parameter)
+        if whole.chunk.sizes != whole.shape:
             raise self._cannot_hand_over(
                 f"state {key!r} of {name}: shape {tuple(value.shape)} for a parameter of"
                 f" {whole.shape} that is cut"
             )
-        return path, Piece.whole(_local(value))
+        return path, TensorShard.whole(_local(value))
 
-    def model(self, step: int) -> Holding:
+    def model(self, step: int) -> StateShard:
         """This rank's part of the model, for all ranks to have the same whole of.
 
         A buffer, such as a running mean, may differ between ranks: the rank that writes it into
         checkpoints is the only one to give it.
         """
         given = {
-            MODEL + name: self.layout.piece(name, tensor)
+            MODEL + name: self.layout.shard(name, tensor)
             for name, tensor in self._held.items()
             if isinstance(tensor, nn.Parameter) or self.layout.counts(name)
         }
-        kept = {path: piece for path, piece in given.items() if piece.box.num_elements}
-        return Holding(step=step, pieces=kept, values={"tied": dict(self._tied)})
+        kept = {path: shard for path, shard in given.items() if shard.chunk.num_elements}
+        return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
 
     def _values(self) -> dict[str, Json]:
         return {"groups": self._settings(), "tied": dict(self._tied)}
@@ -204,33 +206,33 @@ class Bound:
         return frozenset(self._known)
 
     def writes(self, name: str) -> bool:
-        """Whether this rank writes its piece of this name into a checkpoint."""
+        """Whether this rank writes its shard of this name into a checkpoint."""
         if name.startswith(MODEL):
             return self.layout.counts(name.removeprefix(MODEL))
         return self.layout.counts(name.removeprefix(OPTIM).rpartition("/")[0])
 
     # --- filling ---
 
-    def place(self, name: str, box: Box) -> Tensor | None:
-        """Memory of the layout's own for this box of a tensor, which `needs` gave; `fill` finds
+    def place(self, name: str, chunk: Chunk) -> Tensor | None:
+        """Memory of the layout's own for this chunk of a tensor, which `needs` gave; `fill` finds
         there what is put into it. None where none of that size lies on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)
-            own = self.layout.piece(key, self._held[key])
+            own = self.layout.shard(key, self._held[key])
         else:
             key = name.removeprefix(OPTIM).rpartition("/")[0]
-            own = self.layout.piece(key, self._parameters[key])
+            own = self.layout.shard(key, self._parameters[key])
         # What has no dimension lies where the optimizer wants it: see `beside`.
-        if not shape or own.shape != shape or own.box != box or own.tensor.device.type != "cpu":
+        if not shape or own.shape != shape or own.chunk != chunk or own.tensor.device.type != "cpu":
             return None
         is_model = name.startswith(MODEL)
         place = own.tensor if is_model else torch.empty_like(own.tensor, dtype=dtype)
         self._placed[name] = place
         return place
 
-    def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
-        """The box that this rank needs of a tensor of a state; None if it needs nothing of it.
+    def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
+        """The chunk that this rank needs of a tensor of a state; None if it needs nothing of it.
 
         Raises ShapeMismatch or DtypeMismatch if the state is that of another model.
         """
@@ -239,56 +241,56 @@ class Bound:
             own = self._held.get(name.removeprefix(MODEL))
             if own is None:
                 return None
-            piece = self.layout.piece(name.removeprefix(MODEL), own)
-            _check(name, piece, shape, dtype)
-            return piece.box if piece.box.num_elements else None
+            shard = self.layout.shard(name.removeprefix(MODEL), own)
+            _check(name, shard, shape, dtype)
+            return shard.chunk if shard.chunk.num_elements else None
         parameter_name, _, _ = name.removeprefix(OPTIM).rpartition("/")
         parameter = self._parameters.get(parameter_name)
         if parameter is None or not name.startswith(OPTIM):
             return None
-        piece = self.layout.piece(parameter_name, parameter)
-        if shape == piece.shape:
-            return piece.box if piece.box.num_elements else None
-        if shape and piece.box.sizes != piece.shape:
-            raise self._cannot_hand_over(f"{name}: {shape} for a parameter of {piece.shape}")
-        return Box.whole(shape)
+        shard = self.layout.shard(parameter_name, parameter)
+        if shape == shard.shape:
+            return shard.chunk if shard.chunk.num_elements else None
+        if shape and shard.chunk.sizes != shard.shape:
+            raise self._cannot_hand_over(f"{name}: {shape} for a parameter of {shard.shape}")
+        return Chunk.whole(shape)
 
     @torch.no_grad()
-    def fill(self, holding: Holding) -> None:
+    def fill(self, state_shard: StateShard) -> None:
         """Make the state this rank's; `needs` was asked for every name in it before.
 
         Raises ShapeMismatch if a parameter or buffer is not in it.
         """
         for name, tensor in self._held.items():
-            own = self.layout.piece(name, tensor)
-            if not own.box.num_elements:
+            own = self.layout.shard(name, tensor)
+            if not own.chunk.num_elements:
                 continue
-            given = holding.pieces.get(MODEL + name)
-            if given is None or given.box != own.box:
+            given = state_shard.shards.get(MODEL + name)
+            if given is None or given.chunk != own.chunk:
                 raise ShapeMismatch(
                     f"the state does not fit the model at {name}",
-                    seen="missing" if given is None else f"{given.box}",
-                    expected=f"{own.box} of {own.shape}",
+                    seen="missing" if given is None else f"{given.chunk}",
+                    expected=f"{own.chunk} of {own.shape}",
                 )
             if given.tensor is not self._placed.get(MODEL + name):
                 own.tensor.copy_(given.tensor)
-        self._fill_optimizer(holding)
+        self._fill_optimizer(state_shard)
         self._placed.clear()
-        take_settings(self.optimizer, holding)
+        take_settings(self.optimizer, state_shard)
 
-    def _fill_optimizer(self, holding: Holding) -> None:
+    def _fill_optimizer(self, state_shard: StateShard) -> None:
         self.optimizer.state.clear()
         for path, (shape, dtype) in self._known.items():
             name, _, key = path.removeprefix(OPTIM).rpartition("/")
             parameter = self._parameters.get(name)
             if not path.startswith(OPTIM) or parameter is None:
                 continue
-            given = holding.pieces.get(path)
+            given = state_shard.shards.get(path)
             key, mark, kind = key.partition("#")
             if mark:
                 assert given is not None, "numbers are whole on every rank"
                 self.optimizer.state[parameter][key] = _NUMBERS[mark + kind](given.tensor.item())
-            elif shape and shape == self.layout.piece(name, parameter).shape:
+            elif shape and shape == self.layout.shard(name, parameter).shape:
                 if given is not None and given.tensor is self._placed.get(path):
                     local = given.tensor
                 else:
@@ -311,8 +313,8 @@ def _local(tensor: Tensor) -> Tensor:
         return tensor.to_local().detach()
 
 
-def _filled(parameter: nn.Parameter, given: Piece | None, dtype: torch.dtype) -> Tensor:
-    """What this rank has of state of the parameter's layout: the piece (None: it holds nothing)."""
+def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
+    """What this rank has of state of the parameter's layout: the shard (None: it holds nothing)."""
     local = torch.empty_like(_local(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 
@@ -331,7 +333,7 @@ def _cut_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
     )
 
 
-def _check(name: str, own: Piece, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def _check(name: str, own: TensorShard, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if own.shape != shape:
         raise ShapeMismatch(
             f"the state does not fit the model at {name}", seen=str(shape), expected=str(own.shape)
@@ -344,4 +346,4 @@ def _check(name: str, own: Piece, shape: tuple[int, ...], dtype: torch.dtype) ->
         )
 
 
-__all__ = ["Blueprint", "Bound"]
+__all__ = ["MetaModel", "OptimizerBinding"]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.compression.base import Compressor
 from shoal.compression.exchange import exchange_for
 from shoal.compression.wire import Traffic
@@ -26,7 +26,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 """Gloo copies what it is about to send to another host: no message is larger than this."""
 
 
-class Replicated(Layout):
+class ReplicatedLayout(Layout):
     """Every rank holds all and steps all; each has its own share of the samples.
 
     A parameter that takes no part in the loss is an error, as in DDP, unless
@@ -126,8 +126,8 @@ class Replicated(Layout):
             del self._ddp.logger, self._ddp.reducer
 
 
-class Zero1(Replicated):
-    """As `Replicated`, but each parameter is stepped by one rank only, its owner.
+class Zero1Layout(ReplicatedLayout):
+    """As `ReplicatedLayout`, but each parameter is stepped by one rank only, its owner.
 
     So each rank keeps about 1/n of the optimizer's state. Parameters stay whole: any optimizer
     that DDP can run does here what it does in one process.
@@ -183,7 +183,7 @@ class Zero1(Replicated):
             if message.numel()
         ]
         for work in works:
-            finish(work, self.world.group)
+            wait_abortable(work, self.world.group)
 
     def _forget_gradients_of_others(self) -> None:
         for parameter in self._others:
@@ -243,8 +243,8 @@ def check_bucket(bucket_mb: float) -> None:
 
 
 __all__ = [
-    "Replicated",
-    "Zero1",
+    "ReplicatedLayout",
+    "Zero1Layout",
     "check_bucket",
     "lay_in_one_piece",
     "meets_in_forward",

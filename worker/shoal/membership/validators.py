@@ -134,38 +134,38 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     return found
 
 
-class Judges:
+class ValidatorSet:
     """A session's validators, asked on a thread of their own so that the answer comes in time."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))
         self._member_id = member_id
-        self._at_work: _Hearing | None = None
+        self._running: _Run | None = None
 
     @property
     def names(self) -> str:
         """As the other members are told, to have the same."""
         return ",".join(self._validators)
 
-    def judge(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
+    def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
         """What they have against the roster, within `limit_s`."""
         if not self._validators:
             return []
-        late = self._at_work
+        late = self._running
         if late is not None and late.thread.is_alive():
             # Not one more thread for each roster: the first of them may never end.
             seen = f"still at work on generation {late.roster.generation}"
             return [_rejection(late.name, Reject(seen=seen, expected="a verdict in time"))]
-        hearing = self._at_work = _Hearing(self._validators, view(roster, self._member_id))
-        hearing.thread.start()
-        hearing.thread.join(limit_s)
-        if hearing.thread.is_alive():
+        run = self._running = _Run(self._validators, view(roster, self._member_id))
+        run.thread.start()
+        run.thread.join(limit_s)
+        if run.thread.is_alive():
             seen = f"no verdict after {limit_s:g} s"
-            hearing.rejected[hearing.name] = Reject(seen=seen, expected="a verdict in time")
-        return [_rejection(name, reject) for name, reject in dict(hearing.rejected).items()]
+            run.rejected[run.name] = Reject(seen=seen, expected="a verdict in time")
+        return [_rejection(name, reject) for name, reject in dict(run.rejected).items()]
 
 
-class _Hearing:
+class _Run:
     """One roster before all validators, one after the other."""
 
     def __init__(self, validators: Mapping[str, Validator], roster: Roster) -> None:
@@ -225,4 +225,4 @@ def _origin(function: Validator) -> str:
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"
 
 
-__all__ = ["Judges", "Reject", "Roster", "RosterMember", "validator", "validators_of"]
+__all__ = ["Reject", "Roster", "RosterMember", "ValidatorSet", "validator", "validators_of"]

@@ -9,7 +9,7 @@ from torch import nn
 _TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
 
-class Replica(nn.Module):
+class ModuleProxy(nn.Module):
     """The user's model in all but its forward pass, which goes where `route` says at the time.
 
     It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
@@ -51,20 +51,20 @@ class Replica(nn.Module):
         return (_same, (self.__dict__["_module"],))
 
 
-def replica_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
+def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
     """A replica that also is an instance of the model's class, with all its methods."""
     kind = type(module)
     if kind is nn.Module or isinstance(module, torch.jit.ScriptModule):
-        return Replica(module, route)
-    mixed: Any = type(kind.__name__, (Replica, kind), {"__module__": kind.__module__})
-    replica: nn.Module = mixed.__new__(mixed)
-    Replica.__init__(replica, module, route)  # type: ignore[arg-type]
-    return replica
+        return ModuleProxy(module, route)
+    mixed: Any = type(kind.__name__, (ModuleProxy, kind), {"__module__": kind.__module__})
+    proxy: nn.Module = mixed.__new__(mixed)
+    ModuleProxy.__init__(proxy, module, route)  # type: ignore[arg-type]
+    return proxy
 
 
-def retarget(replica: nn.Module, module: nn.Module) -> None:
+def retarget(proxy: nn.Module, module: nn.Module) -> None:
     """Let a replica show another module from now on, one of the same make."""
-    own = replica.__dict__
+    own = proxy.__dict__
     own["_module"] = module
     for table in _TABLES:
         own[table] = module.__dict__[table]
@@ -82,4 +82,4 @@ def _same(module: nn.Module) -> nn.Module:
     return module
 
 
-__all__ = ["Replica", "replica_of", "retarget", "take_modes"]
+__all__ = ["ModuleProxy", "proxy_of", "retarget", "take_modes"]

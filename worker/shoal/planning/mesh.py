@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shoal.data.batches import share
 from shoal.layouts.hybrid.layout import HybridPlan, buckets, plan_of_stage
-from shoal.layouts.pipeline.schedules import Feed, num_microbatches
+from shoal.layouts.pipeline.schedules import StepInputs, num_microbatches
 from shoal.layouts.pipeline.stages import Stage
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.planning.figures import (
@@ -24,7 +24,7 @@ from shoal.planning.figures import (
 )
 from shoal.planning.meta_device import on_meta, to_meta
 from shoal.planning.rehearsal import Rehearsed, SilentGroup
-from shoal.planning.tensor import first_alike, split_alone, tensor_groups, verdict_message
+from shoal.planning.tensor import first_alike, non_finite_message, split_alone, tensor_groups
 
 LOSS_BYTES = torch.float64.itemsize
 """The last stage tells the others the loss."""
@@ -123,7 +123,7 @@ class MeshFigures:
         if self._subject.inputs is None:
             return
         whole = to_meta(self._subject.inputs)
-        samples = Feed(inputs={"": whole})
+        samples = StepInputs(inputs={"": whole})
         start, stop = share(0, samples.num_samples, copy, self._mesh.data)
         # A rank without a share has one sample all the same.
         num_samples = max(stop - start, 1)
@@ -151,9 +151,9 @@ class MeshFigures:
             return
         first = self._parts[0, split].stage
         assert first is not None, "the model is cut"
-        feed = Feed(inputs=first.bind((inputs,), {}))
-        count = num_microbatches(num_samples, self._plan.course.microbatches)
-        given = feed.samples(dict(feed.inputs), 0, num_samples // count)
+        step_inputs = StepInputs(inputs=first.bind((inputs,), {}))
+        count = num_microbatches(num_samples, self._plan.schedule.microbatches)
+        given = step_inputs.samples(dict(step_inputs.inputs), 0, num_samples // count)
         passed: Sequence[Tensor] = ()
         for index in range(self._mesh.pipeline):
             part = self._parts[index, split]
@@ -183,7 +183,7 @@ class MeshFigures:
             ]
             yield _collective("all_reduce", averaged)
         if self._mesh.world_size > 1:
-            yield verdict_message(self._mesh.world_size)
+            yield non_finite_message(self._mesh.world_size)
         if self._mesh.tensor > 1:
             whole = [p for p in part.trained.values() if id(p) not in part.cut]
             yield _collective("broadcast", list(map(_bytes, buckets(whole))))

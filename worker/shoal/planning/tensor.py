@@ -50,7 +50,7 @@ def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
     )
 
 
-def verdict_message(world_size: int) -> Collective:
+def non_finite_message(world_size: int) -> Collective:
     """By which all ranks learn whether the step's gradients are finite; see `Verdict`."""
     num_bytes = world_size * torch.float32.itemsize
     return Collective(kind="all_reduce", when=UPDATE, calls=1, num_bytes=num_bytes)
@@ -125,8 +125,8 @@ def _collectives(
     taken = Collective(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
-    told = verdict_message(subject.world_size)
+    told = non_finite_message(subject.world_size)
     return (*moved, taken, told) if aligned else (*moved, told)
 
 
-__all__ = ["first_alike", "split_alone", "tensor_figures", "tensor_groups", "verdict_message"]
+__all__ = ["first_alike", "non_finite_message", "split_alone", "tensor_figures", "tensor_groups"]

@@ -9,7 +9,7 @@ import torch
 
 from shoal.membership.draining import drained
 from shoal.membership.generation import Context, Generation
-from shoal.membership.validators import Judges
+from shoal.membership.validators import ValidatorSet
 from shoal.strategies.base import Strategy
 from shoal_client.connection.reach import ProbeListener, check, peers_to_check
 from shoal_client.membership.member import Member
@@ -26,13 +26,13 @@ from shoal_proto.v1.membership_pb2 import GenerationRecord, Prepare, Rejection
 
 log = structlog.get_logger(__name__)
 
-JUDGING_SHARE = 0.5
+VALIDATION_SHARE = 0.5
 """Of the time to accept or reject; a quarter is for the peers, the rest for the way there."""
 _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
 """Out of memory, a port, a device: what may be otherwise a second later."""
 
 
-class Crew:
+class ElasticController:
     """One member's membership and its strategy, in step with each other.
 
     All methods are the trainer's; only `_on_break`, `_judge`, `_find_unreachable` and
@@ -50,10 +50,10 @@ class Crew:
         )
         self._check_peers = check_peers
         self._probe: ProbeListener | None = None
-        self._judges = Judges({}, member.member_id)
+        self._validators = ValidatorSet({}, member.member_id)
         self.generation: Generation | None = None
         self._strategy: Strategy | None = None
-        self._stands = False
+        self._is_ready = False
         self._proposed = False
         self._seen = 0
         self._left = False
@@ -69,9 +69,9 @@ class Crew:
             raise
         log.info("job_joined", job=self.member.spec.job, member=self.member.member_id)
 
-    def man(self, strategy: Strategy, judges: Judges) -> None:
-        """From now on the crew trains with this strategy, where these judges let it."""
-        self._judges = judges
+    def set_strategy(self, strategy: Strategy, validators: ValidatorSet) -> None:
+        """From now on the member trains with this strategy, where these validators let it."""
+        self._validators = validators
         strategy.attach(
             Context(
                 job=self.member.spec.job,
@@ -94,21 +94,21 @@ class Crew:
             )
         return self._strategy
 
-    def stand(self, fields: dict[str, str]) -> Generation:
+    def ensure_generation(self, fields: dict[str, str]) -> Generation:
         """The generation in which the next step may begin, formed or changed if need be.
 
         Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
         Drained once this member was asked to leave and nothing needs it any more.
         """
         with drained():
-            return self._stand(fields)
+            return self._ensure_generation(fields)
 
-    def _stand(self, fields: dict[str, str]) -> Generation:
+    def _ensure_generation(self, fields: dict[str, str]) -> Generation:
         strategy = self.strategy
         if self._left:
             raise InvalidSpec("the session is over", expected="a new shoal.join")
         while True:
-            if not self._stands:
+            if not self._is_ready:
                 self._form(fields)
             strategy.asks(begins=True)
             try:
@@ -120,12 +120,12 @@ class Crew:
             if record is not None:
                 self._hand_over()
                 strategy.abandon()
-                self._stands = False
+                self._is_ready = False
                 self._bring_up(record)
             elif not strategy.synchronous:
                 return self._follow(generation)
             elif self.membership.is_broken(generation.number):
-                self._fall(GenerationBroken(f"generation {generation.number} was broken"))
+                self._recover(GenerationBroken(f"generation {generation.number} was broken"))
             else:
                 return generation
 
@@ -146,18 +146,19 @@ class Crew:
             self.membership.is_broken(self.generation.number) or self.strategy.is_failure(error)
         )
 
-    def fall(self, error: BaseException) -> None:
-        """A peer was lost in the generation: stand still at the last committed step.
+    def recover(self, error: BaseException) -> None:
+        """A peer was lost in the generation: go back to the last committed step.
 
-        Raises `error` again if nobody else finds the generation broken, and Drained as `stand`.
+        Raises `error` again if nobody else finds the generation broken, and Drained as
+        `ensure_generation`.
         """
         with drained():
-            self._fall(error)
+            self._recover(error)
 
-    def _fall(self, error: BaseException) -> None:
+    def _recover(self, error: BaseException) -> None:
         generation, strategy = self.generation, self.strategy
         assert generation is not None
-        self._stands = False
+        self._is_ready = False
         started_s = time.perf_counter()
         # First of all: a member that waits for this one finds out by its connection.
         strategy.cut(generation.number)
@@ -206,7 +207,7 @@ class Crew:
                 step=strategy.step,
                 has_state=strategy.has_state,
             )
-        while not self._stands:
+        while not self._is_ready:
             started_s = time.perf_counter()
             strategy.asks(begins=True)
             try:
@@ -232,15 +233,15 @@ class Crew:
         try:
             strategy.enter(generation)
         except Exception as error:  # noqa: BLE001 - logged and reported, and most raised again
-            self._fall_from_bring_up(generation.number, error)
+            self._recover_from_bring_up(generation.number, error)
             return
         self.generation = generation
-        self._stands = True
+        self._is_ready = True
         self.membership.progress(strategy.step)
         if strategy.synchronous:
             self.membership.ready(record)
 
-    def _fall_from_bring_up(self, number: int, error: Exception) -> None:
+    def _recover_from_bring_up(self, number: int, error: Exception) -> None:
         strategy = self.strategy
         text = f"{type(error).__name__}: {error}"
         own = self._is_own(number, error)
@@ -300,8 +301,8 @@ class Crew:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
-        limit_s = JUDGING_SHARE * self.membership.limits.prepare_s
-        return self._judges.judge(prepare.roster, limit_s)
+        limit_s = VALIDATION_SHARE * self.membership.limits.prepare_s
+        return self._validators.rejections(prepare.roster, limit_s)
 
     def _find_unreachable(self, prepare: Prepare) -> Mapping[str, str]:
         peers = peers_to_check(prepare.roster, self.member.member_id, self._check_peers)
@@ -334,4 +335,4 @@ class Crew:
             self._strategy.cut(generation)
 
 
-__all__ = ["Crew"]
+__all__ = ["ElasticController"]

@@ -16,11 +16,11 @@ from shoal.layouts.base import LossFunction
 from shoal.membership.draining import DrainSignal
 from shoal.membership.generation import Generation
 from shoal.membership.join_config import JoinConfig
-from shoal.membership.validators import Judges, Validator, validators_of
+from shoal.membership.validators import Validator, ValidatorSet, validators_of
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
 from shoal.randomness.dropout import key_dropout
-from shoal.session.elastic_controller import Crew
-from shoal.session.feeds import Feed, LeasedFeed, TogetherFeed
+from shoal.session.batch_sources import BatchSource, LeasedBatches, SynchronousBatches
+from shoal.session.elastic_controller import ElasticController
 from shoal.session.step import Step, reason_of
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
@@ -44,19 +44,19 @@ class Session:
     def __init__(self, config: JoinConfig, validators: Iterable[Validator] = ()) -> None:
         self._config = config
         self._validators = tuple(validators)
-        self._crew = Crew(config.member(), check_peers=config.check_peers)
+        self._controller = ElasticController(config.member(), check_peers=config.check_peers)
         self._fields: dict[str, str] = {}
         self._reports: StepReports | None = None
-        self._feed: Feed | None = None
+        self._source: BatchSource | None = None
         self._step: Step | None = None
         self._guard: StepGuard | None = None
         self._paused = False
         self._signal = DrainSignal(self.drain)
 
     def __enter__(self) -> Self:
-        self._crew.attend()
+        self._controller.attend()
         self._signal.install()
-        self._reports = StepReports(self._crew)
+        self._reports = StepReports(self._controller)
         return self
 
     def __exit__(
@@ -67,10 +67,10 @@ class Session:
     ) -> None:
         self._signal.restore()
         if isinstance(error, ShoalError):
-            self._crew.membership.failed_for_good(error)
+            self._controller.membership.failed_for_good(error)
         if error is not None:
             self.leave(reason=reason_of(error))
-        elif self._feed is not None and not self._feed.all_trained:
+        elif self._source is not None and not self._source.all_trained:
             self.leave(reason="left before the last batch")
         else:
             self.leave(reason="all batches were trained on", completed=True)
@@ -81,12 +81,12 @@ class Session:
         if self._guard is not None:
             self._guard.release()
         try:
-            if self._feed is not None:
-                self._feed.close()
+            if self._source is not None:
+                self._source.close()
             if reports is not None and completed:
                 reports.close()
         finally:
-            self._crew.leave(completed=completed, reason=reason)
+            self._controller.leave(completed=completed, reason=reason)
             # After a failure the others wait for this member to leave, so a report comes second.
             if reports is not None and not completed:
                 reports.close()
@@ -98,7 +98,7 @@ class Session:
         they train without this member, and there the batches end with `shoal.Drained`, a
         SystemExit of code 143. Nobody's generation breaks for it.
         """
-        self._crew.membership.drain(reason)
+        self._controller.membership.drain(reason)
 
     # --- what the training script calls ---
 
@@ -131,7 +131,7 @@ class Session:
             return adapter.distribute_in_session(self, model, strategy, **options), optimizer
         chosen = find_strategy(strategy)
         model = as_torch(model)
-        judges = Judges(validators_of(self._validators), self.member_id)
+        validators = ValidatorSet(validators_of(self._validators), self.member_id)
         if keyed_dropout and chosen.synchronous:
             key_dropout(model)
         device = next((parameter.device.type for parameter in model.parameters()), "cpu")
@@ -140,12 +140,12 @@ class Session:
             chosen.keep_checkpoints(checkpoints)
         distributed = chosen.distribute(model, optimizer)
         self._fields = {"strategy": chosen.name, "torch": torch.__version__, **chosen.fields()}
-        if judges.names:
-            self._fields["validators"] = judges.names
+        if validators.names:
+            self._fields["validators"] = validators.names
         if chosen.synchronous:
             # Members that train apart may compute on what they have.
             self._fields |= _devices_of(model)
-        self._crew.man(chosen, judges)
+        self._controller.set_strategy(chosen, validators)
         self._guard = StepGuard(optimizer, lambda: chosen.step)
         return distributed
 
@@ -171,8 +171,8 @@ class Session:
             seed=seed,
             shuffle=shuffle,
         )
-        strategy = self._crew.strategy
-        if self._feed is not None:
+        strategy = self._controller.strategy
+        if self._source is not None:
             raise InvalidSpec("a session goes over its batches once", expected="one batches()")
         samples = {
             "global_batch": str(global_batch_size),
@@ -183,9 +183,9 @@ class Session:
         }
         self._fields |= samples
         strategy.trains_on({**samples, "order": str(ORDER)})
-        kind = TogetherFeed if strategy.synchronous else LeasedFeed
-        self._feed = kind(self._crew, self._fields, Loader(dataset, order, collate), order)
-        return iter(self._feed)
+        kind = SynchronousBatches if strategy.synchronous else LeasedBatches
+        self._source = kind(self._controller, self._fields, Loader(dataset, order, collate), order)
+        return iter(self._source)
 
     def step(self) -> Step:
         """One optimizer step: zeroes gradients at its start, applies and commits them at its end.
@@ -196,10 +196,10 @@ class Session:
         if self._step is not None and self._step.is_open:
             raise InvalidSpec("steps do not nest", seen="session.step() within session.step()")
         self._step = Step(
-            self._crew,
+            self._controller,
             self._fields,
             guard=self._guard_of_step(),
-            feed=self._feed,
+            source=self._source,
             reports=self._reports,
             leave=self.leave,
         )
@@ -211,7 +211,7 @@ class Session:
         step.loss = loss.detach()
         batch = step.batch
         with step.guard.computing():
-            self._crew.strategy.backward(loss, batch.weight if batch is not None else 1.0)
+            self._controller.strategy.backward(loss, batch.weight if batch is not None else 1.0)
 
     @contextmanager
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> Iterator[None]:
@@ -243,12 +243,12 @@ class Session:
         if self._paused:
             raise InvalidSpec("pauses do not nest", seen=f"pause({reason!r}) within a pause")
         self._paused = True
-        self._crew.pause(reason, limit_s)
+        self._controller.pause(reason, limit_s)
         try:
             yield
         finally:
             self._paused = False
-            self._crew.resume()
+            self._controller.resume()
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
         """The forward and backward pass of a batch in one: as
@@ -261,7 +261,7 @@ class Session:
         """
         step = self._open_step("a pass")
         with step.guard.computing():
-            step.loss = loss = self._crew.strategy.forward_backward(
+            step.loss = loss = self._controller.strategy.forward_backward(
                 batch.inputs, batch.targets, loss_function, batch.weight
             )
         return loss
@@ -273,7 +273,7 @@ class Session:
         the whole model's gradients, however they are spread over members.
         """
         self._open_step("clipping")
-        return self._crew.strategy.clip_grad_norm(max_norm)
+        return self._controller.strategy.clip_grad_norm(max_norm)
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """The whole model by name, on the host, with the keys that the undistributed model has.
@@ -281,10 +281,10 @@ class Session:
         Under strategies that spread parameters all members must call it, at the same step: between
         two batches, or behind the last one within the `with` block.
         """
-        return self._crew.strategy.state_dict()
+        return self._controller.strategy.state_dict()
 
     def _guard_of_step(self) -> StepGuard:
-        _ = self._crew.strategy  # raises where nothing is distributed
+        _ = self._controller.strategy  # raises where nothing is distributed
         assert self._guard is not None, "made with what is distributed"
         return self._guard
 
@@ -301,17 +301,17 @@ class Session:
 
     @property
     def member_id(self) -> str:
-        return self._crew.member.member_id
+        return self._controller.member.member_id
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that `distribute` chose."""
-        return self._crew.strategy
+        return self._controller.strategy
 
     @property
     def generation(self) -> int:
         """Number of the present generation; 0 before the first."""
-        return self._crew.generation.number if self._crew.generation else 0
+        return self._controller.generation.number if self._controller.generation else 0
 
     @property
     def rank(self) -> int:
@@ -324,15 +324,15 @@ class Session:
     @property
     def step_number(self) -> int:
         """Steps committed so far."""
-        return self._crew.strategy.step
+        return self._controller.strategy.step
 
     def _present(self) -> Generation:
-        if self._crew.generation is None:
+        if self._controller.generation is None:
             raise InvalidSpec(
                 "there is no generation yet",
                 expected="rank and world size to be asked for from the first batch on",
             )
-        return self._crew.generation
+        return self._controller.generation
 
 
 def _devices_of(model: nn.Module) -> dict[str, str]:

@@ -11,8 +11,8 @@ from torch import Tensor
 from shoal import randomness
 from shoal.data.batches import Batch
 from shoal.membership.draining import Drained
-from shoal.session.elastic_controller import Crew
-from shoal.session.feeds import Feed
+from shoal.session.batch_sources import BatchSource
+from shoal.session.elastic_controller import ElasticController
 from shoal.session.step_guard import StepGuard
 from shoal.session.step_reports import StepReports
 
@@ -22,19 +22,19 @@ class Step:
 
     def __init__(
         self,
-        crew: Crew,
+        controller: ElasticController,
         fields: dict[str, str],
         *,
         guard: StepGuard,
-        feed: Feed | None,
+        source: BatchSource | None,
         reports: StepReports | None,
         leave: Callable[..., None],
     ) -> None:
         """`fields` are the proposal's; `leave(reason=...)` ends the membership."""
-        self._crew = crew
+        self._controller = controller
         self._fields = fields
         self.guard = guard
-        self._feed = feed
+        self._source = source
         self._reports = reports
         self._leave = leave
         self._started_s = 0.0
@@ -45,11 +45,11 @@ class Step:
 
     def __enter__(self) -> Self:
         self._started_s = time.perf_counter()
-        if self._feed is None:
-            self._crew.stand(self._fields)
+        if self._source is None:
+            self._controller.ensure_generation(self._fields)
         else:
-            self._feed.attempted()
-        strategy = self._crew.strategy
+            self._source.attempted()
+        strategy = self._controller.strategy
         strategy.begin_step()
         self.is_open = True
         self.guard.open()
@@ -81,7 +81,7 @@ class Step:
     @property
     def batch(self) -> Batch | None:
         """What is trained on, where the session hands out batches."""
-        return self._feed.batch if self._feed is not None else None
+        return self._source.batch if self._source is not None else None
 
     def _draw_by_sample(self, batch: Batch) -> None:
         """Let what is drawn at random in this step depend on its samples, not on who is there."""
@@ -94,26 +94,26 @@ class Step:
         )
 
     def _commit(self) -> None:
-        crew, feed = self._crew, self._feed
+        controller, source = self._controller, self._source
         with self.guard.committing():
-            crew.strategy.end_step(feed.acknowledged() if feed is not None else _nothing)
-        crew.membership.progress(crew.strategy.step)
+            controller.strategy.end_step(source.acknowledged() if source is not None else _nothing)
+        controller.membership.progress(controller.strategy.step)
         if self._reports is not None:
             batch = self.batch
             num_samples = len(batch.indices) if batch is not None else 0
             seconds = time.perf_counter() - self._started_s
-            self._reports.step_done(crew.strategy, self.loss, seconds, num_samples)
+            self._reports.step_done(controller.strategy, self.loss, seconds, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
         """True: the step did not happen, and this member stands ready for it to come again; if a
         peer was lost, in the next generation."""
-        if self._crew.strategy.redoes(error):
+        if self._controller.strategy.redoes(error):
             return True
-        if self._crew.is_break(error):
+        if self._controller.is_break(error):
             # The frames below hold the wrapped model and with it the group that is to go.
             traceback.clear_frames(error.__traceback__)
             try:
-                self._crew.fall(error)
+                self._controller.recover(error)
             except BaseException as refusal:
                 self._leave(reason=reason_of(refusal))
                 raise

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from shoal.membership.health import HealthReporter
-from shoal.session.elastic_controller import Crew
+from shoal.session.elastic_controller import ElasticController
 from shoal.strategies.base import Strategy
 
 INTERVAL_S = 1.0
@@ -17,8 +17,8 @@ INTERVAL_S = 1.0
 class StepReports:
     """Health reports of one member, taken from its steps."""
 
-    def __init__(self, crew: Crew) -> None:
-        member, membership = crew.member, crew.membership
+    def __init__(self, controller: ElasticController) -> None:
+        member, membership = controller.member, controller.membership
         self._health = HealthReporter(
             lambda: membership.http_url,
             member.spec.job,

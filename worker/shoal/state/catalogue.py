@@ -16,7 +16,7 @@ from shoal.state.inventory import (
     unpack,
 )
 from shoal.state.resharding import gather
-from shoal.state.shards import Box, Holding
+from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import InternalError
 
 
@@ -29,12 +29,12 @@ class Catalogue:
         self._told: Inventory | None = None
         self._known: list[Inventory | None] = [None] * world_size
 
-    def announce(self, own: Holding, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
+    def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
         """Tell the others what this rank has of a step and learn what they have; their values.
 
         Collective. Raises InternalError if the ranks are at different steps, MalformedMessage.
         """
-        inventory = inventory_of([Holding(step=0, pieces=own.pieces)])
+        inventory = inventory_of([StateShard(step=0, shards=own.shards)])
         news = None if inventory == self._told else to_json(inventory)
         self._told = inventory
         words = gather(pack([own.step, dict(own.values), news]), group)
@@ -57,12 +57,12 @@ class Catalogue:
         self.names = frozenset().union(*known)
         return all_values
 
-    def of(self, rank: int) -> tuple[Mapping[str, Box], Mapping[str, Meta]]:
-        """The boxes that the rank has, and what tensors they are of. Raises MalformedMessage."""
+    def of(self, rank: int) -> tuple[Mapping[str, Chunk], Mapping[str, Meta]]:
+        """The chunks that the rank has, and what tensors they are of. Raises MalformedMessage."""
         inventory = self._known[rank]
         if inventory is None or len(inventory.listings) != 1:
             raise malformed(rank, "a copy without a list of what is in it")
-        return inventory.listings[0].boxes, inventory.metas
+        return inventory.listings[0].chunks, inventory.metas
 
 
 __all__ = ["Catalogue"]

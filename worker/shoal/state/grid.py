@@ -1,4 +1,4 @@
-"""A tensor cut at the bounds of all boxes that are held of it."""
+"""A tensor cut at the bounds of all chunks that are held of it."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -6,63 +6,63 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import product
 
-from shoal.state.shards import Box
+from shoal.state.shards import Chunk
 
 
 class Grid:
-    """A tensor cut wherever a held box begins or ends: each cell is in a box wholly or not at all.
+    """A tensor cut wherever a held chunk begins or ends: each cell is in a chunk wholly or not.
 
-    Takes memory for every cell that is held: for rows or columns as many as boxes, for a mesh of
+    Takes memory for every cell that is held: for rows or columns as many as chunks, for a mesh of
     both as many as ranks.
     """
 
-    def __init__(self, shape: tuple[int, ...], boxes: Sequence[Box]) -> None:
+    def __init__(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
         self._cuts: list[list[int]] = []
         for dimension, extent in enumerate(shape):
-            starts = {box.offsets[dimension] for box in boxes}
-            stops = {box.offsets[dimension] + box.sizes[dimension] for box in boxes}
+            starts = {chunk.offsets[dimension] for chunk in chunks}
+            stops = {chunk.offsets[dimension] + chunk.sizes[dimension] for chunk in chunks}
             self._cuts.append(sorted({0, extent} | starts | stops))
         self._held: dict[tuple[int, ...], tuple[int, ...]] = {}
-        self._cells: dict[Box, Sequence[tuple[Box, tuple[int, ...]]]] = {}
-        for number, box in enumerate(boxes):
-            for cell in product(*self._ranges(box)):
+        self._cells: dict[Chunk, Sequence[tuple[Chunk, tuple[int, ...]]]] = {}
+        for number, chunk in enumerate(chunks):
+            for cell in product(*self._ranges(chunk)):
                 self._held[cell] = (*self._held.get(cell, ()), number)
 
-    def cells(self, box: Box) -> Sequence[tuple[Box, tuple[int, ...]]]:
-        """The parts into which the grid cuts `box`, and the numbers of the boxes that have each."""
-        if box not in self._cells:
+    def cells(self, chunk: Chunk) -> Sequence[tuple[Chunk, tuple[int, ...]]]:
+        """The parts into which the grid cuts `chunk`, and the numbers of the chunks with each."""
+        if chunk not in self._cells:
             # Asked for by many tensors: what each rank holds and needs of one, it does of the next.
-            self._cells[box] = list(self._cut(box))
-        return self._cells[box]
+            self._cells[chunk] = list(self._cut(chunk))
+        return self._cells[chunk]
 
-    def _cut(self, box: Box) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        stops = tuple(o + s for o, s in zip(box.offsets, box.sizes, strict=True))
-        for cell in product(*self._ranges(box)):
+    def _cut(self, chunk: Chunk) -> Iterator[tuple[Chunk, tuple[int, ...]]]:
+        stops = tuple(o + s for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        for cell in product(*self._ranges(chunk)):
             start = tuple(
                 max(cuts[at], low)
-                for cuts, at, low in zip(self._cuts, cell, box.offsets, strict=True)
+                for cuts, at, low in zip(self._cuts, cell, chunk.offsets, strict=True)
             )
             sizes = tuple(
                 min(cuts[at + 1], high) - low
                 for cuts, at, low, high in zip(self._cuts, cell, start, stops, strict=True)
             )
-            yield Box(offsets=start, sizes=sizes), self._held.get(cell, ())
+            yield Chunk(offsets=start, sizes=sizes), self._held.get(cell, ())
 
-    def gaps(self) -> Iterator[Box]:
-        """The cells that no box has."""
+    def gaps(self) -> Iterator[Chunk]:
+        """The cells that no chunk has."""
         if len(self._held) < math.prod(len(cuts) - 1 for cuts in self._cuts):
             shape = tuple(cuts[-1] for cuts in self._cuts)
-            yield from (cell for cell, numbers in self.cells(Box.whole(shape)) if not numbers)
+            yield from (cell for cell, numbers in self.cells(Chunk.whole(shape)) if not numbers)
 
-    def _ranges(self, box: Box) -> Iterator[range]:
-        for cuts, start, size in zip(self._cuts, box.offsets, box.sizes, strict=True):
+    def _ranges(self, chunk: Chunk) -> Iterator[range]:
+        for cuts, start, size in zip(self._cuts, chunk.offsets, chunk.sizes, strict=True):
             yield range(bisect_right(cuts, start) - 1, bisect_left(cuts, start + size))
 
 
 @lru_cache(maxsize=1024)
-def grid_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Grid:
+def grid_of(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> Grid:
     # Parameters, their optimizer state and equal layers are cut in the same way.
-    return Grid(shape, boxes)
+    return Grid(shape, chunks)
 
 
 __all__ = ["Grid", "grid_of"]

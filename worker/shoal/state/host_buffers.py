@@ -1,4 +1,4 @@
-"""Host memory for copies of state, one rank's pieces behind each other, used again and again."""
+"""Host memory for copies of state, one rank's shards behind each other, used again and again."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,51 +6,51 @@ import torch
 from torch import Tensor
 
 from shoal.state.inventory import Meta
-from shoal.state.shards import Box, Holding, Json, Piece
+from shoal.state.shards import Chunk, Json, StateShard, TensorShard
 
-# Every piece starts at a multiple of this, so that any dtype can be viewed there.
+# Every shard starts at a multiple of this, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 64
 
 
-class Shelf:
-    """One buffer with pieces in it."""
+class HostBuffer:
+    """One buffer with shards in it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def arrange(
-        self, boxes: Mapping[str, Box], metas: Mapping[str, Meta]
-    ) -> tuple[dict[str, Piece], Tensor]:
-        """Pieces with nothing in them yet, in the order of `boxes`, and the memory they lie in.
+        self, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
+    ) -> tuple[dict[str, TensorShard], Tensor]:
+        """Shards with nothing in them yet, in the order of `chunks`, and the memory they lie in.
 
         Those of the last time are gone. Takes new memory only if the size is another.
         """
         places = {}
         end = 0
-        for name, box in boxes.items():
-            num_bytes = box.num_elements * metas[name].dtype.itemsize
+        for name, chunk in chunks.items():
+            num_bytes = chunk.num_elements * metas[name].dtype.itemsize
             places[name] = slice(end, end + num_bytes)
             end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._memory.numel() != end:
             # Let go of the old memory before the new is taken.
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = torch.empty(end, dtype=torch.uint8)
-        pieces = {
-            name: Piece(
+        shards = {
+            name: TensorShard(
                 shape=metas[name].shape,
-                box=box,
-                tensor=self._memory[places[name]].view(metas[name].dtype).view(box.sizes),
+                chunk=chunk,
+                tensor=self._memory[places[name]].view(metas[name].dtype).view(chunk.sizes),
             )
-            for name, box in boxes.items()
+            for name, chunk in chunks.items()
         }
-        return pieces, self._memory
+        return shards, self._memory
 
     @property
     def num_bytes(self) -> int:
         return self._memory.numel()
 
 
-class Slot:
+class StepCopies:
     """What one rank keeps of one step: its own snapshot, and what peers have given it.
 
     Written by one thread at a time; `shown` may be called by any.
@@ -62,45 +62,46 @@ class Slot:
         """Whether all that this rank is to have of the step is here."""
         self.everywhere = False
         """Whether all ranks have completed this step."""
-        self.own: Holding | None = None
+        self.own: StateShard | None = None
         self.travelling = torch.empty(0, dtype=torch.uint8)
         """The memory of what goes to peers of the own snapshot."""
-        self._peers: dict[int, Holding] = {}
+        self._peers: dict[int, StateShard] = {}
         self._names: frozenset[str] = frozenset()
         self._knows = False
-        self._staying = Shelf()
-        self._leaving = Shelf()
-        self._given: dict[int, Shelf] = {}
+        self._staying = HostBuffer()
+        self._leaving = HostBuffer()
+        self._given: dict[int, HostBuffer] = {}
 
     def clear(self) -> None:
         """Show nothing any more: the memory is about to be written."""
         self.step, self.full, self.everywhere = None, False, False
         self.own, self._peers = None, {}
 
-    def take(self, holding: Holding, travels: Callable[[str], bool]) -> None:
-        """Make a snapshot of the holding."""
+    def take(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
+        """Make a snapshot of the state shard."""
         metas = {
-            name: Meta(piece.shape, piece.tensor.dtype) for name, piece in holding.pieces.items()
+            name: Meta(shard.shape, shard.tensor.dtype)
+            for name, shard in state_shard.shards.items()
         }
-        leaving = {n: p.box for n, p in sorted(holding.pieces.items()) if travels(n)}
-        staying = {n: p.box for n, p in holding.pieces.items() if n not in leaving}
-        pieces, self.travelling = self._leaving.arrange(leaving, metas)
-        pieces |= self._staying.arrange(staying, metas)[0]
-        for name, piece in pieces.items():
-            piece.tensor.copy_(holding.pieces[name].tensor.detach())
-        self._names, self._knows = holding.elsewhere, bool(holding.elsewhere)
-        self.own = Holding(
-            step=holding.step, pieces=pieces, values=holding.values, elsewhere=self._names
+        leaving = {n: p.chunk for n, p in sorted(state_shard.shards.items()) if travels(n)}
+        staying = {n: p.chunk for n, p in state_shard.shards.items() if n not in leaving}
+        shards, self.travelling = self._leaving.arrange(leaving, metas)
+        shards |= self._staying.arrange(staying, metas)[0]
+        for name, shard in shards.items():
+            shard.tensor.copy_(state_shard.shards[name].tensor.detach())
+        self._names, self._knows = state_shard.elsewhere, bool(state_shard.elsewhere)
+        self.own = StateShard(
+            step=state_shard.step, shards=shards, values=state_shard.values, elsewhere=self._names
         )
-        self.step = holding.step
+        self.step = state_shard.step
 
     def know(self, names: frozenset[str]) -> None:
         """Learn the names of all tensors that exist at this step."""
         assert self.own is not None
         self._names |= names
-        self.own = Holding(
+        self.own = StateShard(
             step=self.own.step,
-            pieces=self.own.pieces,
+            shards=self.own.shards,
             values=self.own.values,
             elsewhere=self._names,
         )
@@ -108,19 +109,23 @@ class Slot:
         self._knows = True
 
     def room_for(
-        self, peer: int, boxes: Mapping[str, Box], metas: Mapping[str, Meta]
-    ) -> tuple[dict[str, Piece], Tensor]:
-        """Pieces for what the peer is about to send, and the memory that it goes to as it comes."""
-        shelf = self._given.setdefault(peer, Shelf())
-        return shelf.arrange(dict(sorted(boxes.items())), metas)
+        self, peer: int, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
+    ) -> tuple[dict[str, TensorShard], Tensor]:
+        """Shards for what the peer is about to send, and the memory that it goes to as it comes."""
+        buffer = self._given.setdefault(peer, HostBuffer())
+        return buffer.arrange(dict(sorted(chunks.items())), metas)
 
-    def show(self, peer: int, pieces: Mapping[str, Piece], values: Mapping[str, Json]) -> None:
+    def show(
+        self, peer: int, shards: Mapping[str, TensorShard], values: Mapping[str, Json]
+    ) -> None:
         """The peer's part is complete."""
         assert self.step is not None
-        holding = Holding(step=self.step, pieces=pieces, values=values, elsewhere=self._names)
-        self._peers = {**self._peers, peer: holding}
+        state_shard = StateShard(
+            step=self.step, shards=shards, values=values, elsewhere=self._names
+        )
+        self._peers = {**self._peers, peer: state_shard}
 
-    def shown(self) -> list[Holding]:
+    def shown(self) -> list[StateShard]:
         """All that is complete.
 
         The own snapshot only once it is known what else there was: alone it might be taken for the
@@ -133,8 +138,8 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        shelves = (self._staying, self._leaving, *self._given.values())
-        return sum(shelf.num_bytes for shelf in shelves)
+        buffers = (self._staying, self._leaving, *self._given.values())
+        return sum(buffer.num_bytes for buffer in buffers)
 
 
-__all__ = ["Shelf", "Slot"]
+__all__ = ["HostBuffer", "StepCopies"]

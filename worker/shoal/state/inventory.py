@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shoal.state.dtypes import DTYPES
-from shoal.state.shards import Box, Holding, Json
+from shoal.state.shards import Chunk, Json, StateShard
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024
@@ -36,7 +36,7 @@ class Listing:
     """One holding, without what stands in it."""
 
     step: int
-    boxes: Mapping[str, Box]
+    chunks: Mapping[str, Chunk]
     """By name; none is empty."""
     values: Mapping[str, Json] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
@@ -51,7 +51,7 @@ class Inventory:
     listings: Sequence[Listing]
 
 
-def inventory_of(held: Sequence[Holding]) -> Inventory:
+def inventory_of(held: Sequence[StateShard]) -> Inventory:
     """What to announce of these holdings; they may be of different steps.
 
     Raises ShapeMismatch or DtypeMismatch if they contradict each other, and UnsupportedOptimizer
@@ -59,12 +59,12 @@ def inventory_of(held: Sequence[Holding]) -> Inventory:
     """
     metas: dict[str, Meta] = {}
     listings = []
-    for holding in held:
-        boxes = {}
-        for name, piece in holding.pieces.items():
-            if not piece.box.num_elements:
+    for state_shard in held:
+        chunks = {}
+        for name, shard in state_shard.shards.items():
+            if not shard.chunk.num_elements:
                 continue
-            meta = Meta(tuple(piece.shape), piece.tensor.dtype)
+            meta = Meta(tuple(shard.shape), shard.tensor.dtype)
             if str(meta.dtype).removeprefix("torch.") not in DTYPES:
                 raise UnsupportedOptimizer(
                     f"{name} cannot be handed to another member",
@@ -72,10 +72,13 @@ def inventory_of(held: Sequence[Holding]) -> Inventory:
                     expected=", ".join(DTYPES),
                 )
             add_meta(metas, name, meta)
-            boxes[name] = piece.box
+            chunks[name] = shard.chunk
         listings.append(
             Listing(
-                step=holding.step, boxes=boxes, values=holding.values, elsewhere=holding.elsewhere
+                step=state_shard.step,
+                chunks=chunks,
+                values=state_shard.values,
+                elsewhere=state_shard.elsewhere,
             )
         )
     return Inventory(metas=metas, listings=listings)
@@ -136,8 +139,8 @@ def to_json(inventory: Inventory) -> Json:
         [
             listing.step,
             dict(listing.values),
-            boxes_to_json(listing.boxes, names, inventory.metas),
-            list[Json](sorted(listing.elsewhere - listing.boxes.keys())),
+            chunks_to_json(listing.chunks, names, inventory.metas),
+            list[Json](sorted(listing.elsewhere - listing.chunks.keys())),
         ]
         for listing in inventory.listings
     ]
@@ -156,10 +159,10 @@ def from_json(content: Any, rank: int) -> Inventory:
                 Listing(
                     step=_lengths([step])[0],
                     values=dict(values),
-                    boxes=boxes_from_json(boxes, names, metas),
+                    chunks=chunks_from_json(chunks, names, metas),
                     elsewhere=frozenset(_text(name) for name in elsewhere),
                 )
-                for step, values, boxes, elsewhere in listings
+                for step, values, chunks, elsewhere in listings
             ],
         )
     except (TypeError, ValueError, LookupError, RecursionError) as error:
@@ -176,39 +179,39 @@ def _metas(table: str) -> Mapping[str, Meta]:
     )
 
 
-def boxes_to_json(
-    boxes: Mapping[str, Box], names: Sequence[str], metas: Mapping[str, Meta]
+def chunks_to_json(
+    chunks: Mapping[str, Chunk], names: Sequence[str], metas: Mapping[str, Meta]
 ) -> Json:
-    """Boxes with the places in `names` of the tensors that they are of; whole tensors apart."""
+    """Chunks with the places in `names` of the tensors that they are of; whole tensors apart."""
     whole: list[Json] = []
-    cut: dict[Box, list[Json]] = {}
+    cut: dict[Chunk, list[Json]] = {}
     for index, name in enumerate(names):
-        box = boxes.get(name)
-        if box is not None and box.sizes == metas[name].shape:
+        chunk = chunks.get(name)
+        if chunk is not None and chunk.sizes == metas[name].shape:
             whole.append(index)
-        elif box is not None:
-            cut.setdefault(box, []).append(index)
+        elif chunk is not None:
+            cut.setdefault(chunk, []).append(index)
     parts: list[Json] = [
-        [list(box.offsets), list(box.sizes), indexes] for box, indexes in cut.items()
+        [list(chunk.offsets), list(chunk.sizes), indexes] for chunk, indexes in cut.items()
     ]
     return [whole, parts]
 
 
-def boxes_from_json(
+def chunks_from_json(
     content: Any, names: Sequence[str], metas: Mapping[str, Meta]
-) -> dict[str, Box]:
-    """The boxes that `boxes_to_json` gave. Raises ValueError, TypeError or LookupError."""
+) -> dict[str, Chunk]:
+    """The chunks that `chunks_to_json` gave. Raises ValueError, TypeError or LookupError."""
     whole, cut = content
-    boxes: dict[str, Box] = {}
+    chunks: dict[str, Chunk] = {}
     for name in _picked(names, whole):
-        boxes[name] = Box.whole(metas[name].shape)
+        chunks[name] = Chunk.whole(metas[name].shape)
     for offsets, sizes, indexes in cut:
-        box = Box(offsets=_lengths(offsets), sizes=_lengths(sizes))
+        chunk = Chunk(offsets=_lengths(offsets), sizes=_lengths(sizes))
         for name in _picked(names, indexes):
-            if not _fits(box, metas[name].shape):
-                raise ValueError(f"{box} of {name}, whose shape is {metas[name].shape}")
-            boxes[name] = box
-    return boxes
+            if not _fits(chunk, metas[name].shape):
+                raise ValueError(f"{chunk} of {name}, whose shape is {metas[name].shape}")
+            chunks[name] = chunk
+    return chunks
 
 
 def _picked(names: Sequence[str], indexes: Sequence[Any]) -> list[str]:
@@ -217,10 +220,10 @@ def _picked(names: Sequence[str], indexes: Sequence[Any]) -> list[str]:
     return [names[index] for index in indexes]
 
 
-def _fits(box: Box, shape: tuple[int, ...]) -> bool:
-    return len(shape) == len(box.offsets) == len(box.sizes) and all(
+def _fits(chunk: Chunk, shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(chunk.offsets) == len(chunk.sizes) and all(
         size and offset + size <= extent
-        for offset, size, extent in zip(box.offsets, box.sizes, shape, strict=True)
+        for offset, size, extent in zip(chunk.offsets, chunk.sizes, shape, strict=True)
     )
 
 
@@ -247,8 +250,8 @@ __all__ = [
     "Listing",
     "Meta",
     "add_meta",
-    "boxes_from_json",
-    "boxes_to_json",
+    "chunks_from_json",
+    "chunks_to_json",
     "from_json",
     "inventory_of",
     "malformed",

@@ -6,14 +6,14 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from shoal.state.peer_copies import PeerCopies
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
 
 CLOSE_S = 5.0
 """A copy takes a moment, and one whose group was cut ends at once."""
 
 
-class Keeping:
+class PeerCheckpoints:
     """The live state of the last generation, where it is whole, and copies of own and peers' state.
 
     The live state is worth something to others only together with what the rest of that
@@ -30,31 +30,31 @@ class Keeping:
         self._num_copies = copies
         self._every_steps = every_steps
         self._copies: PeerCopies | None = None
-        self._live: Holding | None = None
-        self._alone: Holding | None = None
+        self._live: StateShard | None = None
+        self._alone: StateShard | None = None
         """All that there was when this member was the only one: nobody else has a copy of it."""
         self._names: frozenset[str] = frozenset()
         self._members: frozenset[str] = frozenset()
         self._uncopied = False
 
-    def held(self, members: frozenset[str]) -> list[Holding]:
+    def held(self, members: frozenset[str]) -> list[StateShard]:
         """All that this member could give to the others of a generation of these members."""
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
         if live is not None and (self._names or self._members <= members):
-            held.append(replace(live, elsewhere=self._names - live.pieces.keys()))
+            held.append(replace(live, elsewhere=self._names - live.shards.keys()))
         if self._alone is not None:
             held.append(self._alone)
         return held
 
     def start(
         self,
-        holding: Holding,
+        state_shard: StateShard,
         members: frozenset[str],
         new_group: Callable[[], dist.ProcessGroup],
         travels: Callable[[str], bool],
     ) -> None:
-        """A generation begins with this holding, which is whole over its members."""
+        """A generation begins with this state shard, which is whole over its members."""
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
@@ -62,7 +62,9 @@ class Keeping:
             self._alone = replace(self._live, elsewhere=frozenset())
         self._members = members
         # Before the first step an optimizer has no state yet: more names are to come.
-        self._names = holding.elsewhere | holding.pieces.keys() if holding.step else frozenset()
+        self._names = (
+            state_shard.elsewhere | state_shard.shards.keys() if state_shard.step else frozenset()
+        )
         num_copies = min(self._num_copies, len(members) - 1)
         self._copies = (
             PeerCopies(
@@ -78,9 +80,9 @@ class Keeping:
         self._live = None
         # Until the first copy is complete, nobody else has what a member holds; but members that
         # stand still wait for their next step first of all.
-        self._uncopied = bool(holding.step)
+        self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
-            self._copies.offer(holding)
+            self._copies.offer(state_shard)
 
     def due(self, step: int) -> bool:
         """Whether a copy is to be offered of the state after so many steps."""
@@ -89,21 +91,21 @@ class Keeping:
         # Behind the very first step an optimizer's state is there, and its names are to be learnt.
         return self._uncopied or step == 1 or self._copies.due(step)
 
-    def offer(self, holding: Holding) -> None:
+    def offer(self, state_shard: StateShard) -> None:
         """Copy the state to peers, in the background; all members offer the same steps.
 
         Waits for the copy before. Raises what that one failed with.
         """
         self._uncopied = False
         if self._copies is not None:
-            self._copies.offer(holding)
+            self._copies.offer(state_shard)
             if self._copies.complete_step is not None:
                 self._alone = None
 
-    def hand_over(self, holding: Holding) -> None:
+    def hand_over(self, state_shard: StateShard) -> None:
         """As `offer`, but returns once the copy is complete on all members."""
         if self._copies is not None:
-            self._copies.offer(holding)
+            self._copies.offer(state_shard)
             self._copies.flush()
 
     @property
@@ -118,7 +120,7 @@ class Keeping:
         if copies is not None:
             copies.close()
 
-    def stop(self, live: Holding | None) -> None:
+    def stop(self, live: StateShard | None) -> None:
         """The generation is over; `live` is this member's part of its state, if it is whole."""
         self._live = live
         copies = self._copies
@@ -127,7 +129,7 @@ class Keeping:
             if copies.complete_step:
                 self._names = copies.names
         if live is not None and len(self._members) == 1:
-            self._names = frozenset(live.pieces)
+            self._names = frozenset(live.shards)
 
     def close(self) -> None:
         """Let go of everything.
@@ -142,4 +144,4 @@ class Keeping:
             self._copies = None
 
 
-__all__ = ["Keeping"]
+__all__ = ["PeerCheckpoints"]

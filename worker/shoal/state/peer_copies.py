@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.state.catalogue import Catalogue
-from shoal.state.host_buffers import Slot
-from shoal.state.shards import Holding
+from shoal.state.host_buffers import StepCopies
+from shoal.state.shards import StateShard
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -45,7 +45,7 @@ class PeerCopies:
     one of its own; no more than three unless several generations in a row end that soon.
 
     The group must be for nothing else: it is used from a thread, at the same time as others. A
-    state's names, shapes and boxes are sent only when they have changed.
+    state's names, shapes and chunks are sent only when they have changed.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class PeerCopies:
         self._sources = [(rank - distance) % world_size for distance in distances]
         self._every_steps = every_steps
         self._travels = travels
-        self._remains: tuple[Slot, ...] = before._left() if before is not None else ()
-        self._slots = (Slot(), Slot())
+        self._remains: tuple[StepCopies, ...] = before._left() if before is not None else ()
+        self._slots = (StepCopies(), StepCopies())
         """The older one first."""
         self._changed = threading.Condition()
         self.num_moved = 0
@@ -84,7 +84,7 @@ class PeerCopies:
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
-        self._queue: queue.SimpleQueue[Slot | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepCopies | None] = queue.SimpleQueue()
         self._catalogue = Catalogue(world_size)
         self._limit = None if limit_s is None else timedelta(seconds=limit_s)
         self._thread: threading.Thread | None = None
@@ -101,7 +101,7 @@ class PeerCopies:
         """Whether the state after `step` committed steps is to be offered."""
         return bool(self._targets) and step % self._every_steps == 0
 
-    def offer(self, holding: Holding) -> None:
+    def offer(self, state_shard: StateShard) -> None:
         """Copy this rank's holding; on return it may change. All ranks offer the same steps.
 
         What goes to peers goes in the background. Waits for the copy before to be complete on all
@@ -116,7 +116,7 @@ class PeerCopies:
         slot, newer = self._slots
         slot.clear()
         self._slots = (newer, slot)
-        slot.take(holding, self._travels)
+        slot.take(state_shard, self._travels)
         self._busy = True
         self._queue.put(slot)
 
@@ -129,13 +129,15 @@ class PeerCopies:
             if self._closed:
                 raise GenerationBroken("the copies of this generation were given up")
 
-    def held(self) -> Sequence[Holding]:
+    def held(self) -> Sequence[StateShard]:
         """All that this rank could give to others: its own snapshots and its peers' copies.
 
         Any thread. What is still on its way never shows. Valid until the next `offer`; for good
         after `close`.
         """
-        return [holding for slot in (*self._remains, *self._slots) for holding in slot.shown()]
+        return [
+            state_shard for slot in (*self._remains, *self._slots) for state_shard in slot.shown()
+        ]
 
     @property
     def complete_step(self) -> int | None:
@@ -169,7 +171,7 @@ class PeerCopies:
         if self._thread is not None:
             self._thread.join(limit_s)
 
-    def _left(self) -> tuple[Slot, ...]:
+    def _left(self) -> tuple[StepCopies, ...]:
         """What the next generation is to hold.
 
         Where no copy was seen to be complete everywhere, that is what this generation was given of
@@ -201,7 +203,7 @@ class PeerCopies:
                 self._failure = error.with_traceback(None)
                 self._changed.notify_all()
 
-    def _copy(self, slot: Slot, group: dist.ProcessGroup) -> None:
+    def _copy(self, slot: StepCopies, group: dist.ProcessGroup) -> None:
         """Give the slot's own part to the peers of this rank, and take theirs."""
         own = slot.own
         assert own is not None
@@ -209,19 +211,19 @@ class PeerCopies:
         slot.know(self._catalogue.names)
         arriving = {}
         for peer in self._sources:
-            boxes, metas = self._catalogue.of(peer)
-            coming = {name: box for name, box in boxes.items() if self._travels(name)}
-            pieces, memory = slot.room_for(peer, coming, metas)
+            chunks, metas = self._catalogue.of(peer)
+            coming = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
+            shards, memory = slot.room_for(peer, coming, metas)
             works = [dist.irecv(chunk, group=group, group_src=peer) for chunk in _chunks(memory)]
-            arriving[peer] = (pieces, works)
+            arriving[peer] = (shards, works)
         leaving = [
             dist.isend(chunk, group=group, group_dst=peer)
             for peer in self._targets
             for chunk in _chunks(slot.travelling)
         ]
-        for peer, (pieces, works) in arriving.items():
+        for peer, (shards, works) in arriving.items():
             self._wait(works)
-            slot.show(peer, pieces, values[peer])
+            slot.show(peer, shards, values[peer])
         slot.full = True
         self._wait(leaving)
         # Behind this every rank has all that it is to have of this step.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.state.shards import MODEL, OPTIM, Holding, Json, Piece
+from shoal.state.shards import MODEL, OPTIM, Json, StateShard, TensorShard
 from shoal_proto.errors import (
     DtypeMismatch,
     InvalidSpec,
@@ -102,21 +102,21 @@ class ReplicatedState:
 
     # --- under the names that every strategy has for it ---
 
-    def holding(self, step: int) -> Holding:
+    def state_shard(self, step: int) -> StateShard:
         """The state as it stands, not copied, as a member holds it that holds all."""
         now = self.collect(step)
         scalars: Any = now.values["scalars"]
         settings: Any = now.values["groups"]
-        pieces: dict[str, Piece] = {}
+        shards: dict[str, TensorShard] = {}
         for name, tensor in self._persistent().items():
-            pieces[MODEL + name] = Piece.whole(tensor.detach())
+            shards[MODEL + name] = TensorShard.whole(tensor.detach())
         for path, tensor in now.tensors.items():
             if path.startswith("optimizer/"):
-                pieces[OPTIM + path.removeprefix("optimizer/")] = Piece.whole(tensor)
+                shards[OPTIM + path.removeprefix("optimizer/")] = TensorShard.whole(tensor)
         for name, values in scalars.items():
             for key, value in values.items():
                 if value is not None:
-                    pieces[f"{OPTIM}{name}/{key}#{type(value).__name__}"] = Piece.whole(
+                    shards[f"{OPTIM}{name}/{key}#{type(value).__name__}"] = TensorShard.whole(
                         torch.tensor(value)
                     )
         groups: list[Json] = []
@@ -126,29 +126,29 @@ class ReplicatedState:
             numbers: dict[str, Json] = {k: {"tensor": v.tolist()} for k, v in tensors.items()}
             groups.append({"params": names, **own, **numbers})
         common: dict[str, Json] = {"groups": groups, "tied": dict(tied(self._model))}
-        return Holding(step=step, pieces=pieces, values=common)
+        return StateShard(step=step, shards=shards, values=common)
 
     @torch.no_grad()
-    def adopt(self, holding: Holding) -> None:
-        """Make a whole holding this state. Changes nothing if it is that of another model.
+    def adopt(self, state_shard: StateShard) -> None:
+        """Make a whole state shard this state. Changes nothing if it is that of another model.
 
         Raises ShapeMismatch or DtypeMismatch.
         """
         own = self._persistent()
         for name, tensor in own.items():
-            given = holding.pieces.get(MODEL + name)
+            given = state_shard.shards.get(MODEL + name)
             _check(name, tensor, given.tensor if given is not None else None)
         for name, tensor in own.items():
-            tensor.copy_(holding.pieces[MODEL + name].tensor)
+            tensor.copy_(state_shard.shards[MODEL + name].tensor)
         self._optimizer.state.clear()
-        for path, piece in holding.pieces.items():
+        for path, shard in state_shard.shards.items():
             if path.startswith(OPTIM):
                 name, _, key = path.removeprefix(OPTIM).rpartition("/")
                 key, _, kind = key.partition("#")
                 own_parameter = self._parameters[name]
-                value = piece.tensor.item() if kind else beside(own_parameter, piece.tensor)
+                value = shard.tensor.item() if kind else beside(own_parameter, shard.tensor)
                 self._optimizer.state[own_parameter][key] = value
-        take_settings(self._optimizer, holding)
+        take_settings(self._optimizer, state_shard)
 
     def _persistent(self) -> Mapping[str, Tensor]:
         return {**self._parameters, **persistent_buffers(self._model)}
@@ -181,12 +181,12 @@ def beside(parameter: Tensor, tensor: Tensor) -> Tensor:
     return tensor.to(parameter.device, copy=True) if tensor.ndim else tensor.clone()
 
 
-def take_settings(optimizer: Optimizer, holding: Holding) -> None:
+def take_settings(optimizer: Optimizer, state_shard: StateShard) -> None:
     """Take over the settings of the optimizer's groups, such as learning rates.
 
     JSON has no tuples (betas are one) and no tensors.
     """
-    groups: Any = holding.values.get("groups", ())
+    groups: Any = state_shard.values.get("groups", ())
     for group, settings in zip(optimizer.param_groups, groups, strict=False):
         for key, value in settings.items():
             if key == "params":

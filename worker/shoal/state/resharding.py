@@ -1,4 +1,4 @@
-"""State of a generation from what its members hold: each rank gets the boxes that it needs.
+"""State of a generation from what its members hold: each rank gets the chunks that it needs.
 
 Two small collectives (what everybody holds, what everybody needs; the second falls away where
 everybody holds everything), then bytes from rank to rank. Nothing is unpickled.
@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.p2p import Awaited, Courier
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.p2p import AbortableP2P, Message
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.state.inventory import (
     MAX_TEXT_BYTES,
     Meta,
-    boxes_from_json,
-    boxes_to_json,
+    chunks_from_json,
+    chunks_to_json,
     from_json,
     inventory_of,
     malformed,
@@ -26,16 +26,16 @@ from shoal.state.inventory import (
     to_json,
     unpack,
 )
-from shoal.state.shards import Box, Holding, Piece
-from shoal.state.step_choice import Chosen, choose
-from shoal.state.transfer_plan import Part, Plan, plan
+from shoal.state.shards import Chunk, StateShard, TensorShard
+from shoal.state.step_choice import ChosenStep, choose
+from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
-Needs = Callable[[str, tuple[int, ...], torch.dtype], Box | None]
-"""(name, whole shape, dtype) -> the box that the rank needs of the tensor; None: nothing."""
-Place = Callable[[str, Box], Tensor | None]
-"""(name, the box that the rank needs) -> host memory of that size and dtype to put it into, in any
-strides; None: memory is made for it."""
+Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
+"""(name, whole shape, dtype) -> the chunk that the rank needs of the tensor; None: nothing."""
+Place = Callable[[str, Chunk], Tensor | None]
+"""(name, the chunk that the rank needs) -> host memory of that size and dtype to put it into, in
+any strides; None: memory is made for it."""
 
 FIRST_BYTES = 16 * 1024
 """A rank's word up to this long takes one collective, a longer one two."""
@@ -51,18 +51,18 @@ _LENGTH_BYTES = 8
 
 def reshard(
     group: dist.ProcessGroup,
-    held: Sequence[Holding],
+    held: Sequence[StateShard],
     needs: Needs,
     *,
     borrow: bool = False,
     place: Place | None = None,
-) -> Holding:
+) -> StateShard:
     """What this rank needs of the newest state that is whole on the group's ranks together.
 
     Collective: all ranks call it at the same time, each with all that it holds, of one step or
     several. `needs` is called for every tensor that exists at the chosen step, and for no other.
     The result lies in host memory of its own, or where `place` puts it: then once nothing can be
-    refused any more. With `borrow`, other pieces that this rank holds in one are views of what it
+    refused any more. With `borrow`, other shards that this rank holds in one are views of what it
     holds.
 
     Raises on all ranks alike: StateLost if no step is whole, ShapeMismatch or DtypeMismatch if
@@ -74,22 +74,22 @@ def reshard(
     chosen = choose([from_json(unpack(word, r), r) for r, word in enumerate(words)])
     own = _asked(chosen, needs)
     if chosen.on_each(world_size):  # whatever others need, they have
-        wanted: list[Mapping[str, Box]] = [{}] * world_size
+        wanted: list[Mapping[str, Chunk]] = [{}] * world_size
         wanted[rank] = own
     else:
         names = list(chosen.metas)
-        words = gather(pack(boxes_to_json(own, names, chosen.metas)), group)
+        words = gather(pack(chunks_to_json(own, names, chosen.metas)), group)
         wanted = [_needs_of(word, r, chosen.metas) for r, word in enumerate(words)]
     bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
     todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
     transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes)
-    pieces = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, place=place or _nowhere)
-    return Holding(
+    shards = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, place=place or _nowhere)
+    return StateShard(
         step=chosen.step,
-        pieces=pieces,
+        shards=shards,
         values=dict(chosen.values),
-        elsewhere=frozenset(chosen.metas) - pieces.keys(),
+        elsewhere=frozenset(chosen.metas) - shards.keys(),
     )
 
 
@@ -116,33 +116,33 @@ def _gather(word: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list[by
     own[: min(len(word), padded_bytes)] = word[:padded_bytes]
     sent = torch.frombuffer(own, dtype=torch.uint8)
     received = [torch.empty(padded_bytes, dtype=torch.uint8) for _ in range(group.size())]
-    finish(dist.all_gather(received, sent, group=group, async_op=True), group)
+    wait_abortable(dist.all_gather(received, sent, group=group, async_op=True), group)
     return [each.numpy().tobytes() for each in received]
 
 
-def _asked(chosen: Chosen, needs: Needs) -> dict[str, Box]:
-    found: dict[str, Box] = {}
+def _asked(chosen: ChosenStep, needs: Needs) -> dict[str, Chunk]:
+    found: dict[str, Chunk] = {}
     for name, meta in chosen.metas.items():
-        box = needs(name, meta.shape, meta.dtype)
-        if box is None or not box.num_elements:
+        chunk = needs(name, meta.shape, meta.dtype)
+        if chunk is None or not chunk.num_elements:
             continue
-        if len(box.sizes) != len(meta.shape) or box.overlap(Box.whole(meta.shape)) != box:
+        if len(chunk.sizes) != len(meta.shape) or chunk.overlap(Chunk.whole(meta.shape)) != chunk:
             raise InvalidSpec(
                 f"a box that is needed of {name} is not within it",
-                seen=str(box),
+                seen=str(chunk),
                 expected=f"a part of {meta.shape}",
             )
-        found[name] = box
+        found[name] = chunk
     return found
 
 
-def _nowhere(name: str, box: Box) -> None:
+def _nowhere(name: str, chunk: Chunk) -> None:
     return None
 
 
-def _needs_of(word: bytes, rank: int, metas: Mapping[str, Meta]) -> dict[str, Box]:
+def _needs_of(word: bytes, rank: int, metas: Mapping[str, Meta]) -> dict[str, Chunk]:
     try:
-        return boxes_from_json(unpack(word, rank), list(metas), metas)
+        return chunks_from_json(unpack(word, rank), list(metas), metas)
     except (TypeError, ValueError, LookupError) as error:
         raise malformed(rank, f"{type(error).__name__}: {error}") from error
 
@@ -160,8 +160,8 @@ def _flat(tensor: Tensor) -> Tensor:
 class _Round:
     """One bucket to and from each peer."""
 
-    works: list[Awaited] = field(default_factory=list)
-    arriving: list[tuple[Tensor, list[Part]]] = field(default_factory=list)
+    works: list[Message] = field(default_factory=list)
+    arriving: list[tuple[Tensor, list[NamedChunk]]] = field(default_factory=list)
     """Buckets to be unpacked, with what is in them."""
     kept: list[Tensor] = field(default_factory=list)
     """Memory that is being sent from."""
@@ -176,43 +176,43 @@ class _Transfer:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, held: Sequence[Holding], bucket_bytes: int
+        self, group: dist.ProcessGroup, held: Sequence[StateShard], bucket_bytes: int
     ) -> None:
-        self._courier = Courier(group, torch.device("cpu"))
+        self._p2p = AbortableP2P(group, torch.device("cpu"))
         self._held = held
         self._bucket_bytes = bucket_bytes
         self._metas: Mapping[str, Meta] = {}
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[str, TensorShard] = {}
 
     def carry_out(
         self,
-        todo: Plan,
-        own: Mapping[str, Box],
+        todo: TransferPlan,
+        own: Mapping[str, Chunk],
         metas: Mapping[str, Meta],
         *,
         borrow: bool,
         place: Place,
-    ) -> dict[str, Piece]:
-        """The pieces that this rank needs, in memory of their own unless placed or borrowed."""
+    ) -> dict[str, TensorShard]:
+        """The shards that this rank needs, in memory of their own unless placed or borrowed."""
         self._metas = metas
-        placed = {name: place(name, box) for name, box in own.items()}
+        placed = {name: place(name, chunk) for name, chunk in own.items()}
         borrowed = {
             part.name: self._source(part)
             for part in todo.kept
-            if borrow and placed[part.name] is None and part.box == own[part.name]
+            if borrow and placed[part.name] is None and part.chunk == own[part.name]
         }
-        for name, box in own.items():
+        for name, chunk in own.items():
             tensor = borrowed.get(name, placed[name])
             if tensor is None:
-                tensor = torch.empty(box.sizes, dtype=metas[name].dtype)
-            self._pieces[name] = Piece(shape=metas[name].shape, box=box, tensor=tensor)
+                tensor = torch.empty(chunk.sizes, dtype=metas[name].dtype)
+            self._pieces[name] = TensorShard(shape=metas[name].shape, chunk=chunk, tensor=tensor)
         self._move(todo)
         for part in todo.kept:
             if part.name not in borrowed:
                 self._target(part).copy_(self._source(part))
         return self._pieces
 
-    def _move(self, todo: Plan) -> None:
+    def _move(self, todo: TransferPlan) -> None:
         sends = {peer: self._buckets(parts) for peer, parts in todo.sends.items()}
         receives = {peer: self._buckets(parts) for peer, parts in todo.receives.items()}
         num_rounds = max(map(len, [*sends.values(), *receives.values()]), default=0)
@@ -230,18 +230,18 @@ class _Transfer:
                 self._complete(pending.popleft())
         for each in pending:
             self._complete(each)
-        self._courier.close()
+        self._p2p.close()
 
-    def _receive(self, peer: int, parts: list[Part], current: _Round) -> None:
+    def _receive(self, peer: int, parts: list[NamedChunk], current: _Round) -> None:
         target = self._target(parts[0])
         if len(parts) == 1 and target.is_contiguous():
             buffer = _flat(target)
         else:
             buffer = torch.empty(self._places(parts)[-1][1], dtype=torch.uint8)
             current.arriving.append((buffer, parts))
-        current.works.append(self._courier.recv([buffer], peer))
+        current.works.append(self._p2p.recv([buffer], peer))
 
-    def _send(self, peer: int, parts: list[Part], current: _Round) -> None:
+    def _send(self, peer: int, parts: list[NamedChunk], current: _Round) -> None:
         source = self._source(parts[0])
         if len(parts) == 1 and source.is_contiguous() and source.device.type == "cpu":
             buffer = _flat(source)
@@ -251,7 +251,7 @@ class _Transfer:
             for part, place in zip(parts, places, strict=True):
                 self._view(buffer, part, place).copy_(self._source(part))
         current.kept.append(buffer)
-        current.works.append(self._courier.send([buffer], peer))
+        current.works.append(self._p2p.send([buffer], peer))
 
     def _complete(self, over: _Round) -> None:
         for work in over.works:
@@ -262,8 +262,8 @@ class _Transfer:
 
     # --- where parts lie ---
 
-    def _buckets(self, parts: Sequence[Part]) -> list[list[Part]]:
-        buckets: list[list[Part]] = []
+    def _buckets(self, parts: Sequence[NamedChunk]) -> list[list[NamedChunk]]:
+        buckets: list[list[NamedChunk]] = []
         room_bytes = 0
         for part in parts:
             padded_bytes = _padded(self._num_bytes(part))
@@ -274,7 +274,7 @@ class _Transfer:
             room_bytes -= padded_bytes
         return buckets
 
-    def _places(self, parts: Sequence[Part]) -> list[tuple[int, int]]:
+    def _places(self, parts: Sequence[NamedChunk]) -> list[tuple[int, int]]:
         """Where each part starts and stops in its bucket; a part alone fills it exactly."""
         places: list[tuple[int, int]] = []
         start = 0
@@ -284,22 +284,22 @@ class _Transfer:
             start += _padded(num_bytes)
         return places
 
-    def _num_bytes(self, part: Part) -> int:
-        return part.box.num_elements * self._metas[part.name].dtype.itemsize
+    def _num_bytes(self, part: NamedChunk) -> int:
+        return part.chunk.num_elements * self._metas[part.name].dtype.itemsize
 
-    def _view(self, buffer: Tensor, part: Part, place: tuple[int, int]) -> Tensor:
+    def _view(self, buffer: Tensor, part: NamedChunk, place: tuple[int, int]) -> Tensor:
         raw = buffer[place[0] : place[1]]
-        return raw.view(self._metas[part.name].dtype).view(part.box.sizes)
+        return raw.view(self._metas[part.name].dtype).view(part.chunk.sizes)
 
-    def _target(self, part: Part) -> Tensor:
-        piece = self._pieces[part.name]
-        return piece.tensor[part.box.within(piece.box)]
+    def _target(self, part: NamedChunk) -> Tensor:
+        shard = self._pieces[part.name]
+        return shard.tensor[part.chunk.within(shard.chunk)]
 
-    def _source(self, part: Part) -> Tensor:
-        for holding in self._held:
-            piece = holding.pieces.get(part.name)
-            if piece is not None and piece.box.overlap(part.box) == part.box:
-                return piece.tensor.detach()[part.box.within(piece.box)]
+    def _source(self, part: NamedChunk) -> Tensor:
+        for state_shard in self._held:
+            shard = state_shard.shards.get(part.name)
+            if shard is not None and shard.chunk.overlap(part.chunk) == part.chunk:
+                return shard.tensor.detach()[part.chunk.within(shard.chunk)]
         raise AssertionError(f"planned to send {part}, which is not held")
 
 

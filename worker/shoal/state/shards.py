@@ -1,6 +1,6 @@
 """The parts of a state that one rank holds.
 
-A state is a set of named tensors; each rank holds boxes of some of them. However a model is laid
+A state is a set of named tensors; each rank holds chunks of some of them. However a model is laid
 out (whole copies, rows, columns, stages), its state has the same names and whole shapes, so that
 what one layout wrote another can read:
 
@@ -24,21 +24,21 @@ OPTIM = "optim."
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
-class Box:
+class Chunk:
     """A part of a tensor: where it starts and how far it reaches in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...] | torch.Size) -> "Box":
+    def whole(cls, shape: tuple[int, ...] | torch.Size) -> "Chunk":
         return cls(offsets=(0,) * len(shape), sizes=tuple(shape))
 
     @property
     def num_elements(self) -> int:
         return torch.Size(self.sizes).numel()
 
-    def overlap(self, other: "Box") -> "Box | None":
+    def overlap(self, other: "Chunk") -> "Chunk | None":
         """What both have in common; None if that is nothing."""
         offsets, sizes = [], []
         for a, a_size, b, b_size in zip(
@@ -49,10 +49,10 @@ class Box:
                 return None
             offsets.append(start)
             sizes.append(stop - start)
-        return Box(offsets=tuple(offsets), sizes=tuple(sizes))
+        return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
-    def within(self, outer: "Box") -> tuple[slice, ...]:
-        """The slices that cut this box out of a tensor that holds `outer`."""
+    def within(self, outer: "Chunk") -> tuple[slice, ...]:
+        """The slices that cut this chunk out of a tensor that holds `outer`."""
         return tuple(
             slice(own - base, own - base + size)
             for own, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
@@ -60,52 +60,54 @@ class Box:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
-    """A box of one tensor, with what stands in it."""
+class TensorShard:
+    """A chunk of one tensor, with what stands in it."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""
-    box: Box
+    chunk: Chunk
     tensor: Tensor
-    """Of shape `box.sizes`; contiguous or not, on any device."""
+    """Of shape `chunk.sizes`; contiguous or not, on any device."""
 
     def __post_init__(self) -> None:
-        if tuple(self.tensor.shape) != self.box.sizes:
+        if tuple(self.tensor.shape) != self.chunk.sizes:
             raise InternalError(
                 "a piece does not fill its box",
                 seen=f"a tensor of {tuple(self.tensor.shape)}",
-                expected=f"{self.box.sizes}",
+                expected=f"{self.chunk.sizes}",
             )
 
     @classmethod
-    def whole(cls, tensor: Tensor) -> "Piece":
-        return cls(shape=tuple(tensor.shape), box=Box.whole(tensor.shape), tensor=tensor)
+    def whole(cls, tensor: Tensor) -> "TensorShard":
+        return cls(shape=tuple(tensor.shape), chunk=Chunk.whole(tensor.shape), tensor=tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Holding:
+class StateShard:
     """What one rank holds of the state after `step` committed steps."""
 
     step: int
-    pieces: Mapping[str, Piece]
-    """By name; a rank holds at most one box of a tensor. Empty boxes are left out."""
+    shards: Mapping[str, TensorShard]
+    """By name; a rank holds at most one chunk of a tensor. Empty chunks are left out."""
     values: Mapping[str, Json] = field(default_factory=dict)
     """What is no tensor: settings of the optimizer's groups, counters. The same on all ranks."""
     elsewhere: frozenset[str] = frozenset()
     """Names of tensors that this rank has no part of but knows to exist at this step. Without
     them nobody could tell that a tensor is lost of which only lost ranks had a part."""
 
-    def copied(self) -> "Holding":
+    def copied(self) -> "StateShard":
         """The same in memory of its own, on the host."""
-        pieces = {
-            name: Piece(shape=piece.shape, box=piece.box, tensor=_on_host(piece.tensor))
-            for name, piece in self.pieces.items()
+        shards = {
+            name: TensorShard(shape=shard.shape, chunk=shard.chunk, tensor=_on_host(shard.tensor))
+            for name, shard in self.shards.items()
         }
-        return Holding(step=self.step, pieces=pieces, values=self.values, elsewhere=self.elsewhere)
+        return StateShard(
+            step=self.step, shards=shards, values=self.values, elsewhere=self.elsewhere
+        )
 
     @property
     def num_bytes(self) -> int:
-        return sum(piece.tensor.nbytes for piece in self.pieces.values())
+        return sum(shard.tensor.nbytes for shard in self.shards.values())
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -113,4 +115,4 @@ def _on_host(tensor: Tensor) -> Tensor:
     return copy.copy_(tensor.detach())
 
 
-__all__ = ["MODEL", "OPTIM", "Box", "Holding", "Piece"]
+__all__ = ["MODEL", "OPTIM", "Chunk", "StateShard", "TensorShard"]

@@ -9,7 +9,7 @@ from itertools import islice
 
 from shoal.state.grid import grid_of
 from shoal.state.inventory import Inventory, Meta, add_meta
-from shoal.state.shards import MODEL, Box, Json
+from shoal.state.shards import MODEL, Chunk, Json
 from shoal_proto.errors import StateLost
 
 MAX_NAMED = 3
@@ -19,25 +19,25 @@ MAX_STEPS_NAMED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class ChosenStep:
     """A step whose state is whole on the ranks together."""
 
     step: int
     metas: Mapping[str, Meta]
     """Every tensor that exists at the step, in the order of names."""
-    holders: Mapping[str, Mapping[Box, Sequence[int]]]
-    """By name: which boxes of it there are, and the ranks that hold each."""
+    holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
+    """By name: which chunks of it there are, and the ranks that hold each."""
     values: Mapping[str, Json]
 
     def on_each(self, world_size: int) -> bool:
         """Whether every rank holds all of every tensor."""
         return all(
-            len(self.holders[name].get(Box.whole(meta.shape), ())) == world_size
+            len(self.holders[name].get(Chunk.whole(meta.shape), ())) == world_size
             for name, meta in self.metas.items()
         )
 
 
-def choose(inventories: Sequence[Inventory]) -> Chosen:
+def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     """The newest step at which every element of every tensor is held by some rank.
 
     A tensor exists at a step if anybody says so. A tensor of the model exists at every step, and
@@ -56,7 +56,7 @@ def choose(inventories: Sequence[Inventory]) -> Chosen:
         names = _expected(inventories, step)
         missing[step] = _missing(names, metas, holders)
         if not missing[step]:
-            return Chosen(
+            return ChosenStep(
                 step=step,
                 metas={name: metas[name] for name in names},
                 holders=holders,
@@ -65,13 +65,13 @@ def choose(inventories: Sequence[Inventory]) -> Chosen:
     raise _lost(missing)
 
 
-def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Box, list[int]]]:
-    found: dict[str, dict[Box, list[int]]] = {}
+def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chunk, list[int]]]:
+    found: dict[str, dict[Chunk, list[int]]] = {}
     for rank, inventory in enumerate(inventories):
         for listing in inventory.listings:
             if listing.step == step:
-                for name, box in listing.boxes.items():
-                    ranks = found.setdefault(name, {}).setdefault(box, [])
+                for name, chunk in listing.chunks.items():
+                    ranks = found.setdefault(name, {}).setdefault(chunk, [])
                     if not ranks or ranks[-1] != rank:
                         ranks.append(rank)
     return found
@@ -81,7 +81,7 @@ def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
     names: set[str] = set()
     for inventory in inventories:
         for listing in inventory.listings:
-            for found in (listing.boxes, listing.elsewhere):
+            for found in (listing.chunks, listing.elsewhere):
                 names.update(
                     name for name in found if listing.step <= step or name.startswith(MODEL)
                 )
@@ -89,7 +89,7 @@ def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
 
 
 def _missing(
-    names: Sequence[str], metas: Mapping[str, Meta], holders: Mapping[str, Mapping[Box, object]]
+    names: Sequence[str], metas: Mapping[str, Meta], holders: Mapping[str, Mapping[Chunk, object]]
 ) -> list[str]:
     """The first parts that nobody holds, in words."""
     found: list[str] = []
@@ -97,18 +97,18 @@ def _missing(
         if name not in metas:
             found.append(name)
         else:
-            whole = Box.whole(metas[name].shape)
-            boxes = holders.get(name, {})
-            if whole not in boxes:
-                grid = grid_of(whole.sizes, tuple(boxes))
+            whole = Chunk.whole(metas[name].shape)
+            chunks = holders.get(name, {})
+            if whole not in chunks:
+                grid = grid_of(whole.sizes, tuple(chunks))
                 found += [f"{name} {_words(gap)}" for gap in islice(grid.gaps(), MAX_NAMED + 1)]
         if len(found) > MAX_NAMED:
             break
     return found
 
 
-def _words(box: Box) -> str:
-    spans = zip(box.offsets, box.sizes, strict=True)
+def _words(chunk: Chunk) -> str:
+    spans = zip(chunk.offsets, chunk.sizes, strict=True)
     return "[" + ", ".join(f"{start}:{start + size}" for start, size in spans) + "]"
 
 
@@ -135,4 +135,4 @@ def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:
     )
 
 
-__all__ = ["Chosen", "choose"]
+__all__ = ["ChosenStep", "choose"]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.p2p import Awaited, Courier
+from shoal.backends.abortable.p2p import AbortableP2P, Message
 from shoal.state.dtypes import DTYPES, name_of
 from shoal.state.replicated import State
 from shoal_proto.errors import MalformedMessage
@@ -34,9 +34,9 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
     ]
     manifest = json.dumps({"step": state.step, "values": state.values, "tensors": entries})
     text = torch.frombuffer(bytearray(manifest.encode()), dtype=torch.uint8)
-    courier = Courier(group, torch.device("cpu"))
-    courier.exchange([(torch.tensor([text.numel()]), rank) for rank in receivers])
-    _send(text, receivers, courier)
+    p2p = AbortableP2P(group, torch.device("cpu"))
+    p2p.exchange([(torch.tensor([text.numel()]), rank) for rank in receivers])
+    _send(text, receivers, p2p)
     tensors = list(state.tensors.values())
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
@@ -44,14 +44,14 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
             raw = tensors[index].contiguous().reshape(-1).view(torch.uint8)
             packed[start : start + raw.numel()].copy_(raw)
             assert start + raw.numel() <= stop
-        _send(packed, receivers, courier)
+        _send(packed, receivers, p2p)
 
 
 def receive(source: int, group: dist.ProcessGroup) -> State:
     """The state that the member of rank `source` sends."""
     length = torch.zeros(1, dtype=torch.int64)
-    courier = Courier(group, torch.device("cpu"))
-    courier.exchange([], [(length, source)])
+    p2p = AbortableP2P(group, torch.device("cpu"))
+    p2p.exchange([], [(length, source)])
     num_bytes = int(length)
     if not 0 < num_bytes <= MAX_MANIFEST_BYTES:
         raise MalformedMessage(
@@ -60,13 +60,13 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
             expected=f"1 to {MAX_MANIFEST_BYTES}",
         )
     text = torch.zeros(num_bytes, dtype=torch.uint8)
-    _receive(text, source, courier)
+    _receive(text, source, p2p)
     manifest: Any = json.loads(text.numpy().tobytes())
     entries = [(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in manifest["tensors"]]
     tensors: dict[str, Tensor] = {}
     for bucket in _buckets([_num_bytes(dtype, shape) for _, dtype, shape in entries]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8)
-        _receive(packed, source, courier)
+        _receive(packed, source, p2p)
         for index, start, _ in bucket:
             name, dtype, shape = entries[index]
             stop = start + _num_bytes(dtype, shape)
@@ -74,20 +74,20 @@ def receive(source: int, group: dist.ProcessGroup) -> State:
     return State(step=int(manifest["step"]), tensors=tensors, values=manifest["values"])
 
 
-def _send(tensor: Tensor, receivers: Sequence[int], courier: Courier) -> None:
-    _in_turn([courier.send([chunk], rank) for rank in receivers] for chunk in _chunks(tensor))
+def _send(tensor: Tensor, receivers: Sequence[int], p2p: AbortableP2P) -> None:
+    _in_turn([p2p.send([chunk], rank) for rank in receivers] for chunk in _chunks(tensor))
 
 
-def _receive(tensor: Tensor, source: int, courier: Courier) -> None:
-    _in_turn([courier.recv([chunk], source)] for chunk in _chunks(tensor))
+def _receive(tensor: Tensor, source: int, p2p: AbortableP2P) -> None:
+    _in_turn([p2p.recv([chunk], source)] for chunk in _chunks(tensor))
 
 
-def _in_turn(begun: Iterable[Sequence[Awaited]]) -> None:
+def _in_turn(begun: Iterable[Sequence[Message]]) -> None:
     """Wait for messages, which begin as they are asked for, a few at a time.
 
     Each that ends shows that the transfer gets on.
     """
-    under_way: deque[Sequence[Awaited]] = deque()
+    under_way: deque[Sequence[Message]] = deque()
     for messages in begun:
         under_way.append(messages)
         if len(under_way) == CHUNKS_IN_FLIGHT:
@@ -96,7 +96,7 @@ def _in_turn(begun: Iterable[Sequence[Awaited]]) -> None:
         _await(messages)
 
 
-def _await(messages: Sequence[Awaited]) -> None:
+def _await(messages: Sequence[Message]) -> None:
     for message in messages:
         message.wait()
 

@@ -8,29 +8,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.model.tied_tensors import under_all_names
 from shoal.state.resharding import reshard
-from shoal.state.shards import MODEL, Box, Holding
+from shoal.state.shards import MODEL, Chunk, StateShard
 
 log = structlog.get_logger(__name__)
 
 
-def whole_model(group: dist.ProcessGroup, holding: Holding) -> dict[str, Tensor]:
+def whole_model(group: dist.ProcessGroup, state_shard: StateShard) -> dict[str, Tensor]:
     """Every parameter and persistent buffer by its names in the user's model, on the host.
 
     Collective: each rank gives what it holds, and each gets all; tied tensors are one under several
     names. Raises as `reshard`.
     """
-    whole = reshard(group, [holding], _needed)
+    whole = reshard(group, [state_shard], _needed)
     try:
-        # So that no rank leaves while another still waits for its pieces.
-        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        # So that no rank leaves while another still waits for its shards.
+        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
     except RuntimeError as error:
         # Somebody has left behind it: then all have everything, this rank too.
         log.info("left_behind_whole_model", reason=str(error)[:300])
-    further: Any = holding.values["tied"]
-    tensors = {name.removeprefix(MODEL): piece.tensor for name, piece in whole.pieces.items()}
+    further: Any = state_shard.values["tied"]
+    tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
     return under_all_names(tensors, further)
 
 
@@ -50,8 +50,8 @@ def _copied(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-def _needed(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Box | None:
-    return Box.whole(shape) if name.startswith(MODEL) else None
+def _needed(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
+    return Chunk.whole(shape) if name.startswith(MODEL) else None
 
 
 __all__ = ["on_host", "whole_model"]

@@ -28,7 +28,7 @@ from shoal_proto.errors import InvalidSpec
 
 if TYPE_CHECKING:
     from shoal.checkpoint.background import Checkpoints
-    from shoal.layouts.optimizer_binding import Blueprint
+    from shoal.layouts.optimizer_binding import MetaModel
 
 
 class Strategy(ABC):
@@ -190,7 +190,7 @@ class Strategy(ABC):
     def has_state(self) -> bool:
         """Whether this member holds trained state, from a generation it has fully entered."""
 
-    def lay_out_static(self, blueprint: "Blueprint", optimizer: Optimizer, world: World) -> Layout:
+    def lay_out_static(self, meta_model: "MetaModel", optimizer: Optimizer, world: World) -> Layout:
         """A layout over ranks that never change, for `shoal.distribute` without a session.
 
         Raises InvalidSpec for a strategy that does not train without one, or what it refuses the

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from shoal.backends.choice import init_static_world
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import clip
-from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.model.frameworks import adapter_of, as_torch, fits_by_itself
-from shoal.model.module_proxy import replica_of, retarget
+from shoal.model.module_proxy import proxy_of, retarget
 from shoal.state.resharding import reshard
 from shoal.state.whole_model import whole_model
 from shoal.strategies import find_strategy
@@ -27,11 +27,11 @@ from shoal_proto.errors import InvalidSpec
 _MARK = "_shoal_static"
 
 
-class Static:
+class FixedRanksTraining:
     """One model laid out over the ranks that there are, for good."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
-        blueprint = Blueprint(model, optimizer)
+        meta_model = MetaModel(model, optimizer)
         group = dist.group.WORLD
         assert group is not None, "init_static_world made it"
         world = World(
@@ -40,14 +40,14 @@ class Static:
             device=next(model.parameters()).device,
             group=group,
         )
-        self.layout: Layout = strategy.lay_out_static(blueprint, optimizer, world)
-        self._bound = Bound(blueprint, optimizer, self.layout)
-        held = [blueprint.initial()] if world.rank == 0 else []
-        self._bound.fill(reshard(group, held, self._bound.needs))
-        self.model = replica_of(model, self._route)
+        self.layout: Layout = strategy.lay_out_static(meta_model, optimizer, world)
+        self._binding = OptimizerBinding(meta_model, optimizer, self.layout)
+        held = [meta_model.initial()] if world.rank == 0 else []
+        self._binding.fill(reshard(group, held, self._binding.needs))
+        self.model = proxy_of(model, self._route)
         self.model.__dict__[_MARK] = self
         retarget(self.model, self.layout.plain)
-        blueprint.forget_weights()
+        meta_model.forget_weights()
         self._begun = self._reduced = False
         optimizer.register_step_pre_hook(self._before_step)
         optimizer.register_step_post_hook(self._after_step)
@@ -84,7 +84,7 @@ class Static:
         return clip(self.layout, max_norm)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return whole_model(self.layout.world.group, self._bound.model(0))
+        return whole_model(self.layout.world.group, self._binding.model(0))
 
 
 def distribute(
@@ -111,7 +111,7 @@ def distribute(
     chosen = find_strategy(strategy)
     model = as_torch(model)
     init_static_world(backend)
-    return Static(model, optimizer, chosen).model, optimizer
+    return FixedRanksTraining(model, optimizer, chosen).model, optimizer
 
 
 def forward_backward(
@@ -143,9 +143,9 @@ def data_share(model: nn.Module) -> tuple[int, int]:
     return layout.data_index, layout.data_count
 
 
-def _static(model: nn.Module) -> Static:
+def _static(model: nn.Module) -> FixedRanksTraining:
     found = model.__dict__.get(_MARK)
-    if not isinstance(found, Static):
+    if not isinstance(found, FixedRanksTraining):
         raise InvalidSpec(
             "this model was not distributed",
             seen=type(model).__name__,

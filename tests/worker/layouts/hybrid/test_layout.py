@@ -49,8 +49,8 @@ def training(model=models.tied_gpt, optimizer=models.momentum, **options) -> Tra
     )
 
 
-def check_equal(done: Training, holdings) -> None:
-    ours, theirs = assemble(holdings), one_process(done)
+def check_equal(done: Training, state_shards) -> None:
+    ours, theirs = assemble(state_shards), one_process(done)
     assert set(ours) == {name for name, _ in done.build()[0].named_parameters()}
     # One name of what is tied is enough; state_dict has both.
     theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
@@ -164,17 +164,17 @@ def test_exactly_one_rank_answers_for_each_element(sizes):
     def body() -> list[tuple[str, object]]:
         layout = laid_out(sizes, models.tied_gpt)
         held = layout.held
-        return [(name, layout.piece(name, t)) for name, t in held.items() if layout.counts(name)]
+        return [(name, layout.shard(name, t)) for name, t in held.items() if layout.counts(name)]
 
     world_size = sizes[0] * sizes[1] * sizes[2]
     times: dict[str, torch.Tensor] = {}
-    for pieces in shoal.run_in_memory(body, world_size):
-        for name, piece in pieces:
-            counted = times.setdefault(name, torch.zeros(piece.shape))
-            whole = torch.zeros(piece.shape)
+    for shards in shoal.run_in_memory(body, world_size):
+        for name, shard in shards:
+            counted = times.setdefault(name, torch.zeros(shard.shape))
+            whole = torch.zeros(shard.shape)
             index = tuple(
                 slice(start, start + size)
-                for start, size in zip(piece.box.offsets, piece.box.sizes, strict=True)
+                for start, size in zip(shard.chunk.offsets, shard.chunk.sizes, strict=True)
             )
             whole[index] = 1
             counted += whole

@@ -23,9 +23,9 @@ from torch.utils.checkpoint import checkpoint
 import shoal
 from shoal import randomness
 from shoal.layouts.base import World
-from shoal.layouts.pipeline.layout import MAX_SHAPES, Course, PipelineLayout
+from shoal.layouts.pipeline.layout import MAX_SHAPES, PipelineLayout, ScheduleSpec
 from shoal.layouts.pipeline.schedules import num_microbatches
-from shoal.layouts.pipeline.stage_splitter import Cutter
+from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal.randomness.dropout import key_dropout
 from shoal_proto.errors import InvalidSpec
 
@@ -42,10 +42,12 @@ DATA = {
 def in_stages(
     model: nn.Module, world: World, schedule: str = "1f1b", microbatches: int = 4
 ) -> PipelineLayout:
-    cutter = Cutter()
-    outline = cutter.outline(model, world.world_size)
-    cut = outline, cutter.stage_of(outline, world.world_size)
-    return PipelineLayout(model, world, cut, Course(schedule=schedule, microbatches=microbatches))
+    splitter = StageSplitter()
+    outline = splitter.outline(model, world.world_size)
+    cut = outline, splitter.stage_of(outline, world.world_size)
+    return PipelineLayout(
+        model, world, cut, ScheduleSpec(schedule=schedule, microbatches=microbatches)
+    )
 
 
 def training(model, optimizer=models.momentum, **options) -> Training:
@@ -54,8 +56,8 @@ def training(model, optimizer=models.momentum, **options) -> Training:
     return Training(model=model, optimizer=optimizer, data=data, loss=loss, **settings)
 
 
-def check_equal(done: Training, holdings) -> None:
-    ours, theirs = assemble(holdings), one_process(done)
+def check_equal(done: Training, state_shards) -> None:
+    ours, theirs = assemble(state_shards), one_process(done)
     model, _ = done.build()
     buffers = {name for name, _ in model.named_buffers()}
     assert set(ours) == {name for name, _ in model.named_parameters()} | buffers

@@ -9,7 +9,7 @@ import torch
 from support.models import pipeline_models as models
 from torch import nn
 
-from shoal.layouts.pipeline.stage_splitter import Cutter, balanced
+from shoal.layouts.pipeline.stage_splitter import StageSplitter, balanced
 from shoal.layouts.pipeline.stages import Stage
 from shoal_proto.errors import InvalidSpec
 
@@ -55,10 +55,12 @@ def on_meta(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model).to("meta")
 
 
-def stages_of(model: nn.Module, num_stages: int, cutter: Cutter | None = None) -> list[Stage]:
-    cutter = cutter or Cutter()
-    outline = cutter.outline(on_meta(model), num_stages)
-    stage_of = cutter.stage_of(outline, num_stages)
+def stages_of(
+    model: nn.Module, num_stages: int, splitter: StageSplitter | None = None
+) -> list[Stage]:
+    splitter = splitter or StageSplitter()
+    outline = splitter.outline(on_meta(model), num_stages)
+    stage_of = splitter.stage_of(outline, num_stages)
     return [Stage(copy.deepcopy(model), outline, stage_of, index) for index in range(num_stages)]
 
 
@@ -116,28 +118,28 @@ def test_what_nothing_uses_stays_with_the_first_stage():
 
 
 def test_layers_in_nested_containers_are_cut_apart():
-    outline = Cutter().outline(on_meta(models.perceptron()), 1)
+    outline = StageSplitter().outline(on_meta(models.perceptron()), 1)
     assert [segment.name for segment in outline.segments] == ["0.0", "0.2.0", "1", "3"]
     assert [segment.num_bytes for segment in outline.segments] == [168, 288, 240, 56]
 
 
 def test_a_block_is_opened_only_if_there_are_more_stages_than_blocks():
     model = on_meta(models.transformer())
-    cutter = Cutter()
-    blocks = [segment.name for segment in cutter.outline(model, 7).segments]
+    splitter = StageSplitter()
+    blocks = [segment.name for segment in splitter.outline(model, 7).segments]
     assert blocks == ["wte", "wpe", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
-    finer = [segment.name for segment in cutter.outline(model, 8).segments]
+    finer = [segment.name for segment in splitter.outline(model, 8).segments]
     assert finer[2:5] == ["blocks.0.norm", "blocks.0.mix", "blocks.0.mlp"]
-    again = [segment.name for segment in cutter.outline(model, 7).segments]
+    again = [segment.name for segment in splitter.outline(model, 7).segments]
     assert again == blocks, "what one generation needed does not change the next one's cut"
 
 
 def test_the_model_is_cut_only_where_the_user_says():
-    cutter = Cutter(split_at=["blocks.1", "norm"])
-    outline = cutter.outline(on_meta(models.transformer()), 3)
-    assert cutter.stage_of(outline, 3) == [0, 0, 0, 1, 1, 2, 2]
-    assert cutter.stage_of(outline, 2) == [0, 0, 0, 1, 1, 1, 1]
-    inner = Cutter(split_at=["blocks.1.mlp"])
+    splitter = StageSplitter(split_at=["blocks.1", "norm"])
+    outline = splitter.outline(on_meta(models.transformer()), 3)
+    assert splitter.stage_of(outline, 3) == [0, 0, 0, 1, 1, 2, 2]
+    assert splitter.stage_of(outline, 2) == [0, 0, 0, 1, 1, 1, 1]
+    inner = StageSplitter(split_at=["blocks.1.mlp"])
     outline = inner.outline(on_meta(models.transformer()), 2)
     second = inner.stage_of(outline, 2).index(1)
     assert outline.segments[second].name == "blocks.1.mlp.0"
@@ -145,21 +147,21 @@ def test_the_model_is_cut_only_where_the_user_says():
 
 def test_too_few_layers_say_how_many_there_are():
     with pytest.raises(InvalidSpec, match=r"5 stages; saw 4 layers .*0\.0, 0\.2\.0, 1, 3"):
-        Cutter().outline(on_meta(models.perceptron()), 5)
+        StageSplitter().outline(on_meta(models.perceptron()), 5)
     with pytest.raises(InvalidSpec, match="3 stages; saw 2 parts by split_at"):
-        Cutter(split_at=["1"]).outline(on_meta(models.perceptron()), 3)
+        StageSplitter(split_at=["1"]).outline(on_meta(models.perceptron()), 3)
 
 
 def test_an_unknown_place_to_split_at_is_named_beside_the_known_ones():
     with pytest.raises(
         InvalidSpec, match=r"before 'layers\.9'.*expected names among 0\.0, 0\.2\.0"
     ):
-        Cutter(split_at=["layers.9"]).outline(on_meta(models.perceptron()), 2)
+        StageSplitter(split_at=["layers.9"]).outline(on_meta(models.perceptron()), 2)
 
 
 def test_a_forward_pass_that_depends_on_values_is_refused_with_a_way_out():
     with pytest.raises(InvalidSpec, match=r"Dependent cannot be cut.*nn\.Sequential"):
-        Cutter().outline(on_meta(models.Dependent()), 2)
+        StageSplitter().outline(on_meta(models.Dependent()), 2)
 
 
 def test_inputs_with_a_default_are_fixed_to_it():

@@ -38,7 +38,7 @@ from shoal.backends.process_group.collectives import counts, reset_counts
 from shoal.layouts.base import LayOut, World
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.sharded.group_passes import GroupPasses
-from shoal.layouts.sharded.layout import Sharded
+from shoal.layouts.sharded.layout import ShardedLayout
 
 TOLERANCE = 1e-5
 """fp32; only the order of additions differs."""
@@ -76,8 +76,8 @@ def test_equal_to_one_process(world_size: int, optimizer: Any, kind: Any) -> Non
 @KINDS
 def test_equal_to_one_process_on_gloo(kind: Any) -> None:
     training = training_of(deep, sgd)
-    holdings = run_on_gloo(3, train_rank, training, lay_out(min_group_bytes=150, **kind))
-    assert largest_difference(assemble(holdings), one_process(training)) < TOLERANCE
+    state_shards = run_on_gloo(3, train_rank, training, lay_out(min_group_bytes=150, **kind))
+    assert largest_difference(assemble(state_shards), one_process(training)) < TOLERANCE
 
 
 # What it says is about operations in place, of which there is none.
@@ -225,7 +225,7 @@ def evaluate_within_step(training: Training, way: LayOut) -> bool:
     layout.backward(layout.module(inputs).square().mean(), 1.0)
     with torch.no_grad():
         before = layout.module(inputs)
-    trained.bound.optimizer.step()
+    trained.binding.optimizer.step()
     layout.stepped()
     with torch.no_grad():
         return torch.equal(layout.module(inputs), before)
@@ -240,7 +240,7 @@ def test_weights_gathered_to_evaluate_are_not_used_after_the_step(kind: Any) -> 
 def forgotten_gradient(training: Training, way: LayOut) -> tuple[bool, bool]:
     trained = LaidOutTraining(training, way, world())
     layout = trained.layout
-    assert isinstance(layout, Sharded)
+    assert isinstance(layout, ShardedLayout)
     without = layout.synchronised()
     trained.step(0)
     layout._fsdp_parameters[0]._unsharded_param.grad = torch.ones(7, 5)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from shoal.backends.in_memory.run import run_in_memory
 from shoal.layouts.base import World
-from shoal.layouts.sharded.layout import Sharded, ShardedOptions
-from shoal.layouts.sharded.nan_propagating_reduce_scatter import spread
+from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import propagate_nan
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
@@ -22,7 +22,7 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 def test_one_that_is_not_finite_makes_all_nan(value: float, dtype: torch.dtype) -> None:
     gradients = torch.ones(7, dtype=dtype)
     gradients[3] = value
-    assert spread(gradients)
+    assert propagate_nan(gradients)
     assert bool(gradients.isnan().all())
 
 
@@ -32,17 +32,17 @@ def test_a_gpu_is_not_waited_for(dtype: torch.dtype) -> None:
     """So nobody is told at once whose gradient it was."""
     gradients = torch.full((7,), torch.finfo(dtype).max, dtype=dtype, device="cuda")
     before = gradients.clone()
-    assert not spread(gradients)
+    assert not propagate_nan(gradients)
     assert torch.equal(gradients, before)
     gradients[3] = torch.inf
-    assert not spread(gradients)
+    assert not propagate_nan(gradients)
     assert bool(gradients.isnan().all())
 
 
 def test_finite_numbers_whose_sum_is_not_are_left_alone() -> None:
     gradients = torch.full((3,), torch.finfo(torch.float32).max)
     before = gradients.clone()
-    assert not spread(gradients)
+    assert not propagate_nan(gradients)
     assert torch.equal(gradients, before)
 
 
@@ -62,7 +62,7 @@ class Scaled(nn.Module):
         return outputs
 
 
-def after_backward(faulty: int) -> Sharded:
+def after_backward(faulty: int) -> ShardedLayout:
     """The layout of this rank, which has computed the gradients of step 4."""
     group = dist.group.WORLD
     assert group is not None
@@ -79,8 +79,8 @@ def after_backward(faulty: int) -> Sharded:
         group=group,
     )
     options = ShardedOptions(min_group_bytes=1)
-    layout = LaidOutTraining(training, lambda m, w: Sharded(m, w, options), world).layout
-    assert isinstance(layout, Sharded)
+    layout = LaidOutTraining(training, lambda m, w: ShardedLayout(m, w, options), world).layout
+    assert isinstance(layout, ShardedLayout)
     layout.step = 4
     inputs, targets = training.batch(0)
     layout.begin()
@@ -88,7 +88,7 @@ def after_backward(faulty: int) -> Sharded:
     return layout
 
 
-def told(layout: Sharded) -> str:
+def told(layout: ShardedLayout) -> str:
     try:
         layout.check()
     except (NonFiniteGradient, GenerationBroken) as error:

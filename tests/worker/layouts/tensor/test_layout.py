@@ -26,7 +26,7 @@ from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layout import TensorLayout, parallelise
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.randomness.dropout import key_dropout
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 
 # Sums over ranks are taken in another order than by one kernel: single roundings of fp32.
 TOLERANCE = 1e-5
@@ -55,8 +55,8 @@ def split_otherwise(model: nn.Module, world: World) -> Layout:
     return TensorLayout(model, world, derive(model, world.world_size, chosen))
 
 
-def check_equal(done: Training, holdings: list[Holding]) -> None:
-    ours, theirs = assemble(holdings), one_process(done)
+def check_equal(done: Training, state_shards: list[StateShard]) -> None:
+    ours, theirs = assemble(state_shards), one_process(done)
     # One name of what is tied is enough; state_dict has both.
     theirs = {name: tensor for name, tensor in theirs.items() if name in ours}
     assert set(ours) == {name for name, _ in done.build()[0].named_parameters()}
@@ -110,7 +110,7 @@ def held_bytes(done: Training) -> tuple[int, int, TensorPlan]:
     """What this rank holds, what of it it answers for, and the plan."""
     layout = LaidOutTraining(done, split, this_world()).layout
     assert isinstance(layout, TensorLayout)
-    sizes = {n: layout.piece(n, p).tensor.nbytes for n, p in layout.parameters.items()}
+    sizes = {n: layout.shard(n, p).tensor.nbytes for n, p in layout.parameters.items()}
     counted = sum(size for name, size in sizes.items() if layout.counts(name))
     return sum(sizes.values()), counted, layout.plan
 

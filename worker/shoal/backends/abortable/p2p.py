@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.waiter import Gates
+from shoal.backends.abortable.waiter import AbortableWaiter
 
 
-class Awaited(Protocol):
+class Message(Protocol):
     """A message under way."""
 
     def wait(self) -> Any: ...
 
 
-class Courier(Gates):
+class AbortableP2P(AbortableWaiter):
     """The messages of one rank in one group. One thread at a time waits for them.
 
     It may stand for the group where torch's pipelining sends and receives.
@@ -41,11 +41,11 @@ class Courier(Gates):
         # Whoever forgets to close it leaves no thread behind.
         weakref.finalize(self, self._orders.put, None)
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Awaited:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Message:
         """Begin to send the tensor, the only one of the list, to that rank of the group."""
         return self._sent(self.group.send(tensors, to, tag))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Awaited:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Message:
         """Begin to receive the tensor, the only one of the list, from that rank of the group."""
         return self._sent(self.group.recv(tensors, source, tag))
 
@@ -69,7 +69,7 @@ class Courier(Gates):
             self._orders.put(None)
             self._has_thread = False
 
-    def _sent(self, work: dist.Work) -> Awaited:
+    def _sent(self, work: dist.Work) -> Message:
         return _Message(work, self._await) if self._takes_turns else work
 
     def _await(self, work: dist.Work) -> None:
@@ -77,11 +77,11 @@ class Courier(Gates):
             self._has_thread = True
             arguments = (self._orders,)
             threading.Thread(
-                target=_stand_in, args=arguments, name="shoal-courier", daemon=True
+                target=_stand_in, args=arguments, name="shoal-p2p", daemon=True
             ).start()
-        gate = self._new_gate()
-        self._orders.put((work, partial(self._open, gate)))
-        reason = gate.wait()
+        completion = self._new_completion()
+        self._orders.put((work, partial(self._open, completion)))
+        reason = completion.wait()
         self._forget()
         if reason:
             raise RuntimeError(reason)
@@ -117,4 +117,4 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-__all__ = ["Awaited", "Courier"]
+__all__ = ["AbortableP2P", "Message"]

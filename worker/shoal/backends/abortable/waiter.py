@@ -10,28 +10,28 @@ import torch.distributed as dist
 
 from shoal.backends.network.gloo import can_be_cut
 
-Gate = torch.futures.Future[str]
+Completion = torch.futures.Future[str]
 """What a waiting thread is let through: the reason if what it waited for has failed, or ""."""
 
 
-class Gates:
-    """Gates of our own behind the work of a group.
+class AbortableWaiter:
+    """Waits for the work of a group, with completions of our own in between.
 
     A write to a connection that was just reset can leave Gloo waiting for as long as a collective
-    may take, with nothing left to shut down. `give_up` opens the gates, and the trainer goes on
+    may take, with nothing left to shut down. `abort` ends these waits, and the trainer goes on
     without that thread.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._lock = threading.Lock()
-        self._gates: list[Gate] = []
+        self._pending: list[Completion] = []
         self.num_ended = 0
-        """Of all gates so far. Any thread."""
+        """Of all waits so far. Any thread."""
         if group is not None:
             self.attach(group)
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Be among those that `gates_in` finds for this group."""
+        """Be among those that `waiters_of` finds for this group."""
         whole = _whole(group)
         with _lock:
             _by_group.setdefault(whole, weakref.WeakSet()).add(self)
@@ -39,7 +39,7 @@ class Gates:
     def wait(self, work: dist.Work | None) -> None:
         """Return when the collective has ended; raises RuntimeError if it failed."""
         assert work is not None, "asked for asynchronously, by a rank of the group"
-        reason = self._gate_behind(work).wait()
+        reason = self._completion_of(work).wait()
         self._forget()
         if reason:
             raise RuntimeError(reason)
@@ -47,31 +47,31 @@ class Gates:
         work.wait()
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether anything is still on its way. Any thread."""
-        return bool(self.shut())
+        return bool(self.pending())
 
-    def shut(self) -> list[Gate]:
+    def pending(self) -> list[Completion]:
         """What is on its way. Any thread."""
-        return [gate for gate in list(self._gates) if not gate.done()]
+        return [completion for completion in list(self._pending) if not completion.done()]
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Let nobody wait for Gloo any longer. Any thread."""
-        for gate in list(self._gates):
-            self._open(gate, f"gloo did not end what it did before the cut: {reason}")
+        for completion in list(self._pending):
+            self._open(completion, f"gloo did not end what it did before the cut: {reason}")
 
-    def _new_gate(self) -> Gate:
-        gate: Gate = torch.futures.Future()
-        self._gates.append(gate)
-        return gate
+    def _new_completion(self) -> Completion:
+        completion: Completion = torch.futures.Future()
+        self._pending.append(completion)
+        return completion
 
-    def _gate_behind(self, work: dist.Work) -> Gate:
-        """A gate that opens when the collective has ended, well or not."""
-        gate = self._new_gate()
-        work.get_future().add_done_callback(partial(self._finished, gate))
-        return gate
+    def _completion_of(self, work: dist.Work) -> Completion:
+        """What is set when the collective has ended, well or not."""
+        completion = self._new_completion()
+        work.get_future().add_done_callback(partial(self._finished, completion))
+        return completion
 
-    def _finished(self, gate: Gate, future: torch.futures.Future[Any]) -> None:
+    def _finished(self, completion: Completion, future: torch.futures.Future[Any]) -> None:
         """Gloo's thread is done with a collective."""
         try:
             future.value()
@@ -79,29 +79,31 @@ class Gates:
         except RuntimeError as error:
             # Empty would say that it went well.
             reason = str(error) or "a collective failed without a reason"
-        self._open(gate, reason)
+        self._open(completion, reason)
 
-    def _open(self, gate: Gate, reason: str) -> None:
+    def _open(self, completion: Completion, reason: str) -> None:
         with self._lock:
-            if not gate.done():
+            if not completion.done():
                 self.num_ended += 1
-                gate.set_result(reason)
+                completion.set_result(reason)
 
     def _forget(self) -> None:
         """What was waited for is over."""
-        self._gates.clear()
+        self._pending.clear()
 
 
 _lock = threading.Lock()
-_by_group: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Gates]] = weakref.WeakKeyDictionary()
-_default: weakref.WeakKeyDictionary[Any, Gates] = weakref.WeakKeyDictionary()
+_by_group: weakref.WeakKeyDictionary[Any, weakref.WeakSet[AbortableWaiter]] = (
+    weakref.WeakKeyDictionary()
+)
+_default: weakref.WeakKeyDictionary[Any, AbortableWaiter] = weakref.WeakKeyDictionary()
 _wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDictionary()
 
 
-def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
+def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
     """Return when a collective of the group has ended, which was begun with `async_op=True`.
 
-    Raises RuntimeError if it failed, or if it was given up with the group's gates. For the
+    Raises RuntimeError if it failed, or if it was given up with the group's waiters. For the
     trainer's thread.
     """
     assert work is not None, "asked for asynchronously, by a rank of the group"
@@ -110,22 +112,22 @@ def finish(work: dist.Work | None, group: dist.ProcessGroup) -> None:
         return
     whole = _whole(group)
     with _lock:
-        gates = _default.get(whole)
-    if gates is None:
-        gates = Gates(whole)
+        waiters = _default.get(whole)
+    if waiters is None:
+        waiters = AbortableWaiter(whole)
         with _lock:
-            _default[whole] = gates
-    gates.wait(work)
+            _default[whole] = waiters
+    waiters.wait(work)
 
 
-def gates_in(group: dist.ProcessGroup) -> list[Gates]:
-    """All gates at which somebody may wait for this group or a part of it."""
+def waiters_of(group: dist.ProcessGroup) -> list[AbortableWaiter]:
+    """The waiters of this group and of the groups made within it."""
     with _lock:
         return list(_by_group.get(group, ()))
 
 
-def part_of(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
-    """Let the gates of a group that was made within another be found with that one's."""
+def add_subgroup(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
+    """Let the waiters of a group that was made within another be found with that one's."""
     if group is not whole:
         with _lock:
             _wholes[group] = weakref.ref(whole)
@@ -138,4 +140,4 @@ def _whole(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group if whole is None else whole
 
 
-__all__ = ["Gate", "Gates", "finish", "gates_in", "part_of"]
+__all__ = ["AbortableWaiter", "Completion", "add_subgroup", "wait_abortable", "waiters_of"]

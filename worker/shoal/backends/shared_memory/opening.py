@@ -18,7 +18,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.shared_memory.links import Links
 from shoal.backends.shared_memory.memory import SharedMemory, head_bytes, initialise
 from shoal.backends.shared_memory.semaphores import available
@@ -45,7 +45,7 @@ def share_memory(group: dist.ProcessGroup, num_bytes: int, limit_s: float) -> Sh
         listener, name = _named(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
         own = torch.frombuffer(bytearray(_place() + name), dtype=torch.uint8)
         told = [torch.empty_like(own) for _ in range(world_size)]
-        finish(dist.all_gather(told, own, group=group, async_op=True), group)
+        wait_abortable(dist.all_gather(told, own, group=group, async_op=True), group)
         words = [bytes(each.tolist()) for each in told]
         places = {word[:_PLACE_BYTES] for word in words}
         name = words[0][_PLACE_BYTES:]

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.waiter import finish, part_of
+from shoal.backends.abortable.waiter import add_subgroup, wait_abortable
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.hybrid.mesh import MeshShape
-from shoal.layouts.non_finite_check import Verdict
-from shoal.layouts.pipeline.layout import Course, PipelineLayout
+from shoal.layouts.non_finite_check import NonFiniteCheck
+from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.tensor.layout import parallelise
 from shoal.layouts.tensor.plan import MASK, TensorPlan
@@ -34,7 +34,7 @@ class HybridPlan:
     """An outline and the stage of each segment; None where there is one stage."""
     tensor: TensorPlan
     """Of the whole model, for `mesh.tensor` ranks."""
-    course: Course
+    schedule: ScheduleSpec
 
 
 class HybridLayout(Layout):
@@ -49,7 +49,7 @@ class HybridLayout(Layout):
         mesh = init_device_mesh(world.device.type, plan.mesh.sizes, mesh_dim_names=AXES)
         self._groups = {axis: mesh.get_group(axis) for axis in AXES}
         for group in self._groups.values():
-            part_of(group, world.group)
+            add_subgroup(group, world.group)
         self._at = dict(zip(AXES, mesh.get_coordinate() or (), strict=True))
         self.data_index, self.data_count = self._at["data"], plan.mesh.data
         self.elementwise = plan.mesh.tensor > 1
@@ -59,10 +59,10 @@ class HybridLayout(Layout):
             self._inner = _OneStage(model, world, split)
         else:
             self._inner = PipelineLayout(
-                model, world, plan.cut, plan.course, group=self._groups["pipeline"], prepare=split
+                model, world, plan.cut, plan.schedule, group=self._groups["pipeline"], prepare=split
             )
         self.module = self._inner.module
-        self.verdict = self._inner.verdict
+        self.non_finite_check = self._inner.non_finite_check
 
     @property
     def plain(self) -> nn.Module:
@@ -127,7 +127,7 @@ class HybridLayout(Layout):
 class _OneStage(Layout):
     """The whole model, perhaps split."""
 
-    verdict: Verdict
+    non_finite_check: NonFiniteCheck
 
     def __init__(
         self, model: nn.Module, world: World, prepare: Callable[[nn.Module], None]
@@ -137,13 +137,13 @@ class _OneStage(Layout):
         prepare(model)
         materialise(model, world.device)
         self._parameters = dict(model.named_parameters())
-        self.verdict = Verdict(world.group, world.device)
+        self.non_finite_check = NonFiniteCheck(world.group, world.device)
 
     def begin(self) -> None:
-        self.verdict.begin()
+        self.non_finite_check.begin()
 
     def reduce(self) -> None:
-        self.verdict.look(self._parameters)
+        self.non_finite_check.look(self._parameters)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -182,7 +182,7 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])
         flags = has_one.to(locals_[0])
         packed = torch.cat([*(gradient.reshape(-1) for gradient in locals_), flags])
-        finish(dist.all_reduce(packed, group=group, async_op=True), group)
+        wait_abortable(dist.all_reduce(packed, group=group, async_op=True), group)
         sizes = [gradient.numel() for gradient in locals_]
         *means, counts = torch.split(packed, [*sizes, len(bucket)])
         for parameter, gradient, mean, count in zip(

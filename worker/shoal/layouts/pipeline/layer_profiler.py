@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.base import World, materialise
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.stages import Stage
@@ -18,7 +18,7 @@ REPEATS = 5
 """The fastest of so many passes counts: whatever else the machine does only adds."""
 
 
-class Clockwork:
+class LayerProfiler:
     """Times of segments on this example; those of an outline are measured once.
 
     The ranks must cut alike, so the first one's figures hold for all.
@@ -37,7 +37,9 @@ class Clockwork:
         else:
             costs = [0] * len(outline.segments)
         told = torch.tensor(costs, dtype=torch.int64, device=world.device)
-        finish(dist.broadcast(told, group=world.group, group_src=0, async_op=True), world.group)
+        wait_abortable(
+            dist.broadcast(told, group=world.group, group_src=0, async_op=True), world.group
+        )
         self._known[outline.opened] = told.tolist()
         return self._known[outline.opened]
 
@@ -86,4 +88,4 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-__all__ = ["Clockwork", "measured"]
+__all__ = ["LayerProfiler", "measured"]

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.layouts.base import Layout, LossFunction, World, materialise
-from shoal.layouts.non_finite_check import Verdict
+from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.relay import Neighbours
-from shoal.layouts.pipeline.schedules import Feed, Rounds, num_microbatches
+from shoal.layouts.pipeline.schedules import PipelineRunner, StepInputs, num_microbatches
 from shoal.layouts.pipeline.stages import Stage
-from shoal.model.module_proxy import replica_of
+from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
 
 MAX_SHAPES = 8
@@ -23,7 +23,7 @@ MAX_SHAPES = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Course:
+class ScheduleSpec:
     """How batches go through the stages."""
 
     schedule: str = "1f1b"
@@ -35,14 +35,14 @@ class PipelineLayout(Layout):
     """The stage of this rank, in a pipeline over all ranks or over those of `group`."""
 
     elementwise = False
-    verdict: Verdict
+    non_finite_check: NonFiniteCheck
 
     def __init__(
         self,
         model: nn.Module,
         world: World,
         cut: tuple[Outline, Sequence[int]],
-        course: Course,
+        schedule: ScheduleSpec,
         *,
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[nn.Module], None] | None = None,
@@ -55,13 +55,13 @@ class PipelineLayout(Layout):
         if prepare is not None:
             prepare(self.stage.model)
         materialise(self.stage.model, world.device)
-        self._course = course
-        self._rounds: dict[str, Rounds] = {}
+        self._schedule = schedule
+        self._runners: dict[str, PipelineRunner] = {}
         self._parameters = self.stage.parameters
         self._complete = False
-        self.verdict = Verdict(world.group, world.device)
+        self.non_finite_check = NonFiniteCheck(world.group, world.device)
         self.module = _Whole(self)
-        self._shown = replica_of(self.stage.model, lambda: self.module)
+        self._shown = proxy_of(self.stage.model, lambda: self.module)
 
     @property
     def plain(self) -> nn.Module:
@@ -86,7 +86,7 @@ class PipelineLayout(Layout):
 
     def begin(self) -> None:
         self._complete = False
-        self.verdict.begin()
+        self.non_finite_check.begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
         raise _needs_forward_backward()
@@ -95,42 +95,44 @@ class PipelineLayout(Layout):
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
         """See the base. The loss is that of the last stage, told to all ranks of the pipeline."""
-        feed = Feed(
+        step_inputs = StepInputs(
             inputs=self.stage.bind((inputs,), {}),
             targets=targets,
             loss_function=loss_function,
             weight=weight,
         )
         try:
-            loss = self._rounds_for(feed).forward_backward(feed)
+            loss = self._rounds_for(step_inputs).forward_backward(step_inputs)
         except BaseException:
             # What was under way is still in the schedule's books.
-            self._rounds.clear()
+            self._runners.clear()
             raise
-        self._near.courier.broadcast(loss, self._near.size - 1)
+        self._near.p2p.broadcast(loss, self._near.size - 1)
         self._complete = True
         return loss
 
-    def _rounds_for(self, feed: Feed) -> Rounds:
+    def _rounds_for(self, step_inputs: StepInputs) -> PipelineRunner:
         device = self.world.device.type
         mode = (
             self.stage.model.training,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         )
-        key = f"{feed.key()} {mode}"
-        rounds = self._rounds.pop(key, None)
-        if rounds is None:
-            count = num_microbatches(feed.num_samples, self._course.microbatches)
-            rounds = Rounds(self.stage, self._near, self._course.schedule, feed, count)
+        key = f"{step_inputs.key()} {mode}"
+        runner = self._runners.pop(key, None)
+        if runner is None:
+            count = num_microbatches(step_inputs.num_samples, self._schedule.microbatches)
+            runner = PipelineRunner(
+                self.stage, self._near, self._schedule.schedule, step_inputs, count
+            )
         # The one used longest ago goes first, on every rank the same.
-        self._rounds[key] = rounds
-        if len(self._rounds) > MAX_SHAPES:
-            del self._rounds[next(iter(self._rounds))]
-        return rounds
+        self._runners[key] = runner
+        if len(self._runners) > MAX_SHAPES:
+            del self._runners[next(iter(self._runners))]
+        return runner
 
     def reduce(self) -> None:
         """Sum the gradients of parameters that several stages use, among those stages."""
-        self.verdict.look(self._parameters)
+        self.non_finite_check.look(self._parameters)
         for name, stages in self.stage.holders.items():
             parameter = self._parameters.get(name)
             if parameter is not None and len(stages) > 1 and parameter.requires_grad:
@@ -140,8 +142,8 @@ class PipelineLayout(Layout):
         return self._complete
 
     def release(self) -> None:
-        self._rounds.clear()
-        self._near.courier.close()
+        self._runners.clear()
+        self._near.p2p.close()
 
     # --- evaluation ---
 
@@ -192,7 +194,7 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     packed[-1] = parameter.grad is not None
     parts = {stage: packed if stage == near.rank else torch.empty_like(packed) for stage in stages}
     others = [(stage, part) for stage, part in parts.items() if stage != near.rank]
-    near.courier.exchange(
+    near.p2p.exchange(
         [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
     )
     # In the order of the stages, so that the sums are the same to the last bit.
@@ -204,4 +206,4 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     parameter.grad = own
 
 
-__all__ = ["Course", "PipelineLayout"]
+__all__ = ["PipelineLayout", "ScheduleSpec"]

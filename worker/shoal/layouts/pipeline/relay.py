@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shoal.backends.abortable.p2p import Courier
+from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.state.dtypes import DTYPES, name_of
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
@@ -26,26 +26,26 @@ class Neighbours:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.rank, self.size = group.rank(), group.size()
-        self.courier = Courier(group, device)
+        self.p2p = AbortableP2P(group, device)
 
     def send(self, tensors: Sequence[Tensor], *, to: int, values: bool) -> None:
         """Describe the tensors to the rank `to`; send what is in them too if `values`."""
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        self.courier.exchange([(each, to) for each in (length, text, *contents)])
+        self.p2p.exchange([(each, to) for each in (length, text, *contents)])
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
         """Tensors like those that rank `source` sends: zeros unless with `values`."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.courier.exchange([], [(length, source)])
+        self.p2p.exchange([], [(length, source)])
         text = _room(length, source)
-        self.courier.exchange([], [(text, source)])
+        self.p2p.exchange([], [(text, source)])
         tensors = []
         for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
             tensor = torch.zeros(shape, dtype=DTYPES[dtype], device=self.device)
             if values:
-                self.courier.exchange([], [(tensor, source)])
+                self.p2p.exchange([], [(tensor, source)])
             tensors.append(tensor.requires_grad_(requires_grad))
         return tensors
 
@@ -63,17 +63,17 @@ class Neighbours:
             )
         else:
             length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.courier.broadcast(length, source)
+        self.p2p.broadcast(length, source)
         if self.rank != source:
             text = _room(length, source)
-        self.courier.broadcast(text, source)
+        self.p2p.broadcast(text, source)
         description = json.loads(bytes(text.tolist()))
         if self.rank != source:
             leaves = [self._made(leaf) for leaf in description["leaves"]]
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 leaves[index] = leaf.detach().contiguous()
-                self.courier.broadcast(leaves[index], source)
+                self.p2p.broadcast(leaves[index], source)
         return pytree.tree_unflatten(leaves, pytree.treespec_loads(description["tree"]))
 
     def _made(self, described: Any) -> Any:

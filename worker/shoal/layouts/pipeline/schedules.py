@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.utils import _pytree as pytree
 
 from shoal import randomness
-from shoal.backends.abortable.p2p import Courier
+from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.layouts.base import LossFunction
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.stages import Stage
@@ -23,7 +23,7 @@ SCHEDULES: Mapping[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": S
 
 
 @dataclass(frozen=True, kw_only=True)
-class Feed:
+class StepInputs:
     """What every stage of a pipeline knows of a step."""
 
     inputs: Mapping[str, Any]
@@ -62,16 +62,18 @@ def num_microbatches(num_samples: int, at_most: int) -> int:
     return max(count for count in range(1, at_most + 1) if num_samples % count == 0)
 
 
-class Rounds:
+class PipelineRunner:
     """One schedule, for batches of one shape. Made together by all ranks of the pipeline.
 
     1F1B needs a micro-batch for each stage; a batch that is cut into fewer goes by GPipe, which
     computes the same.
     """
 
-    def __init__(self, stage: Stage, near: Neighbours, name: str, feed: Feed, count: int) -> None:
+    def __init__(
+        self, stage: Stage, near: Neighbours, name: str, step_inputs: StepInputs, count: int
+    ) -> None:
         self._stage, self._near, self._count = stage, near, count
-        self._feed = feed
+        self._step_inputs = step_inputs
         self._losses: list[Tensor] = []
         given, returned = self._probe()
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
@@ -84,18 +86,18 @@ class Rounds:
             output_args=tuple(returned),
             group=near.group,
         )
-        torch_stage.rounds, torch_stage.courier = self, near.courier
+        torch_stage.runner, torch_stage.p2p = self, near.p2p
         # The loss is scaled instead: gradients that are there already must stay as they are.
         self._schedule = kind(torch_stage, count, loss_fn=_as_it_is, scale_grads=False)
 
-    def forward_backward(self, feed: Feed) -> Tensor:
+    def forward_backward(self, step_inputs: StepInputs) -> Tensor:
         """Add this stage's gradients; returns the mean loss, on the last stage only (else 0).
 
         An error of the user's code, or of the group, comes as it was raised.
         """
-        self._feed = feed
+        self._step_inputs = step_inputs
         self._losses.clear()
-        rows = torch.arange(feed.num_samples)
+        rows = torch.arange(step_inputs.num_samples)
         target = rows if self.is_last else None
         wrapped: BaseException | None = None
         try:
@@ -106,7 +108,7 @@ class Rounds:
             if wrapped is None:
                 raise
         finally:
-            self._feed = Feed(inputs={})
+            self._step_inputs = StepInputs(inputs={})
         if wrapped is not None:
             raise wrapped
         if not self._losses:
@@ -118,8 +120,11 @@ class Rounds:
         return self._stage.index == self._stage.num_stages - 1
 
     def compute(self, activations: Sequence[Tensor], start: int, stop: int) -> Any:
-        feed = self._feed
-        inputs = {name: feed.samples(value, start, stop) for name, value in feed.inputs.items()}
+        step_inputs = self._step_inputs
+        inputs = {
+            name: step_inputs.samples(value, start, stop)
+            for name, value in step_inputs.inputs.items()
+        }
         with randomness.part(start, stop):
             outputs = self._stage.run(inputs, activations)
         if self.is_last:
@@ -130,16 +135,18 @@ class Rounds:
         return tuple(output.contiguous() for output in outputs)
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:
-        size = self._feed.num_samples // self._count
+        size = self._step_inputs.num_samples // self._count
         return microbatch * size, (microbatch + 1) * size
 
     def loss_of(self, outputs: Any, start: int, stop: int) -> Tensor:
         """This micro-batch's part of what backward begins with."""
-        feed = self._feed
-        assert feed.loss_function is not None
-        loss = feed.loss_function(outputs, feed.samples(feed.targets, start, stop))
+        step_inputs = self._step_inputs
+        assert step_inputs.loss_function is not None
+        loss = step_inputs.loss_function(
+            outputs, step_inputs.samples(step_inputs.targets, start, stop)
+        )
         self._losses.append(loss.detach().clone())
-        return loss * (feed.weight / self._count)
+        return loss * (step_inputs.weight / self._count)
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Tensors of the shapes that come in and go out, found by one pass over zeros.
@@ -160,31 +167,32 @@ class Rounds:
 
 class _PlacedStage(PipelineStage):
     """Computes each backward pass at the place of its samples: by then the forward passes of others
-    have begun, and activation checkpointing draws again what its own drew. A courier sends."""
+    have begun, and activation checkpointing draws again what its own drew.
+    Messages can be aborted."""
 
-    rounds: Rounds
-    courier: Courier
+    runner: PipelineRunner
+    p2p: AbortableP2P
 
     def get_fwd_recv_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
-        return self._by_courier(super().get_fwd_recv_ops(*args, **kwargs))
+        return self._abortable(super().get_fwd_recv_ops(*args, **kwargs))
 
     def get_fwd_send_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
-        return self._by_courier(super().get_fwd_send_ops(*args, **kwargs))
+        return self._abortable(super().get_fwd_send_ops(*args, **kwargs))
 
     def get_bwd_recv_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
-        return self._by_courier(super().get_bwd_recv_ops(*args, **kwargs))
+        return self._abortable(super().get_bwd_recv_ops(*args, **kwargs))
 
     def get_bwd_send_ops(self, *args: Any, **kwargs: Any) -> list[dist.P2POp]:
-        return self._by_courier(super().get_bwd_send_ops(*args, **kwargs))
+        return self._abortable(super().get_bwd_send_ops(*args, **kwargs))
 
-    def _by_courier(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
+    def _abortable(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
         # Not on a GPU: NCCL takes a batch as one, which torch does for groups of its own only.
         for op in ops if self.device.type == "cpu" else ():
-            op.group = cast("dist.ProcessGroup", self.courier)
+            op.group = cast("dist.ProcessGroup", self.p2p)
         return ops
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        with randomness.part(*self.rounds.rows_of(bwd_chunk_id)):
+        with randomness.part(*self.runner.rows_of(bwd_chunk_id)):
             super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
@@ -194,15 +202,15 @@ class _Part(nn.Module):
     The last stage returns its loss: so the model's outputs can be of any make.
     """
 
-    def __init__(self, rounds: Rounds) -> None:
+    def __init__(self, runner: PipelineRunner) -> None:
         super().__init__()
-        self.__dict__["_rounds"] = rounds
+        self.__dict__["_rounds"] = runner
 
     def forward(self, *activations: Tensor, rows: Tensor) -> Any:
-        rounds: Rounds = self.__dict__["_rounds"]
+        runner: PipelineRunner = self.__dict__["_rounds"]
         start, stop = int(rows[0]), int(rows[-1]) + 1
-        outputs = rounds.compute(activations, start, stop)
-        return rounds.loss_of(outputs, start, stop) if rounds.is_last else outputs
+        outputs = runner.compute(activations, start, stop)
+        return runner.loss_of(outputs, start, stop) if runner.is_last else outputs
 
 
 def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:
@@ -233,4 +241,4 @@ def _not_a_tensor(stage: int, value: Any) -> InvalidSpec:
     )
 
 
-__all__ = ["SCHEDULES", "Feed", "Rounds", "num_microbatches"]
+__all__ = ["SCHEDULES", "PipelineRunner", "StepInputs", "num_microbatches"]

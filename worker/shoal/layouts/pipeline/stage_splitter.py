@@ -45,7 +45,7 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
     return runs
 
 
-class Cutter:
+class StageSplitter:
     """Cuts a model into any number of stages; keeps the traces, which serve all generations.
 
     `split_at` names the layers before which it may be cut; None: before any. A model with fewer
@@ -165,4 +165,4 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
 
 
-__all__ = ["Cutter", "balanced"]
+__all__ = ["StageSplitter", "balanced"]

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.sharded.shared_slots import SharedSlots
 
 
-class Gathering(DefaultAllGather):
+class SharedMemoryAllGather(DefaultAllGather):
     """Gathers in the slots, if there are any with room, and else as torch does."""
 
     def __init__(self, slots: SharedSlots | None) -> None:
@@ -39,8 +39,8 @@ class Gathering(DefaultAllGather):
         work = super().__call__(output_tensor, input_tensor, group, async_op=True)
         if async_op:
             return work
-        finish(work, group)
+        wait_abortable(work, group)
         return None
 
 
-__all__ = ["Gathering"]
+__all__ = ["SharedMemoryAllGather"]

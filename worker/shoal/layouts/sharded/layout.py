@@ -10,15 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.network.gloo import is_gloo
 from shoal.layouts.base import Layout, World, move_buffers
 from shoal.layouts.buffers import broadcast_packed
 from shoal.layouts.gradients import gradient_not_finite, name_of_fault
-from shoal.layouts.sharded.all_gather import Gathering
+from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.group_passes import GroupPasses
 from shoal.layouts.sharded.grouping import group_modules
-from shoal.layouts.sharded.nan_propagating_reduce_scatter import Spreading
+from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingReduceScatter
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import MODEL
@@ -40,7 +40,7 @@ class ShardedOptions:
     """What gradients are summed up in over ranks; None: as they come from backward."""
 
 
-class Sharded(Layout):
+class ShardedLayout(Layout):
     """One rank's rows of every parameter. A parameter with fewer rows than ranks is nothing on the
     last of them."""
 
@@ -48,7 +48,7 @@ class Sharded(Layout):
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
         self._passes: list[GroupPasses] = []
-        self._reductions: list[Spreading] = []
+        self._reductions: list[NanPropagatingReduceScatter] = []
         self._shard(model, options)
         self._slots = self._share(model, options)
         for part in fsdp_parameters(model):
@@ -96,14 +96,14 @@ class Sharded(Layout):
             backend.options._timeout.total_seconds(),
         )
         for head in heads:
-            head.set_custom_all_gather(Gathering(slots))
+            head.set_custom_all_gather(SharedMemoryAllGather(slots))
         for reduction in self._reductions:
             reduction.slots = slots
         return slots
 
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
         if names:
-            reduction = Spreading(names[0])
+            reduction = NanPropagatingReduceScatter(names[0])
             trained = (each for each in _parts_of(module) if each.sharded_param.requires_grad)
             reduction.blind = not all(each.sharded_size.numel() for each in trained)
             self._reductions.append(reduction)
@@ -141,7 +141,7 @@ class Sharded(Layout):
         at_fault = torch.zeros(self.world.world_size, device=self.world.device)
         at_fault[self.world.rank] = any(each.own for each in self._reductions)
         group = self.world.group
-        finish(dist.all_reduce(at_fault, group=group, async_op=True), group)
+        wait_abortable(dist.all_reduce(at_fault, group=group, async_op=True), group)
         if not at_fault.any() or at_fault[self.world.rank]:
             raise gradient_not_finite(fault, self.step)
         ranks = ", ".join(str(rank) for rank, own in enumerate(at_fault.tolist()) if own)
@@ -259,4 +259,4 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
     )
 
 
-__all__ = ["Sharded", "ShardedOptions", "fsdp_parameters"]
+__all__ = ["ShardedLayout", "ShardedOptions", "fsdp_parameters"]

@@ -15,7 +15,7 @@ from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.gradients import bare_backward, is_finite
 
 
-class Spreading(DefaultReduceScatter):
+class NanPropagatingReduceScatter(DefaultReduceScatter):
     """Reduces and scatters as torch does, but what is not finite on one rank is NaN on all.
 
     Each rank is given its own rows of the sum, and one whose rows are sound would train on while
@@ -65,7 +65,7 @@ class Spreading(DefaultReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        self.own = spread(input_tensor) or self.own
+        self.own = propagate_nan(input_tensor) or self.own
         work = None
         if not async_op and sends_each_part_once(input_tensor, group, op):
             slots = self.slots
@@ -78,7 +78,7 @@ class Spreading(DefaultReduceScatter):
         return work
 
 
-def spread(gradients: Tensor) -> bool:
+def propagate_nan(gradients: Tensor) -> bool:
     """Make all elements NaN if one is NaN or Inf; returns whether one was, as far as that is known
     without waiting for a GPU."""
     if gradients.device.type == "cpu":
@@ -92,4 +92,4 @@ def spread(gradients: Tensor) -> bool:
     return False
 
 
-__all__ = ["Spreading", "spread"]
+__all__ = ["NanPropagatingReduceScatter", "propagate_nan"]

@@ -18,8 +18,8 @@ from shoal.layouts.tensor.plan import (
     ROW,
     VOCAB,
     WHOLE,
-    Entry,
-    Part,
+    ParameterSplit,
+    PlanEntry,
     TensorPlan,
 )
 from shoal.layouts.tensor.regions import regions
@@ -63,7 +63,7 @@ class _Derivation:
         self._shared = {name for name, m in self._modules.items() if paths[id(m)] > 1}
         self._owners = _owners(self._modules)
         self._chosen = self._read(overrides)
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, PlanEntry] = {}
         self._counted: set[int] = set()
 
     def plan(self) -> TensorPlan:
@@ -200,7 +200,7 @@ class _Derivation:
             width = self._modules[row].in_features
             assert isinstance(width, int)
             for name in masks:
-                self._entries[name] = Entry(
+                self._entries[name] = PlanEntry(
                     module=name, style=MASK, why=f"before {row}", parts={}, width=width
                 )
 
@@ -270,16 +270,18 @@ class _Derivation:
 
     def _entry(
         self, name: str, style: str, why: str, dims: Mapping[str, int], *, paired: bool = False
-    ) -> Entry:
+    ) -> PlanEntry:
         module = self._modules[name]
         held = dict(module.named_parameters(recurse=style == HEADS))
         parts = {
-            key: Part(shape=tuple(p.shape), dim=dims.get(key), element_bytes=p.element_size())
+            key: ParameterSplit(
+                shape=tuple(p.shape), dim=dims.get(key), element_bytes=p.element_size()
+            )
             for key, p in held.items()
         }
-        return Entry(module=name, style=style, paired=paired, why=why, parts=parts)
+        return PlanEntry(module=name, style=style, paired=paired, why=why, parts=parts)
 
-    def _count(self, entry: Entry) -> Entry:
+    def _count(self, entry: PlanEntry) -> PlanEntry:
         """The entry without parameters that another one has already."""
         module = self._modules[entry.module]
         parts = {}
@@ -288,7 +290,7 @@ class _Derivation:
             if id(parameter) not in self._counted:
                 self._counted.add(id(parameter))
                 parts[key] = part
-        return Entry(
+        return PlanEntry(
             module=entry.module,
             style=entry.style,
             paired=entry.paired,

@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.base import Layout, World, materialise
-from shoal.layouts.non_finite_check import Verdict
+from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.tensor.attention import SplitAttention
 from shoal.layouts.tensor.parts import (
     ColumnEmbedding,
@@ -22,7 +22,7 @@ from shoal.layouts.tensor.parts import (
     RowLinear,
     VocabEmbedding,
 )
-from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, Entry, TensorPlan
+from shoal.layouts.tensor.plan import COLUMN, HEADS, MASK, ROW, VOCAB, WHOLE, PlanEntry, TensorPlan
 from shoal.layouts.tensor.styles import CUT_DIMS
 from shoal.state.shards import MODEL, OPTIM
 
@@ -57,7 +57,7 @@ def _is_split(module: nn.Module) -> bool:
 class _Split(ParallelStyle):
     """Splits one module as its entry in the plan says."""
 
-    def __init__(self, entry: Entry, known: _Known) -> None:
+    def __init__(self, entry: PlanEntry, known: _Known) -> None:
         super().__init__()
         self._entry = entry
         self._known = known
@@ -80,7 +80,7 @@ class _Split(ParallelStyle):
         owner._parameters[key] = self._known[id(whole)]
 
 
-def take_part(module: nn.Module, entry: Entry, group: dist.ProcessGroup) -> Mapping[str, int]:
+def take_part(module: nn.Module, entry: PlanEntry, group: dist.ProcessGroup) -> Mapping[str, int]:
     """Let the module compute this rank's part; its parameters are still whole.
 
     Returns along which dimension each of them is to be cut, by name.
@@ -92,41 +92,43 @@ def take_part(module: nn.Module, entry: Entry, group: dist.ProcessGroup) -> Mapp
     return CUT_DIMS[kind]
 
 
-def _column(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+def _column(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
     module.__class__ = ColumnLinear
     module.cut = Cut.of(module.out_features, group)
     module.gathers = not entry.paired
 
 
-def _row(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+def _row(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
     module.__class__ = RowLinear
     module.cut = Cut.of(module.in_features, group)
     module.takes_part = entry.paired
 
 
-def _vocab(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+def _vocab(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
     module.__class__ = VocabEmbedding
     module.cut = Cut.of(module.num_embeddings, group)
 
 
-def _embedding_column(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+def _embedding_column(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
     module.__class__ = ColumnEmbedding
     module.cut = Cut.of(module.embedding_dim, group)
 
 
-def _heads(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+def _heads(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
     module.__class__ = SplitAttention
     module.rows = Cut.of(3 * module.embed_dim, group)
     module.heads = Cut.of(module.num_heads, group)
     module.columns = Cut.of(module.embed_dim, group)
 
 
-def _mask(module: Any, group: dist.ProcessGroup, entry: Entry) -> None:
+def _mask(module: Any, group: dist.ProcessGroup, entry: PlanEntry) -> None:
     module.__class__ = CutDropout
     module.cut = Cut.of(entry.width, group)
 
 
-_APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, dist.ProcessGroup, Entry], None]] = {
+_APPLY: Mapping[
+    tuple[type[nn.Module], str], Callable[[Any, dist.ProcessGroup, PlanEntry], None]
+] = {
     (nn.Linear, COLUMN): _column,
     (nn.Linear, ROW): _row,
     (nn.Embedding, VOCAB): _vocab,
@@ -151,7 +153,7 @@ class TensorLayout(Layout):
     """A whole world as one tensor-parallel group."""
 
     elementwise = True
-    verdict: Verdict
+    non_finite_check: NonFiniteCheck
 
     def __init__(self, module: nn.Module, world: World, plan: TensorPlan) -> None:
         self.world = world
@@ -165,7 +167,7 @@ class TensorLayout(Layout):
             module.split_over(mesh)
         materialise(module, world.device)
         self._parameters = dict(module.named_parameters())
-        self.verdict = Verdict(world.group, world.device)
+        self.non_finite_check = NonFiniteCheck(world.group, world.device)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -181,7 +183,7 @@ class TensorLayout(Layout):
         return isinstance(self._parameters.get(owner), DTensor)
 
     def begin(self) -> None:
-        self.verdict.begin()
+        self.non_finite_check.begin()
 
     def reduce(self) -> None:
         """Give all ranks the first one's gradients of whole parameters.
@@ -189,13 +191,13 @@ class TensorLayout(Layout):
         They are the same up to kernels that add in no fixed order, or to machines of two kinds;
         that is enough for copies to drift apart over many steps.
         """
-        self.verdict.look(self._parameters)
+        self.non_finite_check.look(self._parameters)
         if self.world.world_size == 1:
             return
         for gradients in self._whole_gradients():
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             message = dist.broadcast(flat, group_src=0, group=self.world.group, async_op=True)
-            finish(message, self.world.group)
+            wait_abortable(message, self.world.group)
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))

@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.tensor.plan import part_sizes
 from shoal.randomness.dropout import draw
 
@@ -57,7 +57,7 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         total = gradients[0].clone(memory_format=torch.contiguous_format)
-        finish(dist.all_reduce(total, group=ctx.group, async_op=True), ctx.group)
+        wait_abortable(dist.all_reduce(total, group=ctx.group, async_op=True), ctx.group)
         return total, None
 
 
@@ -67,7 +67,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:
         total = value.clone(memory_format=torch.contiguous_format)
-        finish(dist.all_reduce(total, group=group, async_op=True), group)
+        wait_abortable(dist.all_reduce(total, group=group, async_op=True), group)
         return total
 
     @staticmethod
@@ -86,7 +86,7 @@ class _Gather(torch.autograd.Function):
         padded = part.new_zeros((*part.shape[:-1], widest))
         padded.narrow(-1, 0, cut.size).copy_(part)
         parts = [torch.empty_like(padded) for _ in cut.sizes]
-        finish(dist.all_gather(parts, padded, group=cut.group, async_op=True), cut.group)
+        wait_abortable(dist.all_gather(parts, padded, group=cut.group, async_op=True), cut.group)
         return torch.cat([p.narrow(-1, 0, s) for p, s in zip(parts, cut.sizes, strict=True)], -1)
 
     @staticmethod

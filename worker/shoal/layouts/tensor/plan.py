@@ -26,7 +26,7 @@ def part_sizes(size: int, degree: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ParameterSplit:
     """How one parameter lies over the ranks."""
 
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class PlanEntry:
     """What becomes of one module."""
 
     module: str
@@ -58,7 +58,7 @@ class Entry:
     """Of a column: its row goes on with the parts, nothing is gathered. Of a row: it is given
     parts."""
     why: str
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ParameterSplit]
     """By the parameter's name in the module; without those that an earlier entry has too."""
     width: int = 0
     """Of a mask: how many values the ranks have together in the last dimension."""
@@ -80,7 +80,7 @@ class TensorPlan:
     """How a model is split over `degree` ranks. `str()` gives a table."""
 
     degree: int
-    entries: tuple[Entry, ...]
+    entries: tuple[PlanEntry, ...]
     """Every module with parameters of its own, and every dropout within a pair."""
 
     @property
@@ -101,7 +101,7 @@ class TensorPlan:
         """Whether any parameter is cut at all."""
         return any(part.dim is not None for entry in self.entries for part in entry.parts.values())
 
-    def entry(self, module: str) -> Entry:
+    def entry(self, module: str) -> PlanEntry:
         for entry in self.entries:
             if entry.module == module:
                 return entry
@@ -127,7 +127,7 @@ class TensorPlan:
             head += "\nnothing is split: every rank holds and computes everything"
         return "\n".join([head, *lines])
 
-    def _row(self, entry: Entry) -> tuple[str, str, str, str, str]:
+    def _row(self, entry: PlanEntry) -> tuple[str, str, str, str, str]:
         counts = [entry.bytes_on(rank, self.degree) for rank in range(self.degree)]
         shown = str(counts[0]) if len(set(counts)) == 1 else " ".join(map(str, counts))
         name = entry.module or "(the model)"
@@ -141,8 +141,8 @@ __all__ = [
     "ROW",
     "VOCAB",
     "WHOLE",
-    "Entry",
-    "Part",
+    "ParameterSplit",
+    "PlanEntry",
     "TensorPlan",
     "part_sizes",
 ]

@@ -31,8 +31,8 @@ from shoal.strategies.asynchronous.first_values import first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import WINDOW_STEPS, LossWatch
 from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
-from shoal.strategies.asynchronous.pace import Pace
 from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
+from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal.strategies.asynchronous.staleness_policy import to_policy
 from shoal.strategies.base import Strategy
 from shoal_client.parameters.dense import ParameterClient, PushResult
@@ -75,7 +75,7 @@ class AsyncSGD(Strategy):
         schedule: LRScheduler | None = None,
         acknowledge: str = "replicated",
     ) -> None:
-        """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `Pace`.
+        """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
         `staleness`: "damp", "none", "scale", "compensate" or "reject", see
         `staleness_policy.py`; `reject_above` is a number of updates, with any of these, and
@@ -97,7 +97,7 @@ class AsyncSGD(Strategy):
         self._refused: frozenset[int] = frozenset()
         self._redone = 0
         self._rejected = 0
-        self._pace = Pace(consistency, staleness_bound)
+        self._clock = StalenessClock(consistency, staleness_bound)
         self._tables = TableExchange(nn.Module())
         self._step = 0
         self._has_state = False
@@ -121,7 +121,7 @@ class AsyncSGD(Strategy):
             "optimizer": optimizer_digest(optimizer),
             "staleness": in_words(self._policy),
             "schedule": in_words(self._spec.schedule) or "with each push",
-            **self._pace.fields(),
+            **self._clock.fields(),
             **self._own_fields(),
         }
         self._tables = TableExchange(model)
@@ -160,7 +160,7 @@ class AsyncSGD(Strategy):
             timeout_s=context.limits.collective_s or 60.0,
             acknowledgement=self._acknowledgement,
         )
-        self._pace.attach(context)
+        self._clock.attach(context)
         self._tables.attach(context, self._acknowledgement)
 
     def enter(self, generation: Generation) -> None:
@@ -191,7 +191,7 @@ class AsyncSGD(Strategy):
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._tables.begin_step()
-        if self._pace.begin():
+        if self._clock.begin():
             self._refresh()
 
     def backward(self, loss: Tensor, weight: float) -> None:
@@ -207,7 +207,7 @@ class AsyncSGD(Strategy):
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         gradients = gradients_of(self._values.parameters, self._step)
         rows = self._tables.gather()
-        self._pace.before_push()
+        self._clock.before_push()
         # A step that is taken anew has brought its rows to the tables already.
         step, push_of_rows = None, None
         if rows and not self._redone:
@@ -219,7 +219,7 @@ class AsyncSGD(Strategy):
         if result.stale:
             self._begin_anew(result)
         self._refused, self._redone = frozenset(), 0
-        self._pace.pushed()
+        self._clock.pushed()
         # The servers stepped for it; else a learning-rate schedule warns that nobody did.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
         self._step += 1
@@ -265,12 +265,12 @@ class AsyncSGD(Strategy):
         result = self._connected().push(
             {name: bytes_of(gradient) for name, gradient in gradients.items()},
             lr=self._rates(),
-            into=self._values.writable() if self._pace.wants_values else None,
+            into=self._values.writable() if self._clock.wants_values else None,
             bases=bases,
             only=self._refused or None,
             step=step,
         )
-        if self._pace.wants_values:
+        if self._clock.wants_values:
             self._values.adopt()
         return result
 
@@ -296,13 +296,13 @@ class AsyncSGD(Strategy):
 
     def finish(self) -> None:
         """Take the values as they are now: once all samples are done, the job's final ones."""
-        self._pace.rest()
+        self._clock.rest()
         # Rows that are looked up from here on are those of now as well.
         self._tables.begin_step()
         self._refresh()
 
     def rest(self) -> None:
-        self._pace.rest()
+        self._clock.rest()
 
     def _refresh(self) -> None:
         """Take the values as they are now."""
@@ -332,12 +332,12 @@ class AsyncSGD(Strategy):
                 "staleness_max": float(self._last_push.staleness_max),
                 "pushes": float(self._pushes),
                 "rejected": float(self._rejected),
-                **self._pace.metrics(),
+                **self._clock.metrics(),
                 **self._tables.metrics(),
             }
 
     def close(self) -> None:
-        self._pace.close()
+        self._clock.close()
         self._tables.close()
         if self._client is not None:
             self._client.close()

@@ -3,7 +3,7 @@
 from typing import Any, ClassVar
 
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
-from shoal.strategies.asynchronous.pace import DEFAULT_BOUND
+from shoal.strategies.asynchronous.staleness_clock import DEFAULT_BOUND
 
 
 class SSP(AsyncSGD):

@@ -12,7 +12,7 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-class Slot:
+class ParameterSlot:
     """Where a parameter's bytes lie for reading and writing: in place, or staged beside it."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
@@ -67,7 +67,9 @@ class SharedValues:
             )
             for name, (parameter, group) in found.items()
         ]
-        self._slots = {name: Slot(parameter) for name, parameter in self.parameters.items()}
+        self._slots = {
+            name: ParameterSlot(parameter) for name, parameter in self.parameters.items()
+        }
 
     def writable(self) -> Buffers:
         """Write new values here, then call `adopt`."""

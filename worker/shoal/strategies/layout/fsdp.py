@@ -8,11 +8,11 @@ from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.sharded.grouping import group_modules
-from shoal.layouts.sharded.layout import Sharded, ShardedOptions
+from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.sharded import ShardedFigures
-from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -22,7 +22,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 
 
-class FSDP(LaidOut):
+class FSDP(LayoutStrategy):
     """Strategy "fsdp": a layer's parameters are put together for its pass, then freed again.
 
     `min_group_bytes`: layers are gathered in groups of at least so many bytes; by itself it suits
@@ -30,7 +30,7 @@ class FSDP(LaidOut):
     while the optimizer keeps the parameters' own dtype; `reduce_dtype` ("fp32", ...): what
     gradients are summed up in, by itself the one they come in. `elementwise_optimizer=True` vouches
     for an optimizer that is not torch's: each element is updated from its own gradient and state.
-    `copies` and `copy_every_steps`: see `LaidOut`.
+    `copies` and `copy_every_steps`: see `LayoutStrategy`.
 
     All members run the same modules in the same order in each step.
     """
@@ -73,7 +73,7 @@ class FSDP(LaidOut):
         group_modules(model, self._options.min_group_bytes)
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
-        return Sharded(model, world, self._options)
+        return ShardedLayout(model, world, self._options)
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""

@@ -13,8 +13,8 @@ from shoal.layouts.hybrid.mesh import Fixed, MeshShape, ModelFacts, divisors_of,
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.mesh import MeshFigures
-from shoal.strategies.layout.pipeline import Cutting, course_of
-from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.pipeline import StageSplit, schedule_spec
+from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
 
 log = structlog.get_logger(__name__)
@@ -23,7 +23,7 @@ STATE_FACTOR = 4
 """Parameters, gradients and two moments (AdamW) take so many times the parameters' bytes."""
 
 
-class Hybrid(LaidOut):
+class Hybrid(LayoutStrategy):
     """Strategy "hybrid": stages of the model, each split and copied, on torch's DeviceMesh.
 
     `pipeline`, `data`, `tensor`: sizes of the mesh. What is left open follows from the world size,
@@ -61,8 +61,8 @@ class Hybrid(LaidOut):
         )
         self._overrides = dict(plan or {})
         self._min_split_bytes = min_split_bytes
-        self._course = course_of(schedule, microbatches)
-        self._cutting = Cutting(balance=balance, split_at=split_at, example=example)
+        self._schedule = schedule_spec(schedule, microbatches)
+        self._split = StageSplit(balance=balance, split_at=split_at, example=example)
 
     def mesh(self, model: nn.Module, world_size: int) -> MeshShape:
         """The mesh that so many members form. Raises InvalidSpec if there is none."""
@@ -79,7 +79,7 @@ class Hybrid(LaidOut):
 
     def _cuts(self, model: nn.Module, num_stages: int) -> bool:
         try:
-            self._cutting.cutter.outline(model, num_stages)
+            self._split.splitter.outline(model, num_stages)
         except InvalidSpec:
             return False
         return True
@@ -96,11 +96,11 @@ class Hybrid(LaidOut):
         mesh = self.mesh(model, world.world_size)
         plan = HybridPlan(
             mesh=mesh,
-            cut=self._cutting.cut(model, world, mesh.pipeline) if mesh.pipeline > 1 else None,
+            cut=self._split.cut(model, world, mesh.pipeline) if mesh.pipeline > 1 else None,
             tensor=derive(
                 model, mesh.tensor, self._overrides, min_split_bytes=self._min_split_bytes
             ),
-            course=self._course,
+            schedule=self._schedule,
         )
         log.info("mesh_chosen", pipeline=mesh.pipeline, data=mesh.data, tensor=mesh.tensor)
         return HybridLayout(model, world, plan)
@@ -111,13 +111,13 @@ class Hybrid(LaidOut):
         several = mesh.pipeline > 1
         plan = HybridPlan(
             mesh=mesh,
-            cut=self._cutting.by_bytes(subject.model, mesh.pipeline) if several else None,
+            cut=self._split.by_bytes(subject.model, mesh.pipeline) if several else None,
             tensor=derive(
                 subject.model, mesh.tensor, self._overrides, min_split_bytes=self._min_split_bytes
             ),
-            course=self._course,
+            schedule=self._schedule,
         )
-        notes = self._cutting.notes if several else ()
+        notes = self._split.notes if several else ()
         return MeshFigures(subject, plan).plan(self.name, notes)
 
     def options(self) -> Mapping[str, str]:
@@ -126,9 +126,9 @@ class Hybrid(LaidOut):
             "max_rank_bytes": self._fixed.max_rank_bytes,
             "plan": self._overrides,
             "min_split_bytes": self._min_split_bytes,
-            "schedule": self._course.schedule,
-            "microbatches": self._course.microbatches,
-            **self._cutting.options(),
+            "schedule": self._schedule.schedule,
+            "microbatches": self._schedule.microbatches,
+            **self._split.options(),
         }
         return {"hybrid": json.dumps(chosen, sort_keys=True)}
 

@@ -9,19 +9,19 @@ from torch import nn
 from shoal.layouts.base import Layout, World
 from shoal.layouts.hybrid.layout import HybridPlan
 from shoal.layouts.hybrid.mesh import MeshShape
-from shoal.layouts.pipeline.layer_profiler import Clockwork
-from shoal.layouts.pipeline.layout import Course, PipelineLayout
+from shoal.layouts.pipeline.layer_profiler import LayerProfiler
+from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.schedules import SCHEDULES
-from shoal.layouts.pipeline.stage_splitter import Cutter
+from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal.layouts.tensor.derivation import derive
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.mesh import MeshFigures
-from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
 
 
-class Cutting:
+class StageSplit:
     """How a model is cut, as the user chose it. One object for all generations of a session."""
 
     def __init__(
@@ -39,24 +39,24 @@ class Cutting:
                 fix="Give example=, for instance the first inputs of the dataset, stacked.",
             )
         self._balance, self._split_at = balance, split_at
-        self._clockwork = Clockwork(example) if balance == "time" else None
-        self.cutter = Cutter(split_at)
+        self._profiler = LayerProfiler(example) if balance == "time" else None
+        self.splitter = StageSplitter(split_at)
 
     def cut(self, model: nn.Module, world: World, num_stages: int) -> tuple[Outline, Sequence[int]]:
         """An outline and the stage of each segment. By time it is collective over the world."""
-        outline = self.cutter.outline(model, num_stages)
-        costs = None if self._clockwork is None else self._clockwork.costs(model, outline, world)
-        return outline, self.cutter.stage_of(outline, num_stages, costs)
+        outline = self.splitter.outline(model, num_stages)
+        costs = None if self._profiler is None else self._profiler.costs(model, outline, world)
+        return outline, self.splitter.stage_of(outline, num_stages, costs)
 
     def by_bytes(self, model: nn.Module, num_stages: int) -> tuple[Outline, Sequence[int]]:
         """The same for a plan, before anything can be measured: see `notes`."""
-        outline = self.cutter.outline(model, num_stages)
-        return outline, self.cutter.stage_of(outline, num_stages)
+        outline = self.splitter.outline(model, num_stages)
+        return outline, self.splitter.stage_of(outline, num_stages)
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What a plan of the stages takes for granted."""
-        if self._clockwork is None:
+        if self._profiler is None:
             return ()
         return ("the stages shown are balanced by bytes; those of a run are by measured time",)
 
@@ -64,7 +64,7 @@ class Cutting:
         return {"balance": self._balance, "split_at": self._split_at and list(self._split_at)}
 
 
-def course_of(schedule: str, microbatches: int) -> Course:
+def schedule_spec(schedule: str, microbatches: int) -> ScheduleSpec:
     """Raises InvalidSpec for a schedule that there is none of, or less than one micro-batch."""
     if schedule not in SCHEDULES:
         raise InvalidSpec(
@@ -76,10 +76,10 @@ def course_of(schedule: str, microbatches: int) -> Course:
         raise InvalidSpec(
             "microbatches is out of range", seen=str(microbatches), expected="at least 1"
         )
-    return Course(schedule=schedule, microbatches=microbatches)
+    return ScheduleSpec(schedule=schedule, microbatches=microbatches)
 
 
-class Pipeline(LaidOut):
+class Pipeline(LayoutStrategy):
     """Strategy "pipeline": one stage a member, on torch.distributed.pipelining.
 
     A step calls `session.forward_backward(batch, loss_function)`; to evaluate, all members call the
@@ -89,7 +89,7 @@ class Pipeline(LaidOut):
     a batch is cut into so many parts of one size, or into the next smaller number that divides it.
     `balance`: stages of nearly the same "bytes" of parameters, or "time", measured by the first
     member on `example`, inputs as large as a micro-batch. `split_at`: names of layers, the only
-    ones before which the model may be cut. `copies` and `copy_every_steps`: see `LaidOut`.
+    ones before which the model may be cut. `copies` and `copy_every_steps`: see `LayoutStrategy`.
     """
 
     name = "pipeline"
@@ -106,33 +106,33 @@ class Pipeline(LaidOut):
         copy_every_steps: int = 10,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
-        self._course = course_of(schedule, microbatches)
-        self._cutting = Cutting(balance=balance, split_at=split_at, example=example)
+        self._schedule = schedule_spec(schedule, microbatches)
+        self._split = StageSplit(balance=balance, split_at=split_at, example=example)
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
-        self._cutting.cutter.outline(model, world_size)
+        self._split.splitter.outline(model, world_size)
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
-        cut = self._cutting.cut(model, world, world.world_size)
-        return PipelineLayout(model, world, cut, self._course)
+        cut = self._split.cut(model, world, world.world_size)
+        return PipelineLayout(model, world, cut, self._schedule)
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         plan = HybridPlan(
             mesh=MeshShape(pipeline=subject.world_size, data=1, tensor=1),
-            cut=self._cutting.by_bytes(subject.model, subject.world_size),
+            cut=self._split.by_bytes(subject.model, subject.world_size),
             tensor=derive(subject.model, 1),
-            course=self._course,
+            schedule=self._schedule,
         )
-        return MeshFigures(subject, plan).plan(self.name, self._cutting.notes)
+        return MeshFigures(subject, plan).plan(self.name, self._split.notes)
 
     def options(self) -> Mapping[str, str]:
         chosen = {
-            "schedule": self._course.schedule,
-            "microbatches": self._course.microbatches,
-            **self._cutting.options(),
+            "schedule": self._schedule.schedule,
+            "microbatches": self._schedule.microbatches,
+            **self._split.options(),
         }
         return {"pipeline": json.dumps(chosen, sort_keys=True)}
 
 
-__all__ = ["Cutting", "Pipeline", "course_of"]
+__all__ = ["Pipeline", "StageSplit", "schedule_spec"]

@@ -14,17 +14,17 @@ from torch.optim import Optimizer
 from shoal.layouts import local_step
 from shoal.layouts.base import Layout, LossFunction, World
 from shoal.layouts.gradients import check_loss, clip
-from shoal.layouts.optimizer_binding import Blueprint, Bound
+from shoal.layouts.optimizer_binding import MetaModel, OptimizerBinding
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
-from shoal.model.module_proxy import replica_of, retarget, take_modes
-from shoal.state.peer_checkpoints import Keeping
+from shoal.model.module_proxy import proxy_of, retarget, take_modes
+from shoal.state.peer_checkpoints import PeerCheckpoints
 from shoal.state.resharding import reshard
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal.state.whole_model import whole_model
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.strategy import (
-    GroupedStrategy,
+    SynchronousStrategy,
     check_same_step,
     receivers_of,
     refuse_lbfgs,
@@ -32,7 +32,7 @@ from shoal.strategies.synchronous.strategy import (
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 
-class LaidOut(GroupedStrategy):
+class LayoutStrategy(SynchronousStrategy):
     """A synchronous strategy in terms of how it lays a model over the ranks of a generation.
 
     What a lost member held comes from copies that its peers keep in host memory. They are made
@@ -43,8 +43,8 @@ class LaidOut(GroupedStrategy):
 
     def __init__(self, *, copies: int = 1, copy_every_steps: int = 10) -> None:
         super().__init__()
-        self._keeping = Keeping(copies=copies, every_steps=copy_every_steps)
-        self._bound: Bound | None = None
+        self._peer_checkpoints = PeerCheckpoints(copies=copies, every_steps=copy_every_steps)
+        self._binding: OptimizerBinding | None = None
         self._begun = False
         self._reduced = False
         self._whole = True
@@ -65,7 +65,7 @@ class LaidOut(GroupedStrategy):
 
     def refuses(self, world_size: int) -> str:
         try:
-            self.try_lay_out(self._blueprint.model, world_size)
+            self.try_lay_out(self._meta_model.model, world_size)
         except InvalidSpec as error:
             return str(error)
         return ""
@@ -78,7 +78,7 @@ class LaidOut(GroupedStrategy):
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
-        self._blueprint = Blueprint(model, optimizer)
+        self._meta_model = MetaModel(model, optimizer)
         self.check(model, optimizer)
         self._fields = {
             "schema": schema_digest(model),
@@ -89,13 +89,13 @@ class LaidOut(GroupedStrategy):
         self._device = next(model.parameters()).device
         self._optimizer = optimizer
         self._hyperparameters = Hyperparameters(optimizer)
-        self._replica = replica_of(model, lambda: self.module)
-        return self._replica, optimizer
+        self._proxy = proxy_of(model, lambda: self.module)
+        return self._proxy, optimizer
 
-    def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
+    def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
-        self.check(blueprint.model, optimizer)
-        return self.lay_out(blueprint.copy(), world)
+        self.check(meta_model.model, optimizer)
+        return self.lay_out(meta_model.copy(), world)
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
@@ -112,72 +112,74 @@ class LaidOut(GroupedStrategy):
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
         _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
-        bound = Bound(self._blueprint, self._optimizer, self.lay_out(self._blueprint.copy(), world))
+        binding = OptimizerBinding(
+            self._meta_model, self._optimizer, self.lay_out(self._meta_model.copy(), world)
+        )
         members = frozenset(entry.member_id for entry in generation.entries)
-        held = self._keeping.held(members)
+        held = self._peer_checkpoints.held(members)
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
-            held.append(self._blueprint.initial())
-        holding = self._found(generation, group, held, bound)
-        bound.fill(holding)
-        take_modes(self._replica, bound.layout.plain)
-        bound.layout.watch(self._ours)
-        self._bound, self._step = bound, holding.step
-        retarget(self._replica, bound.layout.plain)
-        filled = replace(bound.collect(self._step), elsewhere=bound.known)
-        self._keeping.start(filled, members, dist.new_group, bound.layout.travels)
+            held.append(self._meta_model.initial())
+        state_shard = self._found(generation, group, held, binding)
+        binding.fill(state_shard)
+        take_modes(self._proxy, binding.layout.plain)
+        binding.layout.watch(self._ours)
+        self._binding, self._step = binding, state_shard.step
+        retarget(self._proxy, binding.layout.plain)
+        filled = replace(binding.collect(self._step), elsewhere=binding.known)
+        self._peer_checkpoints.start(filled, members, dist.new_group, binding.layout.travels)
         self._join_writers(world.world_size)
         check_same_step(generation.number, self._step, group)
-        self._blueprint.forget_weights()
+        self._meta_model.forget_weights()
 
     def _found(
         self,
         generation: Generation,
         group: dist.ProcessGroup,
-        held: list[Holding],
-        bound: Bound,
-    ) -> Holding:
+        held: list[StateShard],
+        binding: OptimizerBinding,
+    ) -> StateShard:
         """The newest state that the members hold together, or else that a checkpoint holds."""
         try:
             # Everything is copied once, into the layout, also where that has to be on a device.
-            holding = reshard(group, held, bound.needs, borrow=True, place=bound.place)
+            state_shard = reshard(group, held, binding.needs, borrow=True, place=binding.place)
         except StateLost:
             path = self._newest_checkpoint(generation, group)
             if path is None:
                 raise
         else:
-            fresh = holding.step == 0
+            fresh = state_shard.step == 0
             path = self._newest_checkpoint(generation, group) if fresh else None
             if path is None:
-                return holding
-        return self._read_checkpoint(path, bound.needs)
+                return state_shard
+        return self._read_checkpoint(path, binding.needs)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)
         if self._cut_up_to >= self._number:
             # Gloo may leave a message of a group that is cut until its limit: wait for none.
-            self._keeping.interrupt()
-            bound = self._bound
-            if bound is not None:
-                bound.layout.cut(f"generation {generation} is over")
+            self._peer_checkpoints.interrupt()
+            binding = self._binding
+            if binding is not None:
+                binding.layout.cut(f"generation {generation} is over")
 
     def _let_go(self) -> None:
-        bound, self._bound = self._bound, None
+        binding, self._binding = self._binding, None
         self._copy_due = False
-        if bound is None:
+        if binding is None:
             return
         self._optimizer.zero_grad(set_to_none=True)
         # In the midst of an update there is neither the old state nor the new.
-        self._keeping.stop(bound.collect(self._step) if self._whole else None)
+        self._peer_checkpoints.stop(binding.collect(self._step) if self._whole else None)
         self._whole = True
-        bound.layout.release()
+        binding.layout.release()
 
     def num_moved(self) -> int:
-        return self._keeping.num_moved
+        return self._peer_checkpoints.num_moved
 
     def _hand_over(self) -> None:
-        if self._bound is not None:
-            self._keeping.hand_over(self._bound.collect(self._step))
+        if self._binding is not None:
+            self._peer_checkpoints.hand_over(self._binding.collect(self._step))
 
     # --- steps ---
 
@@ -187,18 +189,18 @@ class LaidOut(GroupedStrategy):
         if not self._in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
-        first = self._accord is not None and self._accord.is_first_step
+        first = self._agreement is not None and self._agreement.is_first_step
         if layout.meets_in_forward(is_first_step=first):
             self._announce()
         return layout.module
 
     def _layout(self) -> Layout:
-        if self._bound is None:
+        if self._binding is None:
             raise InvalidSpec(
                 f"a model that is laid out by {self.name} has no weights outside a generation",
                 expected="forward passes from the first batch on, on all members alike",
             )
-        return self._bound.layout
+        return self._binding.layout
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -213,9 +215,9 @@ class LaidOut(GroupedStrategy):
             return
         self._begun = True
         layout = self._layout()
-        if self._copy_due and self._bound is not None:
+        if self._copy_due and self._binding is not None:
             self._copy_due = False
-            self._keeping.offer(self._bound.collect(self._step))
+            self._peer_checkpoints.offer(self._binding.collect(self._step))
         layout.begin()
 
     def backward(self, loss: Tensor, weight: float) -> None:
@@ -236,7 +238,7 @@ class LaidOut(GroupedStrategy):
         layout = self._layout()
         if not self._reduced:
             self._propose()
-            if layout.verdict is not None:
+            if layout.non_finite_check is not None:
                 # Reducing means meeting others, and perhaps not all of them.
                 self._settle()
             layout.reduce()
@@ -249,8 +251,8 @@ class LaidOut(GroupedStrategy):
         return clip(layout, max_norm)
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        bound = self._bound
-        if bound is None:
+        binding = self._binding
+        if binding is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
         layout = self._reduce()
@@ -272,10 +274,10 @@ class LaidOut(GroupedStrategy):
         self._commit_step()
         if self._step == 1:
             # Before any copy: an optimizer whose state cannot travel is refused at once.
-            bound.collect(self._step)
+            binding.collect(self._step)
         # Made when the next step begins: the members' report of this one does not wait for it.
-        self._copy_due = self._keeping.due(self._step)
-        self._write_checkpoint(lambda: bound.collect(self._step), bound.writes)
+        self._copy_due = self._peer_checkpoints.due(self._step)
+        self._write_checkpoint(lambda: binding.collect(self._step), binding.writes)
         acknowledged()
         self._backend.tidy()
 
@@ -287,14 +289,14 @@ class LaidOut(GroupedStrategy):
 
     def state_dict(self) -> dict[str, Tensor]:
         """The whole model on the host, the same on every member; all call it at the same step."""
-        bound, group = self._bound, self._process_group
-        if bound is None or group is None:
+        binding, group = self._binding, self._process_group
+        if binding is None or group is None:
             raise GenerationBroken("there is no generation to take the state of")
-        return whole_model(group, bound.model(self._step))
+        return whole_model(group, binding.model(self._step))
 
     def close(self) -> None:
         super().close()
-        self._keeping.close()
+        self._peer_checkpoints.close()
 
 
-__all__ = ["LaidOut"]
+__all__ = ["LayoutStrategy"]

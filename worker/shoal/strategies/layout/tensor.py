@@ -14,13 +14,13 @@ from shoal.layouts.tensor.plan import TensorPlan
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
 from shoal.planning.figures import Plan, Subject
 from shoal.planning.tensor import tensor_figures
-from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
 
 log = structlog.get_logger(__name__)
 
 
-class TensorParallel(LaidOut):
+class TensorParallel(LayoutStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
     The plan is derived anew for each world size. `plan`: what you want otherwise, patterns of

@@ -10,18 +10,19 @@ from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
-from shoal.strategies.layout.strategy import LaidOut
+from shoal.strategies.layout.strategy import LayoutStrategy
 
 
-class Zero1(LaidOut):
+class Zero1(LayoutStrategy):
     """Strategy "zero1": as "ddp", with 1/n of the optimizer's state on each of n members.
 
-    Every optimizer works, as parameters stay whole; see `shoal.layouts.replicated.Zero1`.
+    Every optimizer works, as parameters stay whole; see `shoal.layouts.replicated.Zero1Layout`.
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
     `compression`: how gradients are made small for a slow network, as for `shoal.DDP`.
-    `copies`, `copy_every_steps`: what others keep of a member's optimizer state, see `LaidOut`.
+    `copies`, `copy_every_steps`: what others keep of a member's optimizer state, see
+    `LayoutStrategy`.
     """
 
     name = "zero1"
@@ -46,7 +47,7 @@ class Zero1(LaidOut):
         return {"compression": str(self._compression or "none")}
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
-        return replicated.Zero1(
+        return replicated.Zero1Layout(
             model,
             world,
             bucket_mb=self._bucket_mb,

@@ -9,7 +9,7 @@ from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, RankF
 from shoal.strategies.local_sgd.outer_loop import buckets, has_mean, summing_dtype
 
 
-class RoundsFigures:
+class OuterLoopFigures:
     """Computes one plan. Nothing is moved but at the end of a round."""
 
     def __init__(self, subject: Subject, every_steps: int, *, keeps_velocity: bool) -> None:
@@ -94,4 +94,4 @@ def _elements(tensor: Tensor) -> int:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).numel()
 
 
-__all__ = ["RoundsFigures"]
+__all__ = ["OuterLoopFigures"]

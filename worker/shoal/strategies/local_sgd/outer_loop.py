@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shoal.backends.abortable.waiter import Gates
+from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.compression.base import Compressor, Packed
 from shoal.compression.wire import Traffic, Wire
 from shoal.model.gradients import is_finite
 from shoal.state.replicated import ReplicatedState, State
-from shoal.state.shards import OPTIM, Holding, Piece
+from shoal.state.shards import OPTIM, StateShard, TensorShard
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal_proto.errors import InternalError, NonFiniteGradient
 
@@ -27,7 +27,7 @@ _VELOCITY = "/outer_velocity"
 """In a checkpoint it stands beside the state of the parameter's own optimizer."""
 
 
-class Rounds(Gates):
+class OuterLoop(AbortableWaiter):
     """One member's side of its rounds, and the state at the end of the last.
 
     That state is kept as a copy: model, optimizer and the outer velocity. It is what a change is
@@ -100,27 +100,29 @@ class Rounds(Gates):
             if name.startswith(_OUTER)
         }
 
-    def holding(self) -> Holding:
+    def state_shard(self) -> StateShard:
         """The present state, just agreed on, for a checkpoint; not copied."""
-        held = self.state.holding(self.agreed.step)
+        held = self.state.state_shard(self.agreed.step)
         velocity = {}
         for path, tensor in self._velocity.items():
             shaped = tensor.view_as(_real(self.agreed.tensors[path]))
-            velocity[_kept_as(path)] = Piece.whole(shaped)
-        return replace(held, pieces={**held.pieces, **velocity})
+            velocity[_kept_as(path)] = TensorShard.whole(shaped)
+        return replace(held, shards={**held.shards, **velocity})
 
-    def adopt(self, holding: Holding) -> None:
-        """Make a whole holding the present state, also one that another strategy wrote.
+    def adopt(self, state_shard: StateShard) -> None:
+        """Make a whole state shard the present state, also one that another strategy wrote.
 
         Raises ShapeMismatch or DtypeMismatch.
         """
-        own = {n: piece for n, piece in holding.pieces.items() if not n.endswith(_VELOCITY)}
-        self.state.adopt(replace(holding, pieces=own))
-        self.agree(holding.step)
+        own = {n: shard for n, shard in state_shard.shards.items() if not n.endswith(_VELOCITY)}
+        self.state.adopt(replace(state_shard, shards=own))
+        self.agree(state_shard.step)
         self._velocity = {
-            path: holding.pieces[_kept_as(path)].tensor.reshape(-1).to(parameter.device, copy=True)
+            path: state_shard.shards[_kept_as(path)]
+            .tensor.reshape(-1)
+            .to(parameter.device, copy=True)
             for path, parameter in self._parameters().items()
-            if _kept_as(path) in holding.pieces
+            if _kept_as(path) in state_shard.shards
         }
 
     def _device_of(self, outer: str) -> torch.device:
@@ -275,4 +277,4 @@ def _not_finite(name: str, step: int, what: str) -> NonFiniteGradient:
     )
 
 
-__all__ = ["Rounds", "buckets", "has_mean", "summing_dtype"]
+__all__ = ["OuterLoop", "buckets", "has_mean", "summing_dtype"]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
@@ -27,18 +27,18 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.gradients import watch_parameters
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.state.transfer import receive, send
-from shoal.strategies.local_sgd.figures import RoundsFigures
-from shoal.strategies.local_sgd.outer_loop import Rounds
+from shoal.strategies.local_sgd.figures import OuterLoopFigures
+from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
-from shoal.strategies.synchronous.strategy import GroupedStrategy, receivers_of, refuse_lbfgs
+from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of, refuse_lbfgs
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 from shoal_proto.v1 import membership_pb2 as pb
 
 _PLAIN = OuterStep()
 
 
-class LocalSGD(GroupedStrategy):
+class LocalSGD(SynchronousStrategy):
     """Strategy "local-sgd": every `every_steps` steps the members' parameters are averaged.
 
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member
@@ -82,7 +82,7 @@ class LocalSGD(GroupedStrategy):
                 "the model has nothing to train", expected="a parameter that requires a gradient"
             )
         compressor = self._compression.compressor() if self._compression else None
-        self._rounds = Rounds(model, optimizer, self._outer, compressor)
+        self._outer_loop = OuterLoop(model, optimizer, self._outer, compressor)
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
@@ -97,7 +97,9 @@ class LocalSGD(GroupedStrategy):
 
     def figures(self, subject: Subject) -> Plan:
         """See `shoal.planning.figures.Planned`; changes are counted as without compression."""
-        found = RoundsFigures(subject, self._every_steps, keeps_velocity=bool(self._outer.momentum))
+        found = OuterLoopFigures(
+            subject, self._every_steps, keeps_velocity=bool(self._outer.momentum)
+        )
         return found.plan(self.name, uncompressed(self._compression))
 
     def fields(self) -> Mapping[str, str]:
@@ -108,32 +110,34 @@ class LocalSGD(GroupedStrategy):
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         """Give the newest state that all members had once to those that are not there."""
         source, _ = receivers_of(generation)
-        keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._rounds.has_agreed
+        keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
         steps[generation.rank] = self._step if keeps or generation.rank == source else -1
-        self._rounds.attach(group)
-        finish(dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group)
+        self._outer_loop.attach(group)
+        wait_abortable(
+            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group
+        )
         newest = int(steps.max())
         if int(steps[source]) != newest:
             # Not all came through the last meeting, and the agreement could not know.
             source = int(steps.argmax())
         receivers = [rank for rank, step in enumerate(steps.tolist()) if step != newest]
         if generation.rank == source:
-            if not self._rounds.has_agreed:
-                self._rounds.agree(self._step)
+            if not self._outer_loop.has_agreed:
+                self._outer_loop.agree(self._step)
             if receivers:
-                send(self._rounds.outgoing(), receivers, group)
+                send(self._outer_loop.outgoing(), receivers, group)
         elif generation.rank in receivers:
             given = receive(source, group)
-            self._rounds.take(given)
+            self._outer_loop.take(given)
             self._step = given.step
         self._join_writers(generation.world_size)
         if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
-            self._rounds.adopt(holding := self._read_checkpoint(path, everything))
-            self._step = holding.step
+            self._outer_loop.adopt(state_shard := self._read_checkpoint(path, everything))
+            self._step = state_shard.step
         self._rank = generation.rank
-        self._rounds.regroup()
-        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        self._outer_loop.regroup()
+        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def _let_go(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
@@ -154,9 +158,9 @@ class LocalSGD(GroupedStrategy):
         self._applied.clear()
         self._conflict = ""
         self._unacknowledged.clear()
-        if self._rounds.has_agreed and (moved or self._step != self._rounds.agreed.step):
-            self._rounds.go_back()
-            self._step = self._rounds.agreed.step
+        if self._outer_loop.has_agreed and (moved or self._step != self._outer_loop.agreed.step):
+            self._outer_loop.go_back()
+            self._step = self._outer_loop.agreed.step
 
     # --- steps ---
 
@@ -199,7 +203,7 @@ class LocalSGD(GroupedStrategy):
         if due or self._step % self._every_steps == 0:
             self._meet(group)
         # With the optimizer's state of the first member: who resumes is a joiner.
-        self._write_checkpoint(self._rounds.holding, lambda _: self._rank == 0)
+        self._write_checkpoint(self._outer_loop.state_shard, lambda _: self._rank == 0)
         self._backend.tidy()
 
     def _note_hyperparameters(self) -> None:
@@ -211,28 +215,28 @@ class LocalSGD(GroupedStrategy):
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         """End the round here, if it has any steps."""
-        num_steps = self._step - self._rounds.agreed.step
+        num_steps = self._step - self._outer_loop.agreed.step
         if not num_steps:
             return
-        if self._accord is not None:
-            self._accord.settle_round(self._applied, self._conflict)
+        if self._agreement is not None:
+            self._agreement.settle_round(self._applied, self._conflict)
         self._applied.clear()
         # In each step the members' weights average to one, and so do these.
-        self._rounds.synchronise(self._step, self._weights / num_steps, group)
+        self._outer_loop.synchronise(self._step, self._weights / num_steps, group)
         self._weights = 0.0
         while self._unacknowledged:
             self._unacknowledged.pop(0)()
 
-    def finish(self) -> None:
+    def wait_abortable(self) -> None:
         if self._process_group is not None:
             self._meet(self._process_group)
-        super().finish()
+        super().wait_abortable()
 
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
         """As of the last meeting: in between there is no state that is the job's."""
-        agreed = self._rounds.agreed.tensors
+        agreed = self._outer_loop.agreed.tensors
         names: dict[Tensor, str] = {}
         for kind, tensors in (
             ("parameter", self._model.named_parameters()),
@@ -245,7 +249,7 @@ class LocalSGD(GroupedStrategy):
 
     def metrics(self) -> Mapping[str, float]:
         """Bytes that this member sent for its rounds, and how many times less than plainly."""
-        return self._rounds.traffic.metrics()
+        return self._outer_loop.traffic.metrics()
 
 
 class DiLoCo(LocalSGD):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 
-class BufferMemory:
+class BufferSnapshot:
     """Forward passes change buffers; a step that does not happen has to leave them as they were."""
 
     def __init__(self) -> None:
@@ -40,4 +40,4 @@ class BufferMemory:
                 yield from (buffer for buffer in table.values() if buffer is not None)
 
 
-__all__ = ["BufferMemory"]
+__all__ = ["BufferSnapshot"]

@@ -17,12 +17,12 @@ from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
 from shoal.layouts.buffers import RunningBuffers
-from shoal.layouts.optimizer_binding import Blueprint
-from shoal.layouts.replicated import Replicated, meets_in_forward
+from shoal.layouts.optimizer_binding import MetaModel
+from shoal.layouts.replicated import ReplicatedLayout, meets_in_forward
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.model.gradients import watch_parameters
-from shoal.model.module_proxy import replica_of
+from shoal.model.module_proxy import proxy_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.state.replicated import ReplicatedState, State
@@ -30,7 +30,7 @@ from shoal.state.transfer import receive, send
 from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.strategy import (
-    GroupedStrategy,
+    SynchronousStrategy,
     check_same_step,
     receivers_of,
     refuse_lbfgs,
@@ -38,7 +38,7 @@ from shoal.strategies.synchronous.strategy import (
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
-class DDP(GroupedStrategy):
+class DDP(SynchronousStrategy):
     """Strategy "ddp", on torch's DistributedDataParallel, which is made anew each generation.
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
@@ -86,12 +86,12 @@ class DDP(GroupedStrategy):
         }
         self._model, self._optimizer = model, optimizer
         self._hyperparameters = Hyperparameters(optimizer)
-        return replica_of(model, lambda: self.module), optimizer
+        return proxy_of(model, lambda: self.module), optimizer
 
-    def lay_out_static(self, blueprint: Blueprint, optimizer: Optimizer, world: World) -> Layout:
+    def lay_out_static(self, meta_model: MetaModel, optimizer: Optimizer, world: World) -> Layout:
         refuse_lbfgs(self.name, optimizer)
-        return Replicated(
-            blueprint.copy(),
+        return ReplicatedLayout(
+            meta_model.copy(),
             world,
             bucket_mb=self._bucket_mb,
             find_unused_parameters=self._find_unused_parameters,
@@ -113,8 +113,8 @@ class DDP(GroupedStrategy):
         self._align(generation, group)
         self._join_writers(generation.world_size)
         if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
-            self._state.adopt(holding := self._read_checkpoint(path, everything))
-            self._step = holding.step
+            self._state.adopt(state_shard := self._read_checkpoint(path, everything))
+            self._step = state_shard.step
         self._rank = generation.rank
         self._wrap(group)
 
@@ -169,7 +169,7 @@ class DDP(GroupedStrategy):
     def module(self) -> nn.Module:
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
         if self._in_step and self._ddp is not None and torch.is_grad_enabled():
-            first = self._accord is not None and self._accord.is_first_step
+            first = self._agreement is not None and self._agreement.is_first_step
             if meets_in_forward(self._ddp, is_first_step=first):
                 self._announce()
             return self._ddp
@@ -200,7 +200,9 @@ class DDP(GroupedStrategy):
         self._running.share(group)
         self._optimizer.step()
         self._commit_step()
-        self._write_checkpoint(lambda: self._state.holding(self._step), lambda _: self._rank == 0)
+        self._write_checkpoint(
+            lambda: self._state.state_shard(self._step), lambda _: self._rank == 0
+        )
         acknowledged()
         self._backend.tidy()
 

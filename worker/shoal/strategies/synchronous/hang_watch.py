@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import Gates, gates_in
+from shoal.backends.abortable.waiter import AbortableWaiter, waiters_of
 from shoal_client.liveness.beat_board import Doing
 
 log = structlog.get_logger(__name__)
@@ -39,7 +39,7 @@ _CPU_FIELDS = slice(11, 13)
 """Of /proc/PID/task/TID/stat behind the name: user and system time, in ticks of 10 ms."""
 
 
-class Stage(Enum):
+class TrainerStage(Enum):
     """Where a trainer stands, as its strategy says."""
 
     AWAY = "in no generation"
@@ -48,7 +48,7 @@ class Stage(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class HangWatchConfig:
     """What a watch is told and tells."""
 
     limit_s: float
@@ -70,10 +70,10 @@ class Surroundings:
 class HangWatch:
     """One trainer's, from a thread of its own. The methods are the trainer's."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
+    def __init__(self, config: HangWatchConfig) -> None:
+        self._config = config
         self._lock = threading.Lock()
-        self._stage = Stage.AWAY
+        self._stage = TrainerStage.AWAY
         self._generation = 0
         self._group: dist.ProcessGroup | None = None
         self._trainer: tuple[int, int] = (0, 0)
@@ -81,7 +81,7 @@ class HangWatch:
         self._inside = 0
         self._sign_s = time.monotonic()
         # What only the watch's own thread touches.
-        self._gates: dict[int, tuple[object, float]] = {}
+        self._pending: dict[int, tuple[object, float]] = {}
         self._blocked: tuple[int, float] | None = None
         self._counted: tuple[int, ...] = ()
         self._moved = 0
@@ -99,12 +99,12 @@ class HangWatch:
             self._thread.join()
 
     def stage(
-        self, stage: Stage, generation: int = 0, group: dist.ProcessGroup | None = None
+        self, stage: TrainerStage, generation: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         """The trainer, which calls, is there now. Without a group while one is connected."""
         with self._lock:
             self._stage, self._generation, self._group = stage, generation, group
-            self._connects = stage is Stage.BRINGING_UP and group is None
+            self._connects = stage is TrainerStage.BRINGING_UP and group is None
             self._trainer = (threading.get_ident(), threading.get_native_id())
         self.sign()
 
@@ -120,7 +120,7 @@ class HangWatch:
     # --- the watch's thread ---
 
     def _watch(self) -> None:
-        every_s = min(MAX_LOOK_S, self._around.limit_s / LOOKS_PER_LIMIT)
+        every_s = min(MAX_LOOK_S, self._config.limit_s / LOOKS_PER_LIMIT)
         while not self._closing.wait(every_s):
             self._look(time.monotonic())
 
@@ -131,63 +131,65 @@ class HangWatch:
         waits = since_s is not None or self._connects or self._inside > 0
         if waits:
             self._sign_s = max(self._sign_s, now_s)
-        own_code_ns = 0 if waits or stage is Stage.AWAY else int(self._sign_s * 1e9)
-        self._around.does(Doing(moved=self._moved, waits=waits, own_code_since_ns=own_code_ns))
-        if stage is Stage.BRINGING_UP:
+        own_code_ns = 0 if waits or stage is TrainerStage.AWAY else int(self._sign_s * 1e9)
+        self._config.does(Doing(moved=self._moved, waits=waits, own_code_since_ns=own_code_ns))
+        if stage is TrainerStage.BRINGING_UP:
             self._check_leader(generation, now_s)
-        if stage is not Stage.TRAINING or since_s is None:
+        if stage is not TrainerStage.TRAINING or since_s is None:
             return
-        waited_s = now_s - max(since_s, self._around.held_until_s())
-        if waited_s > self._around.limit_s:
-            self._gates.clear()
+        waited_s = now_s - max(since_s, self._config.held_until_s())
+        if waited_s > self._config.limit_s:
+            self._pending.clear()
             self._blocked = None
-            self._around.hung(
+            self._config.hung(
                 generation,
                 f"nothing came of a collective for {waited_s:.3g} s; expected the other members in"
-                f" it within {self._around.limit_s:g} s (collective_s)",
+                f" it within {self._config.limit_s:g} s (collective_s)",
             )
 
     def _check_leader(self, generation: int, now_s: float) -> None:
         """A bring-up is ended by the coordinator; without one, by this member."""
-        if not self._around.is_away():
+        if not self._config.is_away():
             self._leaderless_since_s = None
             return
         self._leaderless_since_s = self._leaderless_since_s or now_s
-        if now_s - self._leaderless_since_s > self._around.leaderless_s:
+        if now_s - self._leaderless_since_s > self._config.leaderless_s:
             self._leaderless_since_s = None
-            limit = f"{self._around.leaderless_s:g} s"
-            self._around.hung(generation, f"no coordinator was there for {limit} of the bring-up")
+            limit = f"{self._config.leaderless_s:g} s"
+            self._config.hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
     def _waits_since_s(self, group: dist.ProcessGroup | None, now_s: float) -> float | None:
         """Since when the trainer has waited for others; None: it does not wait."""
         if group is None:
-            self._gates, self._blocked, self._counted = {}, None, ()
+            self._pending, self._blocked, self._counted = {}, None, ()
             return None
-        gates = gates_in(group)
-        self._count(gates)
-        found = self._oldest_gate_s(gates, now_s), self._blocked_since_s(now_s)
+        waiters = waiters_of(group)
+        self._count(waiters)
+        found = self._oldest_wait_s(waiters, now_s), self._blocked_since_s(now_s)
         return min((since_s for since_s in found if since_s is not None), default=None)
 
-    def _count(self, gates: Iterable[Gates]) -> None:
+    def _count(self, waiters: Iterable[AbortableWaiter]) -> None:
         """Note whether anything has ended since the last look."""
-        counted = (self._around.num_moved(), *sorted(each.num_ended for each in gates))
+        counted = (self._config.num_moved(), *sorted(each.num_ended for each in waiters))
         if counted != self._counted:
             self._counted = counted
             self._moved += 1
             self._blocked = None
 
-    def _oldest_gate_s(self, gates: Iterable[Gates], now_s: float) -> float | None:
-        known = self._gates
-        # Kept until the next look, so that no other gate can have its number.
-        self._gates = {
-            id(gate): known.get(id(gate), (gate, now_s)) for each in gates for gate in each.shut()
+    def _oldest_wait_s(self, waiters: Iterable[AbortableWaiter], now_s: float) -> float | None:
+        known = self._pending
+        # Kept until the next look, so that no other completion can have its number.
+        self._pending = {
+            id(completion): known.get(id(completion), (completion, now_s))
+            for each in waiters
+            for completion in each.pending()
         }
-        return min((since_s for _, since_s in self._gates.values()), default=None)
+        return min((since_s for _, since_s in self._pending.values()), default=None)
 
     def _blocked_since_s(self, now_s: float) -> float | None:
         """Since when the trainer has stood still in code that waits for other ranks.
 
-        What waits at no gate of ours is seen by this alone: torch's own collectives, memory that
+        What is no wait of ours is seen by this alone: torch's own collectives, memory that
         ranks share, copies at peers.
         """
         ident, native_id = self._trainer
@@ -216,4 +218,4 @@ def _is_in_collective(ident: int) -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_PLACES)
 
 
-__all__ = ["HangWatch", "Stage", "Surroundings"]
+__all__ = ["HangWatch", "HangWatchConfig", "TrainerStage"]

@@ -15,7 +15,7 @@ import structlog
 import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.waiter import finish
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.state.resharding import gather
 from shoal.strategies.synchronous.hyperparameters import (
     Hyperparameters,
@@ -33,7 +33,7 @@ NUM_WORDS = 3
 """Passes, twice, and one more if these were all; digest; whether a step comes again otherwise."""
 
 
-class Accord:
+class StepAgreement:
     """One member's part in it, for one generation."""
 
     def __init__(
@@ -130,7 +130,7 @@ class Accord:
         message, self._message = self._message, None
         assert message is not None, "sent before"
         if self._work is not None:
-            finish(self._work, self._group)
+            wait_abortable(self._work, self._group)
             self._work = None
         rows: list[list[int]] = message.tolist()
         return rows
@@ -143,10 +143,10 @@ class Accord:
         """
         try:
             work = dist.all_reduce(torch.zeros(1), group=self._group, async_op=True)
-            finish(work, self._group)
+            wait_abortable(work, self._group)
         except RuntimeError as error:
             # Who came through this before has left already, so all have heard.
-            log.info("accord_ended_by_a_leaver", reason=str(error)[:200])
+            log.info("step_agreement_ended_by_a_leaver", reason=str(error)[:200])
 
     def _compare_passes(self, rows: Sequence[Sequence[int]]) -> None:
         words = [row[0] for row in rows]
@@ -218,4 +218,4 @@ def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
     )
 
 
-__all__ = ["Accord"]
+__all__ = ["StepAgreement"]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.backends.abortable.waiter import finish, gates_in
+from shoal.backends.abortable.waiter import wait_abortable, waiters_of
 from shoal.backends.choice import backend_for
 from shoal.backends.network.gloo import GlooBackend
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
@@ -27,12 +27,12 @@ from shoal.checkpoint.samples import check_samples, with_samples
 from shoal.membership.generation import Context, Generation
 from shoal.membership.rendezvous_store import RendezvousStore
 from shoal.state.resharding import gather
-from shoal.state.shards import Holding
+from shoal.state.shards import StateShard
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.buffer_snapshot import BufferMemory
-from shoal.strategies.synchronous.hang_watch import HangWatch, Stage, Surroundings
+from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
+from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
-from shoal.strategies.synchronous.step_agreement import Accord
+from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import (
     CheckpointFailed,
@@ -54,7 +54,7 @@ STUCK_AFTER_S = 1.0
 """A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
 
 
-class GroupedStrategy(Strategy):
+class SynchronousStrategy(Strategy):
     """Forms the group of each generation, cuts it when a peer is lost, and lets go of it.
 
     What trains over the group is the subclass' own: `_bring_up` makes it, `_let_go` drops it.
@@ -82,12 +82,12 @@ class GroupedStrategy(Strategy):
         self._in_step = False
         self._weighted = False
         self._computes = False
-        self._buffers = BufferMemory()
+        self._buffers = BufferSnapshot()
         self._watch: HangWatch | None = None
         self._hang = (0, "")
         """The newest generation in which a collective hung, and how."""
         self._hyperparameters: Hyperparameters | None = None
-        self._accord: Accord | None = None
+        self._agreement: StepAgreement | None = None
 
     # --- what a subclass answers for ---
 
@@ -112,7 +112,7 @@ class GroupedStrategy(Strategy):
         self._coordinators = Coordinators(context.coordinators)
         if self._backend.is_watched:
             self._watch = HangWatch(
-                Surroundings(
+                HangWatchConfig(
                     limit_s=context.limits.collective_s,
                     leaderless_s=context.limits.bring_up_s,
                     is_away=context.is_away,
@@ -142,7 +142,7 @@ class GroupedStrategy(Strategy):
             self._watch.waits_inside(begins=begins)
 
     def _stands_at(
-        self, stage: Stage, number: int = 0, group: dist.ProcessGroup | None = None
+        self, stage: TrainerStage, number: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         if self._watch is not None:
             self._watch.stage(stage, number, group)
@@ -152,11 +152,11 @@ class GroupedStrategy(Strategy):
         if self._hyperparameters is not None:
             self._hyperparameters.entering()
         group = self._new_group(generation)
-        self._stands_at(Stage.BRINGING_UP, generation.number)
+        self._stands_at(TrainerStage.BRINGING_UP, generation.number)
         try:
             self._opened = process_group = group.open()
             opened_s = time.perf_counter()
-            self._stands_at(Stage.BRINGING_UP, generation.number, process_group)
+            self._stands_at(TrainerStage.BRINGING_UP, generation.number, process_group)
             self._bring_up(generation, process_group)
         except RuntimeError as error:
             if self._cut_up_to >= generation.number:
@@ -166,11 +166,11 @@ class GroupedStrategy(Strategy):
                 ) from None
             raise
         self._process_group = process_group
-        self._stands_at(Stage.TRAINING, generation.number, process_group)
+        self._stands_at(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
         if self._hyperparameters is not None:
             members = [entry.member_id for entry in generation.entries]
-            self._accord = Accord(process_group, members, self._hyperparameters)
+            self._agreement = StepAgreement(process_group, members, self._hyperparameters)
         log.info(
             "generation_entered",
             generation=generation.number,
@@ -193,17 +193,17 @@ class GroupedStrategy(Strategy):
     def _watch_for_stuck(self, group: Group, reason: str) -> None:
         """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
 
-        def give_up() -> None:
+        def abort() -> None:
             with self._lock:
                 opened = self._opened if self._group is group else None
-            stuck = [gates for gates in gates_in(opened) if gates.waits] if opened else []
+            stuck = [one for one in waiters_of(opened) if one.is_waiting] if opened else []
             if stuck:
                 log.warning("collective_stuck", reason=reason)
                 group.keep_for_ever()
-            for gates in stuck:
-                gates.give_up(reason)
+            for waiter in stuck:
+                waiter.abort(reason)
 
-        timer = threading.Timer(STUCK_AFTER_S, give_up)
+        timer = threading.Timer(STUCK_AFTER_S, abort)
         timer.daemon = True
         timer.start()
 
@@ -211,20 +211,20 @@ class GroupedStrategy(Strategy):
         group = self._process_group
         if group is not None:
             # As slow as its state is large: judged as a bring-up is.
-            self._stands_at(Stage.BRINGING_UP, self._number, group)
+            self._stands_at(TrainerStage.BRINGING_UP, self._number, group)
             self._hand_over()
 
     def _hand_over(self) -> None:
         """See `Strategy.hand_over`."""
 
     def abandon(self) -> None:
-        self._stands_at(Stage.AWAY)
+        self._stands_at(TrainerStage.AWAY)
         if self._in_step:
             self._in_step = False
             self._buffers.restore()
             if self._hyperparameters is not None:
                 self._hyperparameters.failed(self._step)
-        self._accord = None
+        self._agreement = None
         self._buffers.forget()
         self._let_go()
         self._process_group = self._opened = None
@@ -297,14 +297,14 @@ class GroupedStrategy(Strategy):
             )
         return None
 
-    def _read_checkpoint(self, path: Path, needs: Needs) -> Holding:
+    def _read_checkpoint(self, path: Path, needs: Needs) -> StateShard:
         """What is needed of it. Raises InvalidSpec if its step stands for other samples."""
-        holding = read(path, needs)
-        check_samples(path, holding, self._samples)
-        log.info("checkpoint_read", path=str(path), step=holding.step)
-        return holding
+        state_shard = read(path, needs)
+        check_samples(path, state_shard, self._samples)
+        log.info("checkpoint_read", path=str(path), step=state_shard.step)
+        return state_shard
 
-    def _write_checkpoint(self, holding: Callable[[], Holding], writes: Writes) -> None:
+    def _write_checkpoint(self, state_shard: Callable[[], StateShard], writes: Writes) -> None:
         """Where one is due after the step that was just committed, have it written."""
         checkpoints = self._checkpoints
         if checkpoints is not None and checkpoints.due(self._step):
@@ -315,7 +315,7 @@ class GroupedStrategy(Strategy):
                 # Training does not stop for a full disk: each is tried anew, and what the last one
                 # failed with is raised at the end.
                 log.error("checkpoint_failed", step=self._step, reason=str(error))
-            checkpoints.offer(with_samples(holding(), self._samples), self._writers, writes)
+            checkpoints.offer(with_samples(state_shard(), self._samples), self._writers, writes)
 
     # --- steps ---
 
@@ -325,8 +325,8 @@ class GroupedStrategy(Strategy):
             self._watch.sign()
         self._buffers.keep(model)
         self._in_step, self._weighted = True, False
-        if self._accord is not None:
-            self._accord.begin(self._step)
+        if self._agreement is not None:
+            self._agreement.begin(self._step)
 
     def _ours(self) -> bool:
         """Whether a gradient that comes now was asked for through the session, if it has to be."""
@@ -338,8 +338,8 @@ class GroupedStrategy(Strategy):
 
         Raises UnequalPasses, on all members, if not all of them make this backward pass.
         """
-        if self._accord is not None and self.passes_meet:
-            self._accord.passing()
+        if self._agreement is not None and self.passes_meet:
+            self._agreement.passing()
         self._weighted = self._computes = True
         try:
             yield
@@ -347,19 +347,19 @@ class GroupedStrategy(Strategy):
             self._computes = False
 
     def _announce(self) -> None:
-        """A forward pass that communicates begins: see `Accord.announce`."""
-        if self._accord is not None:
-            self._accord.announce()
+        """A forward pass that communicates begins: see `StepAgreement.announce`."""
+        if self._agreement is not None:
+            self._agreement.announce()
 
     def _propose(self) -> None:
         """All passes of the step were made."""
-        if self._accord is not None:
-            self._accord.propose()
+        if self._agreement is not None:
+            self._agreement.propose()
 
     def _settle(self) -> None:
-        """See `Accord.settle`: from here on nobody makes a further pass in this step."""
-        if self._accord is not None:
-            self._accord.settle()
+        """See `StepAgreement.settle`: from here on nobody makes a further pass in this step."""
+        if self._agreement is not None:
+            self._agreement.settle()
 
     def _check_weighted(self) -> None:
         if not self._weighted:
@@ -376,14 +376,14 @@ class GroupedStrategy(Strategy):
         self._in_step = False
         self._buffers.clear()
 
-    def finish(self) -> None:
+    def wait_abortable(self) -> None:
         if self._process_group is None:
             raise GenerationBroken("the last step was taken in a generation that is over")
         if self._checkpoints is not None:
             # Before anybody leaves: each writes its part.
             self._checkpoints.close()
         group = self._process_group
-        finish(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
+        wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
     def is_failure(self, error: BaseException) -> bool:
         return self._backend.is_failure(error)
@@ -427,7 +427,7 @@ def check_same_step(generation: int, step: int, group: dist.ProcessGroup) -> Non
     """Collective: raise InternalError unless all members of the generation stand at this step."""
     steps = torch.zeros(group.size(), dtype=torch.int64)
     steps[group.rank()] = step
-    finish(dist.all_reduce(steps, group=group, async_op=True), group)
+    wait_abortable(dist.all_reduce(steps, group=group, async_op=True), group)
     if len(set(steps.tolist())) != 1:
         raise InternalError(
             f"the members of generation {generation} stand at different steps",
@@ -445,4 +445,4 @@ def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
         )
 
 
-__all__ = ["LOOPBACK", "GroupedStrategy", "check_same_step", "receivers_of", "refuse_lbfgs"]
+__all__ = ["LOOPBACK", "SynchronousStrategy", "check_same_step", "receivers_of", "refuse_lbfgs"]

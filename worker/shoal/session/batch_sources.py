@@ -8,18 +8,20 @@ import structlog
 
 from shoal.data.batches import Batch, Loader, Order
 from shoal.data.sample_leases import Leases
-from shoal.session.elastic_controller import Crew
+from shoal.session.elastic_controller import ElasticController
 from shoal_client.progress.samples import SampleRange, Samples
 from shoal_proto.errors import InvalidSpec, JobFinished
 
 log = structlog.get_logger(__name__)
 
 
-class Feed(ABC):
+class BatchSource(ABC):
     """All batches of a member, from where the job stands to its last."""
 
-    def __init__(self, crew: Crew, fields: dict[str, str], loader: Loader, order: Order) -> None:
-        self._crew = crew
+    def __init__(
+        self, controller: ElasticController, fields: dict[str, str], loader: Loader, order: Order
+    ) -> None:
+        self._controller = controller
         self._fields = fields
         self._loader = loader
         self._order = order
@@ -54,66 +56,68 @@ class Feed(ABC):
             )
 
 
-class TogetherFeed(Feed):
+class SynchronousBatches(BatchSource):
     """The position is the committed step, so a step that did not happen comes again."""
 
     def __iter__(self) -> Iterator[Batch]:
-        crew, num_steps = self._crew, self._order.num_steps
+        controller, num_steps = self._controller, self._order.num_steps
         while True:
             try:
-                generation = crew.stand(self._fields)
-                while crew.strategy.step < num_steps:
-                    index, count = crew.strategy.data_share(generation)
+                generation = controller.ensure_generation(self._fields)
+                while controller.strategy.step < num_steps:
+                    index, count = controller.strategy.data_share(generation)
                     yield from self._offer(
-                        self._loader.synchronous(crew.strategy.step, index, count)
+                        self._loader.synchronous(controller.strategy.step, index, count)
                     )
-                    generation = crew.stand(self._fields)
+                    generation = controller.ensure_generation(self._fields)
                 if self._finish():
                     break
             except JobFinished:
                 # The others saw the last step committed and left while this one recovered.
-                if crew.strategy.step < num_steps:
+                if controller.strategy.step < num_steps:
                     raise
                 break
         self.all_trained = True
 
     def _finish(self) -> bool:
         try:
-            self._crew.strategy.finish()
+            self._controller.strategy.finish()
         except Exception as error:
-            if not self._crew.is_break(error):
+            if not self._controller.is_break(error):
                 raise
-            self._crew.fall(error)
+            self._controller.recover(error)
             return False
         return True
 
 
-class LeasedFeed(Feed):
+class LeasedBatches(BatchSource):
     """The coordinator keeps the books; what a lost member held is trained on by another."""
 
     _leases: Leases | None = None
     _leased: SampleRange | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        crew, order = self._crew, self._order
-        crew.stand(self._fields)
+        controller, order = self._controller, self._order
+        controller.ensure_generation(self._fields)
         samples = Samples(
-            crew.membership.coordinators,
-            lambda: crew.membership.token,
+            controller.membership.coordinators,
+            lambda: controller.membership.token,
             dataset_size=order.num_samples,
             num_epochs=order.num_epochs,
         )
-        self._leases = Leases(samples, order.global_batch_size * crew.strategy.steps_per_lease)
+        self._leases = Leases(
+            samples, order.global_batch_size * controller.strategy.steps_per_lease
+        )
         try:
             for span in self._leases:
-                crew.stand(self._fields)
+                controller.ensure_generation(self._fields)
                 if span is None:
-                    crew.strategy.rest()
+                    controller.strategy.rest()
                     continue
                 yield from self._within(span)
-            crew.strategy.flush()
+            controller.strategy.flush()
             # What the others did last comes too: from here on the model is the job's result.
-            crew.strategy.finish()
+            controller.strategy.finish()
         except JobFinished as finished:
             # Others saw the last sample completed before this member asked for more.
             log.info("job_finished_by_others", reason=str(finished))
@@ -121,15 +125,15 @@ class LeasedFeed(Feed):
 
     def _within(self, span: SampleRange) -> Iterator[Batch]:
         """The batches of a range; with the last one of them it counts."""
-        crew, size = self._crew, self._order.global_batch_size
+        controller, size = self._controller, self._order.global_batch_size
         for start in range(span.start, span.stop, size):
             if start > span.start:
-                crew.stand(self._fields)
+                controller.ensure_generation(self._fields)
             stop = min(start + size, span.stop)
-            step = crew.strategy.step
+            step = controller.strategy.step
             batch = self._loader.leased(span.epoch, start, stop, step)
             # A step that was refused comes again, with the same samples.
-            while crew.strategy.step == step:
+            while controller.strategy.step == step:
                 self._leased = span if stop == span.stop else None
                 yield from self._offer(batch)
 
@@ -149,4 +153,4 @@ def _nothing() -> None:
     """Nobody waits to hear of a step that all members took together."""
 
 
-__all__ = ["Feed", "LeasedFeed", "TogetherFeed"]
+__all__ = ["BatchSource", "LeasedBatches", "SynchronousBatches"]

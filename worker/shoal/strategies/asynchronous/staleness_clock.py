@@ -22,7 +22,7 @@ DEFAULT_BOUND = 4
 MAX_BOUND = 1 << 20
 
 
-class Pace:
+class StalenessClock:
     """When one member's steps may begin. All methods are the trainer's."""
 
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
@@ -95,4 +95,4 @@ class Pace:
             self._coordinators.close()
 
 
-__all__ = ["CONSISTENCIES", "DEFAULT_BOUND", "Pace"]
+__all__ = ["CONSISTENCIES", "DEFAULT_BOUND", "StalenessClock"]
