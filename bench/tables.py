@@ -14,6 +14,7 @@ of 16,384 distinct ids of 10 million, with a parameter server on this machine.
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -37,8 +38,7 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.parameters.tables.index import RowIndex
 from shoal_server.parameters.tables.initial import InitialRows
-from shoal_server.parameters.tables.pushes import TablePush
-from shoal_server.parameters.tables.shard import TableShard
+from shoal_server.parameters.tables.shard import TablePush, TableShard, new_table_shard
 
 DIM = 16
 BATCH = 65_536
@@ -98,7 +98,7 @@ def shard_of(optimizer: RowOptimizer) -> TableShard:
         num_shards=1,
         max_shard_bytes=2 * 1024**3,
     )
-    return TableShard(Shard(shard_id=0, epoch=1, dtype="float32", table="t"), table)
+    return new_table_shard(Shard(shard_id=0, epoch=1, dtype="float32", table="t"), table)
 
 
 def shard_rows() -> list[Row]:
@@ -109,7 +109,7 @@ def shard_rows() -> list[Row]:
         gradient = random.standard_normal((BATCH, DIM), np.float32).tobytes()
 
         def push(ids: np.ndarray, *, shard=shard, sequences=sequences, data=gradient) -> None:  # type: ignore[no-untyped-def,type-arg]
-            births = shard.look_up(ids.tobytes()).births
+            births = shard.read(partial(shard.body.look_up, ids.tobytes())).births
             shard.push(
                 TablePush(
                     session="bench",
@@ -133,11 +133,10 @@ def shard_rows() -> list[Row]:
             for _ in range(NUM_BATCHES + 1)
         ]
         if kind == "sgd":
-            asked = [ids.tobytes() for ids in batches]
-            rows.append(
-                rate(f"row_lookup_{SHARD_ROWS}", BATCH, lambda: shard.look_up(asked.pop()))  # noqa: B023
-            )
-            per_row = shard.memory_bytes / shard.num_rows
+            look_up, asked = shard.body.look_up, [ids.tobytes() for ids in batches]
+            work = lambda s=shard, f=look_up, a=asked: s.read(partial(f, a.pop()))  # noqa: E731
+            rows.append(rate(f"row_lookup_{SHARD_ROWS}", BATCH, work))
+            per_row = shard.memory_bytes / len(shard.body.content)
             rows.append(Row(metric="table_bytes_per_row", value=per_row, unit="bytes", runs=1))
         rows.append(rate(f"row_push_{kind}", BATCH, lambda: push(batches.pop())))  # noqa: B023
     return rows

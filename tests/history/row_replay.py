@@ -7,14 +7,14 @@ same to the last bit, or the run is at fault.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 from history.rows import Found, Pushed, RowClient, RowMember, RowWork
 from support.models.table_specs import live, new_shard
 
 from shoal_client.parameters.tables import Where, route
-from shoal_server.parameters.tables.pushes import TablePush
-from shoal_server.parameters.tables.shard import TableShard
+from shoal_server.parameters.tables.shard import TablePush, TableShard
 
 
 class Replay:
@@ -51,7 +51,7 @@ class Replay:
 
     def compare(self, found: Found) -> None:
         """Raises AssertionError unless the same rows are here, to the last bit."""
-        expected = self._shard.look_up(found.ids)
+        expected = self._shard.read(partial(self._shard.body.look_up, found.ids))
         told = f"{self._where} at version {found.version}, {len(found.ids) // 8} rows"
         assert found.version == self.version, told
         assert found.births == expected.births, f"{told}: rows were made by other pushes"

@@ -21,8 +21,9 @@ from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.replication import replication_servicer
 from shoal_server.parameters.shard import workers
-from shoal_server.parameters.shard.dense import DenseShard
-from shoal_server.parameters.shard.image import Image, ShardState
+from shoal_server.parameters.shard.dense import is_dense
+from shoal_server.parameters.shard.image import Image
+from shoal_server.parameters.shard.versioned import AnyShard, VersionedShard
 from shoal_server.parameters.tables import restore
 
 PATIENCE = PeerTimeouts(beat_s=0.1, silence_s=0.5)
@@ -117,13 +118,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
 def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often the image of each dense shard was taken, by shard and epoch."""
     taken: Counter[tuple[int, int]] = Counter()
-    take = DenseShard.image
+    take = VersionedShard.image
 
-    def counted(self: DenseShard, *args: None) -> Image:
-        taken[self.shard_id, self.spec.epoch] += 1
+    def counted(self: AnyShard, *args: None) -> Image:
+        if is_dense(self):
+            taken[self.shard_id, self.spec.epoch] += 1
         return take(self, *args)
 
-    monkeypatch.setattr(DenseShard, "image", counted)
+    monkeypatch.setattr(VersionedShard, "image", counted)
     return taken
 
 
@@ -134,7 +136,7 @@ def test_a_copy_that_takes_long_is_waited_for(
     twice, other shards are pushed to, and in the end the copy is there, to the last push."""
     go_on = threading.Event()
 
-    def slow(image: Image) -> ShardState:
+    def slow(image: Image) -> AnyShard:
         if image.kind == "table":
             assert go_on.wait(LIMIT_S)
         return restore.restore(image)
@@ -168,7 +170,7 @@ def test_an_image_that_fails_is_sent_again_alone(
     """The other shards of the two servers are not sent once more, and stay in step."""
     failures = iter([True, True])
 
-    def failing(image: Image) -> ShardState:
+    def failing(image: Image) -> AnyShard:
         if image.kind == "table" and next(failures, False):
             raise RuntimeError("no such luck")
         return restore.restore(image)
@@ -192,7 +194,7 @@ def test_an_image_that_always_fails_is_given_up(
     """After a few attempts the record lists its joiner no longer; the other shards have theirs."""
     attempts: list[int] = []
 
-    def failing(image: Image) -> ShardState:
+    def failing(image: Image) -> AnyShard:
         if image.kind == "table":
             attempts.append(image.shard_id)
             raise RuntimeError("no such luck")

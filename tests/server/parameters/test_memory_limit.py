@@ -33,7 +33,7 @@ from shoal_proto.v1.optimizer_pb2 import (
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Eviction, RowFate
 from shoal_server.parameters.memory_limit import SHARE, default_limit_bytes
-from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.dense import bytes_to_make, new_dense_shard
 
 
 @pytest.fixture
@@ -93,8 +93,8 @@ def test_the_bytes_of_a_new_shard_are_known_before_it_is_made() -> None:
                 optimizer = OptimizerSpec(kind=kind, groups=[hyper], **more)  # type: ignore[arg-type]
                 spec = Shard(dtype=dtype, blocks=blocks)
                 size = {"float32": 4, "float64": 8, "bfloat16": 2}[dtype]
-                shard = DenseShard(spec, optimizer, bytearray(103 * size))
-                assert DenseShard.bytes_to_make(spec, optimizer) == shard.memory_bytes
+                shard = new_dense_shard(spec, optimizer, bytearray(103 * size))
+                assert bytes_to_make(spec, optimizer) == shard.memory_bytes
 
 
 def test_a_table_that_would_grow_waits_for_room(servers: ParameterServers) -> None:
@@ -130,18 +130,18 @@ def test_rows_that_were_evicted_make_room_without_more_memory() -> None:
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=8.0)))
     ones = [[1.0, 1.0]] * 64
     outcome = shard.push(new_push(range(64), ones, at_unix_s=1.0), live)
-    before = shard.num_bytes
+    before = shard.body.num_bytes
     later = {"sequence": 2, "base_version": 2}
     for at_unix_s in (2.0, 8.0):
         with pytest.raises(Overloaded):
             push = new_push([64, 65], ones[:2], at_unix_s=at_unix_s, **later)
             shard.push(push, live, refuse_all)
-        assert (shard.version, shard.num_rows) == (2, 64)
+        assert (shard.version, len(shard.body.content)) == (2, 64)
     again = shard.push(new_push(range(64), ones, at_unix_s=1.0), live, refuse_all)
     assert again.is_duplicate
     assert again.version == outcome.version
     shard.push(new_push([64, 65], ones[:2], at_unix_s=20.0, **later), live, refuse_all)
-    assert (shard.num_rows, shard.num_bytes) == (2, before)
+    assert (len(shard.body.content), shard.body.num_bytes) == (2, before)
 
 
 def test_a_full_table_that_evicts_its_oldest_rows_asks_for_nothing() -> None:

@@ -19,7 +19,12 @@ from shoal_proto.v1.optimizer_pb2 import (
     StalenessPolicy,
 )
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.shard.dense import DenseShard, Push
+from shoal_server.parameters.shard.dense import (
+    DensePush,
+    DenseShard,
+    dense_from_image,
+    new_dense_shard,
+)
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
@@ -60,7 +65,7 @@ SPECS = {
 def new_shard(case: str, dtype: str, seed: int = 0) -> DenseShard:
     blocks = [Block(parameter=str(i), num_elements=size) for i, size in enumerate(SIZES)]
     spec = Shard(shard_id=7, epoch=EPOCH, dtype=dtype, blocks=blocks)
-    return DenseShard(spec, SPECS[case], bytearray(numbers(seed, sum(SIZES), dtype)))
+    return new_dense_shard(spec, SPECS[case], bytearray(numbers(seed, sum(SIZES), dtype)))
 
 
 def numbers(seed: int, count: int, dtype: str) -> bytes:
@@ -102,16 +107,16 @@ def bits(image: Image) -> tuple[int, bytes, dict[str, bytes], Sequence[object]]:
     return image.version, image.spec, tensors, list(image.sessions)
 
 
-def to_push(move: Move, number: int, shard: DenseShard, dtype: str) -> Push:
+def to_push(move: Move, number: int, shard: DenseShard, dtype: str) -> DensePush:
     size = sum(SIZES[b] for b in move.blocks)
-    return Push(
+    return DensePush(
         session=f"s{move.session}",
         sequence=number,
         epoch=EPOCH,
         base_version=max(1, shard.version - move.behind),
         lr=move.lr,
         blocks=move.blocks,
-        gradient=numbers(number, 2 * size if shard.needs_base else size, dtype),
+        gradient=numbers(number, 2 * size if shard.body.needs_base else size, dtype),
     )
 
 
@@ -124,11 +129,11 @@ def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move])
     after that does the same to both, repeats included."""
     shard = new_shard(case, dtype)
     told: list[UpdateRecord] = []
-    copies = [(DenseShard.from_image(shard.image(told.append)), 0)]
-    pushes: list[Push] = []
+    copies = [(dense_from_image(shard.image(told.append)), 0)]
+    pushes: list[DensePush] = []
     for number, move in enumerate(moves, start=1):
         if move.copies:
-            copies.append((DenseShard.from_image(shard.image()), len(told)))
+            copies.append((dense_from_image(shard.image()), len(told)))
         pushes.append(to_push(move, number, shard, dtype))
         for push in (pushes[-1],) * (2 if move.repeats else 1):
             shard.push(push, is_live)
@@ -145,8 +150,8 @@ def test_replaying_gives_the_same_bits(case: str, dtype: str, moves: list[Move])
         assert bits(copy.image())[2] == bits(shard.image())[2]
 
 
-def a_push(sequence: int = 1, session: str = "s") -> Push:
-    return Push(
+def a_push(sequence: int = 1, session: str = "s") -> DensePush:
+    return DensePush(
         session=session,
         sequence=sequence,
         epoch=EPOCH,
@@ -179,7 +184,7 @@ def test_a_record_out_of_order_is_refused() -> None:
     """A gap or a repeat among the records is an error, and changes nothing."""
     shard = new_shard("nesterov", "float32")
     told: list[UpdateRecord] = []
-    copy = DenseShard.from_image(shard.image(told.append))
+    copy = dense_from_image(shard.image(told.append))
     for sequence in (1, 2):
         shard.push(a_push(sequence), is_live)
     with pytest.raises(InternalError, match="saw version 3; expected version 2"):
@@ -197,7 +202,7 @@ def test_a_copy_forgets_the_sessions_that_the_primary_forgot() -> None:
     """Who lives is known where the push came in; the record tells the copy."""
     shard = new_shard("sgd", "float32")
     told: list[UpdateRecord] = []
-    copy = DenseShard.from_image(shard.image(told.append))
+    copy = dense_from_image(shard.image(told.append))
     for number in range(MAX_SESSIONS + 1):
         shard.push(
             a_push(1, f"s{number}"),
@@ -223,14 +228,14 @@ def test_an_image_that_is_not_whole_is_refused(change: dict[str, object]) -> Non
     """A shard is made from all of an image or not at all."""
     image = new_shard("adam", "float32").image()
     with pytest.raises(InternalError):
-        DenseShard.from_image(replace(image, **change))  # type: ignore[arg-type]
+        dense_from_image(replace(image, **change))  # type: ignore[arg-type]
 
 
 def test_a_base_that_died_with_a_primary_counts_as_the_newest() -> None:
     """After a failover the newest version may be one that a worker has seen the next of."""
     shard = new_shard("sgd", "float32")
     push = replace(a_push(), base_version=5, base_epoch=EPOCH - 1)
-    outcome, _, _ = shard.push(push, is_live)
+    outcome = shard.push(push, is_live)
     assert (outcome.version, outcome.staleness) == (2, 0)
 
 
@@ -244,16 +249,16 @@ def test_a_new_epoch_shuts_the_old_one_out() -> None:
         with pytest.raises(WrongEpoch, match="saw 3; expected 4"):
             shard.push(a_push(sequence), is_live)
     assert bits(shard.image()) == before
-    outcome, duplicate, _ = shard.push(replace(a_push(1), epoch=EPOCH + 1), is_live)
-    assert (outcome.version, duplicate) == (2, True)
+    outcome = shard.push(replace(a_push(1), epoch=EPOCH + 1), is_live)
+    assert (outcome.version, outcome.is_duplicate) == (2, True)
 
 
 def test_a_keeper_can_be_replaced_and_let_go() -> None:
     """Without a new image too."""
     shard = new_shard("sgd", "float32")
     told: list[UpdateRecord] = []
-    shard.keep(told.append)
+    shard.subscribe(told.append)
     shard.push(a_push(1), is_live)
-    shard.keep(None)
+    shard.subscribe(None)
     shard.push(a_push(2), is_live)
     assert [record.push.sequence for record in told] == [1]

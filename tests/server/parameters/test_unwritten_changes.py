@@ -16,7 +16,7 @@ from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.handover import ShardHandover
-from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.dense import is_dense, new_dense_shard
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
@@ -29,7 +29,7 @@ def new_held() -> ShardReplica:
         shard_id=0, epoch=1, dtype="float32", blocks=[Block(parameter="p", num_elements=2)]
     )
     sgd = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
-    return ShardReplica("job", DenseShard(spec, sgd, bytearray(8)), Role.PRIMARY, 1)
+    return ShardReplica("job", new_dense_shard(spec, sgd, bytearray(8)), Role.PRIMARY, 1)
 
 
 class LockedRecord:
@@ -55,7 +55,7 @@ async def test_who_cannot_hand_over_leads_on() -> None:
         await record.asked.wait()
     await handing_over.close()
     assert not replica.is_handing_over
-    assert isinstance(replica.state, DenseShard)
+    assert is_dense(replica.state)
     assert replica.state.spec.epoch == 1
 
 

@@ -1,13 +1,13 @@
 """Tables for tests, and pushes to them."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
-from shoal_server.parameters.tables.pushes import TablePush
-from shoal_server.parameters.tables.shard import TableShard
+from shoal_server.parameters.tables.shard import TablePush, TableShard, new_table_shard
 
 SGD = RowOptimizer(kind="sgd", lr=1.0)
 OPTIMIZERS = {
@@ -37,7 +37,7 @@ def new_table(**changes: Any) -> TableSpec:
 
 def new_shard(table: TableSpec, index: int = 0) -> TableShard:
     spec = Shard(shard_id=3, epoch=1, dtype=table.dtype, table=table.name, table_index=index)
-    return TableShard(spec, table)
+    return new_table_shard(spec, table)
 
 
 def new_push(
@@ -62,9 +62,9 @@ def new_push(
 
 def look_up(shard: TableShard, ids: Any) -> tuple[Any, Any]:
     """Births and values of rows."""
-    found = shard.look_up(np.asarray(ids, np.int64).tobytes())
-    values = np.frombuffer(found.values, NUMPY[shard.table.dtype])
-    return np.frombuffer(found.births, np.int64), values.reshape(-1, shard.table.dim)
+    found = shard.read(partial(shard.body.look_up, np.asarray(ids, np.int64).tobytes()))
+    values = np.frombuffer(found.values, NUMPY[shard.body.table.dtype])
+    return np.frombuffer(found.births, np.int64), values.reshape(-1, shard.body.table.dim)
 
 
 def live(session: str) -> bool:

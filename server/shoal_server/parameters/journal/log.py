@@ -28,13 +28,14 @@ from shoal_server.parameters.journal.images import JournalImages, Kept
 from shoal_server.parameters.journal.index import JournalSegment, Key
 from shoal_server.parameters.journal.replay import Recovered, read_index, replay
 from shoal_server.parameters.journal.segment_format import JournalEntry, encode, start
-from shoal_server.parameters.shard.image import Image, ShardState, UpdateRecord
+from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import num_bytes_of
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.snapshots.storage import sync_folder
 
 log = structlog.get_logger(__name__)
 
-State = TypeVar("State", bound=ShardState)
+State = TypeVar("State", bound=AnyShard)
 ENTRY_BYTES = 256
 """Counted for an entry beside its data."""
 

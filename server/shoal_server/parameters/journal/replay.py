@@ -13,12 +13,13 @@ from shoal_server.parameters.journal.config import START_BYTES
 from shoal_server.parameters.journal.images import JournalImages
 from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment, Key
 from shoal_server.parameters.journal.segment_format import JournalEntry, scan
-from shoal_server.parameters.shard.image import Image, ShardState
+from shoal_server.parameters.shard.image import Image
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.snapshots.storage import sync_folder
 
 log = structlog.get_logger(__name__)
 
-State = TypeVar("State", bound=ShardState)
+State = TypeVar("State", bound=AnyShard)
 
 
 @dataclass(frozen=True, kw_only=True)

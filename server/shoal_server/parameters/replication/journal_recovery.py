@@ -26,8 +26,8 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
-from shoal_server.parameters.shard.image import ShardState
 from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.versioned import AnyShard
 
 log = structlog.get_logger(__name__)
 
@@ -47,11 +47,11 @@ class JournalRecovery:
         self,
         store: KeyValueStore,
         replicas: ShardReplicas,
-        recovered: Sequence[Recovered[ShardState]],
+        recovered: Sequence[Recovered[AnyShard]],
     ) -> None:
         self._store = store
         self._replicas = replicas
-        self._open: dict[Key, Recovered[ShardState]] = {
+        self._open: dict[Key, Recovered[AnyShard]] = {
             (found.job, found.state.shard_id): found for found in recovered
         }
         self._absences = Absences[Holder]()
@@ -127,7 +127,7 @@ class JournalRecovery:
                 elif assignment.primary == self._replicas.me:
                     self._lead(self._open.pop((job, shard_id)), assignment)
 
-    def _lead(self, found: Recovered[ShardState], assignment: ShardAssignment) -> None:
+    def _lead(self, found: Recovered[AnyShard], assignment: ShardAssignment) -> None:
         self._num_led += 1
         found.state.enter_epoch(assignment.epoch)
         replica = ShardReplica(found.job, found.state, Role.PRIMARY, assignment.epoch)

@@ -285,7 +285,9 @@ class ReplicationServicer:
             record = backlog.records.popleft()
             size = num_bytes_of(record)
             state = backlog.replica.state
-            num_bytes = len(record.data) + state.regrown_bytes(len(record.push.row_ids) // ID_BYTES)
+            num_bytes = len(record.data) + state.body.regrown_bytes(
+                len(record.push.row_ids) // ID_BYTES
+            )
             try:
                 await self._run(num_bytes, partial(state.replay, record))
             except Exception:

@@ -227,7 +227,7 @@ class ShardReplicas:
 
     def _begin_to_lead(self, replica: ShardReplica, assignment: ShardAssignment) -> None:
         replica.is_forming |= assignment.content is not ShardContent.PRESENT
-        replica.state.keep(partial(self._replicator.tell, replica))
+        replica.state.subscribe(partial(self._replicator.tell, replica))
         if self._replicator.shard_journal is not None:
             self._replicator.shard_journal.lead(replica)
         self._lead(replica, assignment)
@@ -266,7 +266,7 @@ class ShardReplicas:
 
     def _end(self, replica: ShardReplica) -> None:
         replica.end()
-        replica.state.keep(None)
+        replica.state.subscribe(None)
         self._replicator.let_go(replica)
         if self._replicator.shard_journal is not None:
             self._replicator.shard_journal.end(replica)

@@ -8,9 +8,7 @@ from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.parameters_pb2 import CopyState, DescribeReply, PushOutcome
 from shoal_proto.v1.parameters_pb2 import ShardState as ShardFigures
 from shoal_server.core.shards.assignments import ShardAssignment
-from shoal_server.parameters.shard.dense import DenseShard
 from shoal_server.parameters.shard.replica import Role, ShardReplica
-from shoal_server.parameters.tables.shard import TableShard
 
 MAX_JOBS = 1024
 
@@ -56,10 +54,9 @@ def add_shard(
     if replica.role is not Role.PRIMARY:
         reply.num_copies += 1
         return
-    if isinstance(replica.state, DenseShard | TableShard):
-        figures = replica.state.describe(replica.job)
-        _add_copies(figures, replica, assignment)
-        reply.shards.append(figures)
+    figures = replica.state.describe(replica.job)
+    _add_copies(figures, replica, assignment)
+    reply.shards.append(figures)
 
 
 def _add_copies(

@@ -22,7 +22,7 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler, Reservation
-from shoal_server.parameters.shard.dense import DenseShard, Push, Values
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, is_dense
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
 from shoal_server.parameters.shard.step_scope import Scope
@@ -107,7 +107,7 @@ class IncomingPush:
                 seen=f"{len(self._header.lr)} learning rates",
                 expected=f"one for group {group} too",
             )
-        assembler = ChunkAssembler(shard.spec, item.absent_blocks, with_base=shard.needs_base)
+        assembler = ChunkAssembler(shard.spec, item.absent_blocks, with_base=shard.body.needs_base)
         return _DensePushPart(item=item, replica=replica, shard=shard, assembler=assembler)
 
     def take(self, piece: AnyPiece, reservation: Reservation) -> None:
@@ -171,9 +171,9 @@ class IncomingPush:
     def _start(self, part: _DensePushPart) -> None:
         writer = None
         if self._header.return_values:
-            writer = self._reply_writer.writer(part.item.shard_id, part.shard.num_bytes)
+            writer = self._reply_writer.writer(part.item.shard_id, part.shard.body.num_bytes)
         work = partial(self._apply, part, writer)
-        applied = asyncio.ensure_future(self._run(part.shard.num_bytes, work))
+        applied = asyncio.ensure_future(self._run(part.shard.body.num_bytes, work))
         # Whether to wait for a backup is decided behind the push: one may have come meanwhile.
         waits = part.replica.receipts.safe_version is not None or self._is_durable
         if not applied.done() or waits:
@@ -194,7 +194,7 @@ class IncomingPush:
 
     def _apply(self, part: _DensePushPart, writer: CopyOut | None) -> _ShardAnswer:
         item, group = part.item, part.shard.spec.group
-        push = Push(
+        push = DensePush(
             session=self._session,
             sequence=self._header.sequence,
             epoch=item.epoch,
@@ -208,7 +208,10 @@ class IncomingPush:
         )
         part.replica.before_push()
         try:
-            outcome, duplicate, values = part.shard.push(push, self._is_live, writer=writer)
+            read = None
+            if writer is not None:
+                read = partial(part.shard.body.values, writer=writer)
+            applied = part.shard.push(push, self._is_live, read=read)
         except ShoalError as error:
             return _refusal(item.shard_id, error)
         except Exception as error:
@@ -216,11 +219,11 @@ class IncomingPush:
             return _refusal(item.shard_id, InternalError("the push failed", seen=repr(error)))
         message = PushOutcome(
             shard_id=item.shard_id,
-            version=outcome.version,
-            staleness=outcome.staleness,
-            duplicate=duplicate,
+            version=applied.version,
+            staleness=applied.staleness,
+            duplicate=applied.is_duplicate,
         )
-        return _ShardAnswer(outcome=message, values=values)
+        return _ShardAnswer(outcome=message, values=applied.values)
 
     def _with_route(self, answer: _ShardAnswer) -> _ShardAnswer:
         """The shard may have gone elsewhere while its gradient came in."""
@@ -244,7 +247,7 @@ class IncomingPush:
 
 def dense(replica: ShardReplica) -> DenseShard:
     """The state of a shard of parameters. Raises MalformedMessage for one of a table."""
-    if not isinstance(replica.state, DenseShard):
+    if not is_dense(replica.state):
         raise MalformedMessage(
             f"shard {replica.shard_id} of job {replica.job} is part of a table",
             seen="a call of the Parameters service",

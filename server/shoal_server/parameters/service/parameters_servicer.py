@@ -45,7 +45,7 @@ from shoal_server.parameters.shard.chunk_assembler import (
     Reservation,
     shard_bytes,
 )
-from shoal_server.parameters.shard.dense import DenseShard, Values
+from shoal_server.parameters.shard.dense import DenseShard, Values, bytes_to_make, new_dense_shard
 from shoal_server.parameters.shard.memory import Memory, MemoryClaim
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
@@ -101,7 +101,7 @@ class ParametersServicer:
         """Room for those of the shards that are not here yet. Raises Overloaded."""
         job = header.token.job
         new = [s for s in header.shards if self._catalog.find(job, s.shard_id) is None]
-        num_bytes = sum(DenseShard.bytes_to_make(shard, header.optimizer) for shard in new)
+        num_bytes = sum(bytes_to_make(shard, header.optimizer) for shard in new)
         return self._memory.reserve(num_bytes, f"{len(new)} new shards of job {job}")
 
     async def _receive(
@@ -181,14 +181,16 @@ class ParametersServicer:
         for replica, known_version in reads:
             shard = dense(replica)
             await reply_writer.await_room(replica.shard_id)
-            writer = reply_writer.writer(replica.shard_id, shard.num_bytes)
-            read = self._run(shard.num_bytes, partial(shard.read, known_version, writer))
+            num_bytes = shard.body.num_bytes
+            writer = reply_writer.writer(replica.shard_id, num_bytes)
+            values = partial(shard.body.values, known_version=known_version, writer=writer)
+            read = self._run(num_bytes, partial(shard.read, values))
             pending.append((replica, read))
             if len(pending) == 2:
-                earlier, values = pending.popleft()
-                yield earlier, await values
-        for replica, values in pending:
-            yield replica, await values
+                earlier, result = pending.popleft()
+                yield earlier, await result
+        for replica, result in pending:
+            yield replica, await result
 
     def Push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], context: Context
@@ -277,4 +279,4 @@ async def _take_all(
 
 
 def _new_shard(spec: Shard, header: CreateHeader, assembler: ChunkAssembler) -> DenseShard:
-    return DenseShard(spec, header.optimizer, bytearray(assembler.join()))
+    return new_dense_shard(spec, header.optimizer, bytearray(assembler.join()))

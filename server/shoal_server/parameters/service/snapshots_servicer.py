@@ -16,9 +16,9 @@ from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.image import ShardState
 from shoal_server.parameters.shard.memory import Memory, MemoryClaim
 from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
 from shoal_server.parameters.tables import restore
@@ -148,7 +148,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             )
         return assignment.epoch
 
-    def _lead(self, job: str, state: ShardState, epoch: int) -> None:
+    def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
         """Take a shard over, in the place of what a member may have created meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
@@ -195,7 +195,7 @@ def _write(library: SnapshotLibrary, request: pb.WriteRequest, lazy: LazyImage) 
     )
 
 
-def _read(library: SnapshotLibrary, part: ManifestEntry) -> ShardState:
+def _read(library: SnapshotLibrary, part: ManifestEntry) -> AnyShard:
     data = library.read_part(part)
     image = image_file.from_bytes(data, sha256=part.sha256, file=part.file, shard_id=part.shard_id)
     try:

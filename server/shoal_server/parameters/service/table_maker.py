@@ -15,7 +15,7 @@ from shoal_server.parameters.service.table_parts import TablePushPart
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import Role, ShardReplica
-from shoal_server.parameters.tables.shard import TableShard
+from shoal_server.parameters.tables.shard import TableShard, is_table, new_table_shard
 
 log = structlog.get_logger(__name__)
 
@@ -52,7 +52,7 @@ class TableMaker:
         for replica in await self._catalog.look_up(job, items):
             if isinstance(replica, ShoalError):
                 found.append(replica)
-            elif isinstance(replica.state, TableShard):
+            elif is_table(replica.state):
                 found.append((replica, replica.state))
             else:
                 found.append(_dense(replica))
@@ -117,7 +117,7 @@ def _new(spec: Shard, layout: ShardMap, epoch: int) -> TableShard:
     first = Shard()
     first.CopyFrom(spec)
     first.epoch = epoch
-    return TableShard(first, table)
+    return new_table_shard(first, table)
 
 
 def _dense(replica: ShardReplica) -> MalformedMessage:

@@ -19,9 +19,9 @@ from shoal_proto.v1.tables_pb2 import (
 )
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import Scope
+from shoal_server.parameters.shard.versioned import PushResult
 from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
-from shoal_server.parameters.tables.shard import TableShard
+from shoal_server.parameters.tables.shard import TablePush, TableShard
 
 MAX_PUSH_BYTES = 256 * 1024 * 1024
 """Of one shard in one push."""
@@ -53,7 +53,7 @@ class TablePushPart:
     @property
     def num_bytes(self) -> int:
         """Of all of it once it is whole."""
-        return self.item.num_rows * (2 * ID_BYTES + self.shard.row_bytes)
+        return self.item.num_rows * (2 * ID_BYTES + self.shard.body.row_bytes)
 
     @property
     def is_complete(self) -> bool:
@@ -130,14 +130,14 @@ def checked(header: TablePushHeader) -> Scope | None:
     return Scope.of(header.all_shard_ids, of_tables=not header.with_parameters)
 
 
-def answer(shard: TableShard, outcome: TableOutcome) -> TablePushOutcome:
+def answer(shard: TableShard, outcome: PushResult[None]) -> TablePushOutcome:
     return TablePushOutcome(
         shard_id=shard.shard_id,
         version=outcome.version,
         staleness=outcome.staleness,
         duplicate=outcome.is_duplicate,
         fates=outcome.fates,
-        step=shard.table_step,
+        step=shard.body.content.table_step,
     )
 
 

@@ -34,11 +34,11 @@ from shoal_server.parameters.shard.chunk_assembler import Budget, Reservation
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import TABLES, Scope
+from shoal_server.parameters.shard.versioned import PushResult
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
-from shoal_server.parameters.tables.shard import TableShard
+from shoal_server.parameters.tables.shard import LookedUp, TablePush, TableShard
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -89,9 +89,9 @@ class TablesServicer(Base):
             try:
                 if isinstance(shard, ShoalError):
                     raise shard
-                num_bytes = len(rows.ids) // ID_BYTES * shard[1].row_bytes
+                num_bytes = len(rows.ids) // ID_BYTES * shard[1].body.row_bytes
                 # A single row always gets through.
-                if num_bytes > max(left_bytes, shard[1].row_bytes):
+                if num_bytes > max(left_bytes, shard[1].body.row_bytes):
                     raise _too_many(num_bytes)
                 left_bytes -= num_bytes
                 reply.rows.append(await self._found(rows, *shard, num_bytes))
@@ -102,8 +102,8 @@ class TablesServicer(Base):
     async def _found(
         self, rows: RowIds, replica: ShardReplica, shard: TableShard, num_bytes: int
     ) -> FoundRows:
-        look_up = partial(shard.look_up, rows.ids)
-        looked_up = await replica.in_turn(self._run, num_bytes, look_up)
+        look_up = partial(shard.read, partial(shard.body.look_up, rows.ids))
+        looked_up: LookedUp = await replica.in_turn(self._run, num_bytes, look_up)
         # What a backup has not got yet may still vanish: nobody is to have seen it.
         await replica.receipts.wait_safe(looked_up.version)
         return FoundRows(
@@ -159,7 +159,7 @@ class TablesServicer(Base):
         self._memory.refresh()
         try:
             num_bytes = part.num_bytes + part.replica.copy_bytes
-            num_bytes += part.shard.regrown_bytes(part.item.num_rows)
+            num_bytes += part.shard.body.regrown_bytes(part.item.num_rows)
             work = partial(self._push, part, push)
             outcome = await part.replica.in_turn(self._run, num_bytes, work)
             await part.replica.wait_acknowledged(outcome.version, header.acknowledgement)
@@ -171,7 +171,7 @@ class TablesServicer(Base):
             return refusal(part.item.shard_id, unnamed)
         return answer(part.shard, outcome)
 
-    def _push(self, part: TablePushPart, push: TablePush) -> TableOutcome:
+    def _push(self, part: TablePushPart, push: TablePush) -> PushResult[None]:
         part.replica.before_push()
         what = f"more rows in shard {part.item.shard_id} of job {part.replica.job}"
         return part.shard.push(push, self._fence.is_live, partial(self._memory.take, what=what))

@@ -22,7 +22,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.shard.absence import not_ready, why_absent
-from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 log = structlog.get_logger(__name__)
@@ -157,12 +157,14 @@ class Catalog:
             self.check_new(job, shard, assignment)
             self._compare(shard, expected)
             replica = self.find(job, shard.shard_id)
-            known = replica.state if replica is not None else None
-            if isinstance(known, DenseShard) and known.optimizer_spec != optimizer:
+            if replica is None or not is_dense(replica.state):
+                continue
+            known = replica.state.body.optimizer_spec
+            if known != optimizer:
                 raise ProposalConflict(
                     f"shard {shard.shard_id} of job {job} has another optimizer",
                     seen=_one_line(optimizer),
-                    expected=_one_line(known.optimizer_spec),
+                    expected=_one_line(known),
                     fix="Give every worker the same optimizer and hyper-parameters.",
                 )
 

@@ -12,7 +12,8 @@ import structlog
 from shoal_proto.errors import InvalidSpec, Overloaded, ShoalError, WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.shards.assignments import Holder
-from shoal_server.parameters.shard.image import ShardState, UpdateRecord
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
 
 log = structlog.get_logger(__name__)
@@ -90,7 +91,7 @@ class Receipts:
 class ShardReplica:
     """A shard in the catalog. Lives on the event loop; its state may be used from any thread."""
 
-    def __init__(self, job: str, state: ShardState, role: Role, epoch: int) -> None:
+    def __init__(self, job: str, state: AnyShard, role: Role, epoch: int) -> None:
         self._turn = asyncio.Lock()
         self.job = job
         self.state = state

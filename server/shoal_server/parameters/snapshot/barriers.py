@@ -17,7 +17,7 @@ from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.step_scope import TABLES
 from shoal_server.parameters.snapshot.barrier import BarrierPhase, SnapshotBarrier
@@ -269,23 +269,19 @@ class _Lacking:
         return [
             replica.shard_id
             for replica in self._led
-            if (
-                isinstance(replica.state, DenseShard)
-                if shards is None
-                else replica.shard_id in shards
-            )
+            if (is_dense(replica.state) if shards is None else replica.shard_id in shards)
             and not replica.state.sessions.has_applied(session, step.sequence)
         ]
 
 
 def _begun_in(replica: ShardReplica) -> Begun:
     """The steps that a shard remembers."""
-    is_dense = isinstance(replica.state, DenseShard)
-    alone = None if is_dense else frozenset({replica.shard_id})
+    of_parameters = is_dense(replica.state)
+    alone = None if of_parameters else frozenset({replica.shard_id})
     begun = {}
     for session, sequence, scope in replica.state.sessions.remembered():
         if scope is None:
-            begun[StepId(session if is_dense else TABLES + session, sequence)] = alone
+            begun[StepId(session if of_parameters else TABLES + session, sequence)] = alone
         else:
             begun[scope.step(session, sequence)] = scope.shards
     return begun

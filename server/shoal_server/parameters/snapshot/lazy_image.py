@@ -3,8 +3,9 @@
 import threading
 from dataclasses import dataclass
 
-from shoal_server.parameters.shard.image import Image, ShardState
+from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
 
 
@@ -22,7 +23,7 @@ class LazyImage:
 
     def __init__(self, replica: ShardReplica) -> None:
         self.stamp = Stamp(replica.shard_id, replica.epoch, replica.state.version)
-        self._state: ShardState | None = replica.state
+        self._state: AnyShard | None = replica.state
         self._replica = replica
         self._lock = threading.Lock()
         self._image: Image | None = None

@@ -1,6 +1,7 @@
 """How much slower an optimizer steps on a gradient that others' updates have overtaken."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, Stalene
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers import check_spec
 from shoal_server.parameters.optimizers.damping import damping
-from shoal_server.parameters.shard.dense import DenseShard, Push
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, new_dense_shard
 from shoal_server.parameters.shard.reply_writer import in_messages
 
 SIZE = 64
@@ -49,11 +50,11 @@ def new_shard(hyper: HyperParameters) -> DenseShard:
     )
     optimizer = OptimizerSpec(kind="sgd", groups=[hyper], staleness=DAMP)
     check_spec(optimizer, 1)
-    return DenseShard(spec, optimizer, bytearray(4 * SIZE))
+    return new_dense_shard(spec, optimizer, bytearray(4 * SIZE))
 
 
 def push(shard: DenseShard, base_version: int, gradient: torch.Tensor, sequence: int) -> None:
-    a_push = Push(
+    a_push = DensePush(
         session="s",
         sequence=sequence,
         epoch=1,
@@ -62,7 +63,11 @@ def push(shard: DenseShard, base_version: int, gradient: torch.Tensor, sequence:
         blocks=(0,),
         gradient=gradient.view(torch.uint8).numpy().tobytes(),
     )
-    shard.push(a_push, lambda _: True, writer=in_messages(pieces.PUSH_REPLY))
+    shard.push(
+        a_push,
+        lambda _: True,
+        read=partial(shard.body.values, writer=in_messages(pieces.PUSH_REPLY)),
+    )
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

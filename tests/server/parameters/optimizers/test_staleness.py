@@ -1,6 +1,7 @@
 """What a policy makes of a gradient of values that others have changed since."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch, St
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers import check_spec
-from shoal_server.parameters.shard.dense import DenseShard, Push, Values
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, new_dense_shard
 from shoal_server.parameters.shard.reply_writer import in_messages
 
 SIZES = (130, 65)
@@ -33,7 +34,7 @@ def new_shard(
     hyper = HyperParameters(lr=LR, maximize=maximize)
     optimizer = OptimizerSpec(kind="sgd", groups=[hyper], staleness=policy)
     check_spec(optimizer, 1)
-    shard = DenseShard(spec, optimizer, bytearray(raw(drawn(0, dtype))))
+    shard = new_dense_shard(spec, optimizer, bytearray(raw(drawn(0, dtype))))
     push(shard, 1, drawn(1, dtype), base=drawn(0, dtype), session="other")
     return shard
 
@@ -45,8 +46,8 @@ def raw(tensor: Tensor) -> bytes:
 def push(
     shard: DenseShard, base_version: int, gradient: Tensor, *, base: Tensor, session: str = "s"
 ) -> Values:
-    data = raw(gradient) + (raw(base) if shard.needs_base else b"")
-    a_push = Push(
+    data = raw(gradient) + (raw(base) if shard.body.needs_base else b"")
+    a_push = DensePush(
         session=session,
         sequence=1,
         epoch=1,
@@ -55,7 +56,11 @@ def push(
         blocks=(0, 1),
         gradient=data,
     )
-    values = shard.push(a_push, lambda _: True, writer=in_messages(pieces.PUSH_REPLY))[2]
+    values = shard.push(
+        a_push,
+        lambda _: True,
+        read=partial(shard.body.values, writer=in_messages(pieces.PUSH_REPLY)),
+    ).values
     assert values is not None
     return values
 
@@ -187,7 +192,7 @@ def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
     optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=0.25)], staleness=policy)
     values = torch.cat([t.flatten() for t in first])
     spec = Shard(shard_id=7, epoch=1, dtype="float32", blocks=blocks)
-    shard = DenseShard(spec, optimizer, bytearray(raw(values)))
+    shard = new_dense_shard(spec, optimizer, bytearray(raw(values)))
     replica = [(1, values)] * num_members
     for number in range(NUM_PUSHES):
         member = number % num_members
@@ -196,14 +201,14 @@ def accuracy_of(policy: StalenessPolicy, num_members: int) -> float:
         weights = base.clone().requires_grad_()
         loss = torch.nn.functional.cross_entropy(scores(weights, images[chosen]), targets[chosen])
         (gradient,) = torch.autograd.grad(loss, weights)
-        a_push = Push(
+        a_push = DensePush(
             session=str(member),
             sequence=number + 1,
             epoch=1,
             base_version=version,
             lr=None,
             blocks=range(len(SHAPES)),
-            gradient=raw(gradient) + (raw(base) if shard.needs_base else b""),
+            gradient=raw(gradient) + (raw(base) if shard.body.needs_base else b""),
         )
         shard.push(a_push, lambda _: True)
         replica[member] = (shard.version, now(shard))

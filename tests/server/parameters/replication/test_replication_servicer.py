@@ -32,7 +32,7 @@ from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import DenseShard, Push
+from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
@@ -56,15 +56,15 @@ class Primary:
     def __init__(self) -> None:
         block = Block(parameter="p", num_elements=NUM_ELEMENTS)
         spec = Shard(shard_id=0, server_id="ps-9", epoch=EPOCH, dtype="float32", blocks=[block])
-        self.shard = DenseShard(spec, ADAM, bytearray(4 * NUM_ELEMENTS))
+        self.shard = new_dense_shard(spec, ADAM, bytearray(4 * NUM_ELEMENTS))
         self._records: list[UpdateRecord] = []
-        self.shard.keep(self._records.append)
+        self.shard.subscribe(self._records.append)
         self._sequence = 0
 
     def push(self) -> UpdateRecord:
         self._sequence += 1
         gradient = torch.full((NUM_ELEMENTS,), float(self._sequence)).numpy().tobytes()
-        push = Push(
+        push = DensePush(
             session="s",
             sequence=self._sequence,
             epoch=EPOCH,
@@ -385,7 +385,7 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
     replica = await led(world)
     gradient = torch.ones(NUM_ELEMENTS).numpy().tobytes()
     for sequence in (1, 2):
-        push = Push(
+        push = DensePush(
             session="t",
             sequence=sequence,
             epoch=EPOCH + 1,
@@ -394,7 +394,7 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
             blocks=[0],
             gradient=gradient,
         )
-        assert isinstance(replica.state, DenseShard)
+        assert is_dense(replica.state)
         replica.state.push(push, lambda session: True)
     gate.go_on.set()
     assert outcomes(await telling) == [WrongEpoch]

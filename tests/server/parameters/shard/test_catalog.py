@@ -12,7 +12,7 @@ from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.dense import DenseShard
+from shoal_server.parameters.shard.dense import new_dense_shard
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
@@ -20,7 +20,7 @@ SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
 
 def replica(role: Role, epoch: int) -> ShardReplica:
     spec = Shard(shard_id=0, epoch=epoch, dtype="float32", blocks=[Block(num_elements=1)])
-    return ShardReplica("job", DenseShard(spec, SGD, bytearray(4)), role, epoch)
+    return ShardReplica("job", new_dense_shard(spec, SGD, bytearray(4)), role, epoch)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """A shard changes as a whole or not at all, and never twice for one push."""
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from shoal_proto.errors import (
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.shard.dense import STALENESS_BUCKETS, DenseShard, Push, Values
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, new_dense_shard
 from shoal_server.parameters.shard.reply_writer import in_messages
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
+from shoal_server.parameters.shard.versioned import STALENESS_BUCKETS
 
 TO_REPLIES = in_messages(pieces.PUSH_REPLY)
 NUM_ELEMENTS = 1000
@@ -35,14 +37,14 @@ def new_shard(num_elements: int = NUM_ELEMENTS, dtype: str = "float32") -> Dense
     spec = Shard(shard_id=7, epoch=3, dtype=dtype, blocks=blocks)
     optimizer = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
     size = torch.zeros((), dtype=getattr(torch, dtype)).element_size()
-    return DenseShard(spec, optimizer, bytearray(num_elements * size))
+    return new_dense_shard(spec, optimizer, bytearray(num_elements * size))
 
 
 def gradient(value: float, num_elements: int = NUM_ELEMENTS) -> bytes:
     return torch.full((num_elements,), value).numpy().tobytes()
 
 
-def a_push(sequence: int = 1, **changes: object) -> Push:
+def a_push(sequence: int = 1, **changes: object) -> DensePush:
     fields: dict[str, object] = {
         "session": "s",
         "sequence": sequence,
@@ -52,7 +54,7 @@ def a_push(sequence: int = 1, **changes: object) -> Push:
         "blocks": (0, 1),
         "gradient": gradient(-1.0),
     }
-    return Push(**(fields | changes))  # type: ignore[arg-type]
+    return DensePush(**(fields | changes))  # type: ignore[arg-type]
 
 
 def is_live(session: str) -> bool:
@@ -71,13 +73,14 @@ def read(values: Values) -> torch.Tensor:
 def test_a_push_moves_values_and_version() -> None:
     """Version and values belong together, and staleness counts what the gradient did not know."""
     shard = new_shard()
-    outcome, duplicate, values = shard.push(a_push(1), is_live, writer=TO_REPLIES)
-    assert (outcome.version, outcome.staleness, duplicate) == (2, 0, False)
+    outcome = shard.push(a_push(1), is_live, read=partial(shard.body.values, writer=TO_REPLIES))
+    assert (outcome.version, outcome.staleness, outcome.is_duplicate) == (2, 0, False)
+    values = outcome.values
     assert values is not None
     assert values.version == 2
     assert torch.equal(read(values), torch.ones(NUM_ELEMENTS))
-    outcome, _, values = shard.push(a_push(2), is_live)
-    assert (outcome.version, outcome.staleness, values) == (3, 1, None)
+    outcome = shard.push(a_push(2), is_live)
+    assert (outcome.version, outcome.staleness, outcome.values) == (3, 1, None)
     assert list(shard.describe("j").staleness_counts)[:3] == [1, 1, 0]
 
 
@@ -86,8 +89,9 @@ def test_a_repeated_push_is_applied_once() -> None:
     shard = new_shard()
     shard.push(a_push(1), is_live)
     shard.push(a_push(1, session="other"), is_live)
-    outcome, duplicate, values = shard.push(a_push(1), is_live, writer=TO_REPLIES)
-    assert (outcome.version, outcome.staleness, duplicate) == (2, 0, True)
+    outcome = shard.push(a_push(1), is_live, read=partial(shard.body.values, writer=TO_REPLIES))
+    assert (outcome.version, outcome.staleness, outcome.is_duplicate) == (2, 0, True)
+    values = outcome.values
     assert values is not None
     assert torch.equal(read(values), torch.full((NUM_ELEMENTS,), 2.0))
     assert shard.describe("j").duplicates == 1
@@ -99,10 +103,10 @@ def test_a_push_from_before_the_memory_is_refused() -> None:
     shard = new_shard()
     for sequence in range(1, MAX_OUTCOMES + 3):
         shard.push(a_push(sequence), is_live)
-    version = shard.read().version
+    version = shard.read(shard.body.values).version
     with pytest.raises(ForgottenPush):
         shard.push(a_push(1), is_live)
-    assert shard.read().version == version
+    assert shard.read(shard.body.values).version == version
 
 
 @pytest.mark.parametrize(
@@ -121,31 +125,32 @@ def test_a_push_from_before_the_memory_is_refused() -> None:
         ),
     ],
 )
-def test_what_is_refused_changes_nothing(push: Push, kind: type[ShoalError], fragment: str) -> None:
+def test_what_is_refused_changes_nothing(
+    push: DensePush, kind: type[ShoalError], fragment: str
+) -> None:
     """A refused push leaves values and version alone, and its sequence may be used again."""
     shard = new_shard()
     with pytest.raises(kind, match=fragment):
-        shard.push(push, is_live, writer=TO_REPLIES)
-    values = shard.read()
+        shard.push(push, is_live, read=partial(shard.body.values, writer=TO_REPLIES))
+    values = shard.read(shard.body.values)
     assert values.version == 1
     assert torch.equal(read(values), torch.zeros(NUM_ELEMENTS))
     assert shard.describe("j").refused == 1
-    _, duplicate, _ = shard.push(a_push(1), is_live)
-    assert not duplicate
+    assert not shard.push(a_push(1), is_live).is_duplicate
 
 
 def test_large_finite_gradients_pass() -> None:
     """Numbers whose sum overflows are finite all the same."""
     shard = new_shard()
     shard.push(a_push(gradient=gradient(3e38), lr=1e-38), is_live)
-    assert torch.allclose(read(shard.read()), torch.full((NUM_ELEMENTS,), -3.0))
+    assert torch.allclose(read(shard.read(shard.body.values)), torch.full((NUM_ELEMENTS,), -3.0))
 
 
 def test_absent_blocks_are_left_alone() -> None:
     """A block without gradient keeps its values; the others move."""
     shard = new_shard()
     push = a_push(blocks=(1,), gradient=gradient(-1.0, 500))
-    _, _, values = shard.push(push, is_live, writer=TO_REPLIES)
+    values = shard.push(push, is_live, read=partial(shard.body.values, writer=TO_REPLIES)).values
     assert values is not None
     assert torch.equal(read(values)[:500], torch.zeros(500))
     assert torch.equal(read(values)[500:], torch.ones(500))
@@ -155,14 +160,14 @@ def test_the_learning_rate_of_the_push_counts() -> None:
     """A schedule lives with the worker: the push brings the rate."""
     shard = new_shard()
     shard.push(a_push(lr=0.25), is_live)
-    assert torch.equal(read(shard.read()), torch.full((NUM_ELEMENTS,), 0.25))
+    assert torch.equal(read(shard.read(shard.body.values)), torch.full((NUM_ELEMENTS,), 0.25))
 
 
 def test_reading_a_known_version_sends_nothing() -> None:
     """Who has the newest values already is not sent them again."""
     shard = new_shard()
-    assert shard.read(known_version=1).messages == ()
-    assert shard.read(known_version=2).messages
+    assert shard.read(partial(shard.body.values, known_version=1)).messages == ()
+    assert shard.read(partial(shard.body.values, known_version=2)).messages
 
 
 def test_staleness_beyond_the_last_bucket_is_counted_there() -> None:
@@ -191,7 +196,7 @@ def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
 
     def reader() -> None:
         while not done.is_set():
-            values = shard.read()
+            values = shard.read(shard.body.values)
             tensor = read(values)
             if tensor.min() != tensor.max() or tensor[0] != values.version - 1:
                 torn.append(values.version)
@@ -205,6 +210,6 @@ def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
     done.set()
     looker.join()
     assert torn == []
-    final = shard.read()
+    final = shard.read(shard.body.values)
     assert final.version == num_threads * num_pushes + 1
     assert torch.equal(read(final), torch.full((num_elements,), float(num_threads * num_pushes)))

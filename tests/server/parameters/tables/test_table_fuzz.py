@@ -14,8 +14,8 @@ from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate, TableSpec
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.tables.pushes import TableOutcome, TablePush
-from shoal_server.parameters.tables.shard import TableShard
+from shoal_server.parameters.shard.versioned import PushResult
+from shoal_server.parameters.tables.shard import TablePush, TableShard, table_from_image
 
 NUM_IDS = 6
 NUM_PUSHERS = 2
@@ -124,7 +124,7 @@ class Pusher:
     name: str
     births: dict[int, int] = field(default_factory=dict)
     sequence: int = 0
-    last: tuple[TablePush, TableOutcome] | None = None
+    last: tuple[TablePush, PushResult] | None = None
 
 
 class World:
@@ -136,12 +136,12 @@ class World:
         self.twin = Twin(table, table.max_rows)
         self.pushers = [Pusher(f"w{i}") for i in range(NUM_PUSHERS)]
         self.records: list[UpdateRecord] = []
-        self.copy = TableShard.from_image(self.shard.image(self.records.append))
+        self.copy = table_from_image(self.shard.image(self.records.append))
 
     def copy_again(self) -> None:
         """The copy starts from an image of now."""
         self.records.clear()
-        self.copy = TableShard.from_image(self.shard.image())
+        self.copy = table_from_image(self.shard.image())
 
     def look_up(self, pusher: Pusher, ids: list[int]) -> None:
         births, values = look_up(self.shard, ids)
@@ -170,7 +170,7 @@ class World:
         expected = self.twin.push(self.now_s, total)
         assert list(outcome.fates or bytes(len(ids))) == [expected[i] for i in ids]
         assert outcome.version == self.twin.version
-        assert self.shard.num_rows == len(self.twin.rows) <= self.twin.max_rows
+        assert len(self.shard.body.content) == len(self.twin.rows) <= self.twin.max_rows
 
     def retry(self, pusher: Pusher) -> None:
         if pusher.last is None:
@@ -228,7 +228,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
     random = np.random.default_rng(seed)
     shard = new_shard(table)
     records: list[UpdateRecord] = []
-    copies = [TableShard.from_image(shard.image(records.append))]
+    copies = [table_from_image(shard.image(records.append))]
     starts = [0]
     for number in range(1, 30):
         ids = random.integers(0, 200, random.integers(1, 40))
@@ -239,7 +239,7 @@ def test_a_replayed_copy_is_the_same_to_the_last_bit(kind: str, seed: int) -> No
         )
         shard.push(push, live)
         if number % 10 == 0:
-            copies.append(TableShard.from_image(shard.image()))
+            copies.append(table_from_image(shard.image()))
             starts.append(number)
     for start, copy in zip(starts, copies, strict=True):
         for record in records[start:]:

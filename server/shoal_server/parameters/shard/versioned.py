@@ -1,0 +1,325 @@
+"""One shard, whatever it is made of: its versions and its memory of pushes around a body of values.
+
+Every method is atomic: it holds one of the shard's locks from beginning to end, so pushes are
+serialised and a reader never sees half of one. Nothing here waits for a network or an event loop.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from google.protobuf.message import Message
+from torch import Tensor
+
+from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.parameters_pb2 import ShardState
+from shoal_proto.v1.replication_pb2 import PushRecord, SessionImage
+from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
+from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable
+from shoal_server.parameters.shard.step_scope import Scope, to_message
+
+STALENESS_BUCKETS = 64
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Push:
+    """Gradients for one shard; what they are gradients of, each kind of shard adds."""
+
+    session: str
+    sequence: int
+    epoch: int
+    base_version: int
+    lr: float | None
+    gradient: Buffer
+    base_epoch: int = 0
+    """The shard's epoch when the base version was received; 0: not told."""
+    is_borrowed: bool = False
+    """The gradient's memory is its sender's again once the push is answered."""
+    scope: Scope | None = None
+    """What the push is part of; None: of a push to every dense shard, or to this
+    shard of a table alone."""
+    at_unix_s: float = field(default_factory=time.time)
+    """When it came in, by this server's clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushResult(Generic[T]):
+    version: int
+    staleness: int
+    fates: bytes
+    """Of a table: a RowFate for each row as it came; empty: all were applied."""
+    is_duplicate: bool = False
+    values: T | None = None
+    """What was read right after the push, if anything was to be."""
+
+
+PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
+BatchT = TypeVar("BatchT")
+
+
+class ShardBody(Protocol[PushT_contra, BatchT]):
+    """What a shard consists of, for one thread at a time. Nothing that `apply` does may depend on
+    anything but the body and the record: every copy does the same."""
+
+    kind: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of values; may be asked at any time."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of values and optimizer state; may be asked at any time."""
+        ...
+
+    def regrown_bytes(self, num_rows: int) -> int:
+        """What a push of so many rows copies, at most, to make room; may be asked at any time."""
+        ...
+
+    def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
+        """Say in the record what the body needs. Raises for what must not be applied."""
+        ...
+
+    def read_batch(self, record: PushRecord, data: Buffer) -> BatchT:
+        """Raises ShapeMismatch, MalformedMessage or NonFiniteGradient for data of another push."""
+        ...
+
+    def growth_bytes(self, batch: BatchT, at_unix_s: float) -> int:
+        """By how much a push at that time may grow what is held."""
+        ...
+
+    def apply(self, record: PushRecord, batch: BatchT) -> bytes:
+        """Change the values; what became of each row. Changes nothing if it raises."""
+        ...
+
+    def fates(self, session: str, sequence: int) -> bytes:
+        """What became of the rows of a push that is remembered."""
+        ...
+
+    def spec_message(self, spec: Shard) -> Message:
+        """What the shard is made from."""
+        ...
+
+    def tensors(self, sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
+        """A copy of all of it."""
+        ...
+
+
+BodyT = TypeVar("BodyT", bound=ShardBody[Any, Any])
+
+
+def _unlimited(num_bytes: int) -> None:
+    """Where memory has no limit."""
+
+
+class VersionedShard(Generic[BodyT]):
+    def __init__(self, spec: Shard, body: BodyT) -> None:
+        """New: at version 1, without memory of any push."""
+        self.spec = spec
+        self.body = body
+        self._sessions = SessionTable()
+        self._version = 1
+        self._pushes = self._duplicates = self._refused = 0
+        self._staleness_counts = [0] * STALENESS_BUCKETS
+        self._listener: UpdateListener | None = None
+        self._body_lock = threading.Lock()
+        """For what reads or writes the body; taken before the other one. An image holds it for as
+        long as a gigabyte takes to be copied."""
+        self._lock = threading.Lock()
+        """For all else. It is never held for longer than a push."""
+
+    @classmethod
+    def from_image(cls, spec: Shard, body: BodyT, image: Image) -> "VersionedShard[BodyT]":
+        """The same shard once more, to the last bit; its counters start from 0.
+
+        Raises InternalError if the image's sessions are torn.
+        """
+        shard = cls(spec, body)
+        shard._sessions.restore(image.sessions)
+        shard._version = image.version
+        return shard
+
+    @property
+    def shard_id(self) -> int:
+        return self.spec.shard_id
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def sessions(self) -> SessionTable:
+        """What it remembers of pushes. Without the shard's lock, ask only what needs none."""
+        return self._sessions
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of values and optimizer state."""
+        return self.body.memory_bytes
+
+    def wrong_epoch(self, epoch: int) -> WrongEpoch:
+        """The error for a sender whose view of this shard is not the current one."""
+        return WrongEpoch(
+            f"shard {self.spec.shard_id} has another epoch",
+            seen=str(epoch),
+            expected=str(self.spec.epoch),
+            fix="Fetch the shard map and retry.",
+        )
+
+    def push(
+        self,
+        push: Push,
+        is_live: Callable[[str], bool],
+        take_memory: Callable[[int], None] = _unlimited,
+        *,
+        read: Callable[[int], T] | None = None,
+    ) -> PushResult[T]:
+        """Apply gradients once; `read`, which is told the version, then reads the body.
+
+        A repeated (session, sequence) gets its first outcome and changes nothing; what is read then
+        is as of now. `take_memory` is told how many bytes the shard may be about to grow by, and
+        raises Overloaded where it must not. Raises WrongEpoch, ForgottenPush, StalePush,
+        NonFiniteGradient, ShapeMismatch, MalformedMessage or Overloaded, and then nothing has
+        changed.
+        """
+        with self._body_lock, self._lock:
+            try:
+                outcome, fates, is_duplicate = self._push(push, is_live, take_memory)
+            except Exception:
+                self._refused += 1
+                raise
+            return PushResult(
+                version=outcome.version,
+                staleness=outcome.staleness,
+                fates=fates,
+                is_duplicate=is_duplicate,
+                values=None if read is None else read(self._version),
+            )
+
+    def _push(
+        self, push: Push, is_live: Callable[[str], bool], take_memory: Callable[[int], None]
+    ) -> tuple[RememberedOutcome, bytes, bool]:
+        if push.epoch != self.spec.epoch:
+            raise self.wrong_epoch(push.epoch)
+        first = self._sessions.recall(push.session, push.sequence)
+        if first is not None:
+            self._duplicates += 1
+            return first, self.body.fates(push.session, push.sequence), True
+        record = PushRecord(
+            session=push.session,
+            sequence=push.sequence,
+            version=self._version + 1,
+            staleness=self._staleness(push),
+            at_unix_s=push.at_unix_s,
+            step=to_message(push.scope),
+        )
+        self.body.describe_push(push, record)
+        # A listener needs the gradient for longer than the push takes.
+        is_copied = push.is_borrowed and self._listener is not None
+        data = bytes(push.gradient) if is_copied else push.gradient
+        batch = self.body.read_batch(record, data)
+        take_memory(self.body.growth_bytes(batch, push.at_unix_s))
+        record.forgotten_sessions.extend(self._sessions.make_room(push.session, is_live))
+        return *self._apply(UpdateRecord(record, data), batch), False
+
+    def _staleness(self, push: Push) -> int:
+        """How many updates of the shard the gradients do not know of."""
+        if push.base_version <= self._version:
+            return self._version - push.base_version
+        if 0 < push.base_epoch < push.epoch:
+            # That version died with a primary before anybody else had it.
+            return 0
+        raise MalformedMessage(
+            f"the gradients for shard {self.spec.shard_id} have a base that does not exist",
+            seen=f"base version {push.base_version}",
+            expected=f"at most {self._version}",
+            fix="Pull the shard again, or look its rows up again; it may have been made anew.",
+        )
+
+    def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:
+        """All that a push changes, on the primary and on every copy alike: nothing in here may
+        depend on anything but the shard and the record."""
+        push = record.push
+        fates = self.body.apply(push, batch)
+        self._sessions.forget(push.forgotten_sessions)
+        outcome = RememberedOutcome(push.version, push.staleness)
+        self._version = push.version
+        scope = Scope.from_message(push.step)
+        self._sessions.remember(push.session, push.sequence, outcome, scope)
+        self._pushes += 1
+        self._staleness_counts[min(push.staleness, STALENESS_BUCKETS - 1)] += 1
+        if self._listener is not None:
+            self._listener(record)
+        return outcome, fates
+
+    def replay(self, record: UpdateRecord) -> None:
+        """Apply what the primary applied; the listener, if there is one, is told of it too.
+
+        Raises InternalError if it is not the next version, ShapeMismatch or MalformedMessage if it
+        is not a push of this shard; then nothing has changed.
+        """
+        with self._body_lock, self._lock:
+            if record.push.version != self._version + 1:
+                raise InternalError(
+                    f"shard {self.spec.shard_id} was told of an update out of order",
+                    seen=f"version {record.push.version}",
+                    expected=f"version {self._version + 1}",
+                )
+            self._apply(record, self.body.read_batch(record.push, record.data))
+
+    def read(self, work: Callable[[int], T]) -> T:
+        """The result of what reads the body as of one version, which it is told."""
+        with self._body_lock:
+            return work(self._version)
+
+    def subscribe(self, listener: UpdateListener | None) -> None:
+        """From now on `listener` is told of every push, in place of the one before it."""
+        with self._lock:
+            self._listener = listener
+
+    def enter_epoch(self, epoch: int) -> None:
+        """Pushes of any other epoch are refused from now on, with WrongEpoch."""
+        with self._lock:
+            self.spec.epoch = epoch
+
+    def image(self, listener: UpdateListener | None = None) -> Image:
+        """A copy of all of it as of one version; `listener`, if given, is told of every push after
+        exactly that version, in place of the one before it."""
+        with self._body_lock:
+            with self._lock:
+                if listener is not None:
+                    self._listener = listener
+                spec = self.body.spec_message(self.spec)
+            sessions = self._sessions.export()
+            return Image(
+                kind=self.body.kind,
+                shard_id=self.spec.shard_id,
+                version=self._version,
+                spec=spec.SerializeToString(deterministic=True),
+                tensors=self.body.tensors(sessions),
+                sessions=sessions,
+            )
+
+    def describe(self, job: str) -> ShardState:
+        """Counters and sizes, for people; without the lock, so that nobody waits for it."""
+        return ShardState(
+            job=job,
+            shard_id=self.spec.shard_id,
+            epoch=self.spec.epoch,
+            version=self._version,
+            num_bytes=self.body.num_bytes,
+            pushes=self._pushes,
+            duplicates=self._duplicates,
+            refused=self._refused,
+            staleness_counts=self._staleness_counts,
+        )
+
+
+AnyShard = VersionedShard[Any]
