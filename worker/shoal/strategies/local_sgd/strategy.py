@@ -227,10 +227,10 @@ class LocalSGD(SynchronousStrategy):
         while self._unacknowledged:
             self._unacknowledged.pop(0)()
 
-    def wait_abortable(self) -> None:
+    def finish(self) -> None:
         if self._process_group is not None:
             self._meet(self._process_group)
-        super().wait_abortable()
+        super().finish()
 
     # --- state ---
 

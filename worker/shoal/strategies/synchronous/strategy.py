@@ -376,7 +376,7 @@ class SynchronousStrategy(Strategy):
         self._in_step = False
         self._buffers.clear()
 
-    def wait_abortable(self) -> None:
+    def finish(self) -> None:
         if self._process_group is None:
             raise GenerationBroken("the last step was taken in a generation that is over")
         if self._checkpoints is not None:
