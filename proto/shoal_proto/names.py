@@ -1,4 +1,4 @@
-"""Which names jobs and members may have. A coordinator refuses others; so does who asks it."""
+"""Which names jobs, members and servers may have: they become keys, paths and URL segments."""
 
 import re
 
@@ -9,7 +9,7 @@ _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a job or a member; `NAME_RULE` says what may."""
+    """Whether `text` may name a job, a member or a server; `NAME_RULE` says what may."""
     return _NAME.fullmatch(text) is not None
 
 

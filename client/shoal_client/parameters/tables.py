@@ -28,9 +28,9 @@ from shoal_client.parameters.table_rows import (
     packed,
     route,
 )
-from shoal_client.shards.blocks import DTYPE_BYTES
 from shoal_client.shards.layouts import of_tables
 from shoal_proto.checksum import crc32
+from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import InternalError, RetryError, ShoalError, UnknownShard
 from shoal_proto.status import from_detail
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement

@@ -7,11 +7,11 @@ from math import prod
 
 from shoal_proto import pieces
 from shoal_proto.checksum import crc32
+from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShapeMismatch
 from shoal_proto.pieces import AnyPiece
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 SEND_PIECE_BYTES = 1024 * 1024
 
 Buffers = Mapping[str, memoryview]

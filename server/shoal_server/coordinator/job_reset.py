@@ -5,7 +5,6 @@ parameter servers or in a process that was halted, is known by its run: servers 
 whose record is gone or is another run's, and generation numbers go on rising (`EarlierRuns`).
 """
 
-import json
 from collections.abc import Sequence
 
 import structlog
@@ -15,17 +14,13 @@ from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused, from_json
-from shoal_server.coordinator.persistence.stored_json import (
-    Unreadable,
-    named_under,
-    set_aside,
-    taken_apart,
-)
+from shoal_server.coordinator.persistence.stored_json import named_under, set_aside
 from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, KeyValueStore, Operation, Put
+from shoal_server.etcd.json_fields import Fields, Unreadable, taken_apart
 
 log = structlog.get_logger(__name__)
 
@@ -112,9 +107,9 @@ def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
     for each in held:
         if each.key == keys.job_state(job):
             try:
-                found.append(int(json.loads(each.value)["last_generation"]))
-            except (ValueError, KeyError, TypeError) as error:
-                log.warning("job_state_unreadable", job=job, reason=repr(error))
+                found.append(Fields.parsed(each.value).count("last_generation"))
+            except Unreadable as error:
+                log.warning("job_state_unreadable", job=job, reason=str(error))
     return max(found, default=0)
 
 

@@ -1,7 +1,7 @@
 """Where things lie in etcd. Every key of Shoal is built here and nowhere else.
 
 Values are JSON objects in UTF-8 unless said otherwise. Job and member ids are checked when they
-enter (`core.names`), so they never hold a slash.
+enter (`shoal_proto.names`), so they never hold a slash.
 """
 
 ROOT = "/shoal/v1/"

@@ -18,6 +18,7 @@ from shoal_server.etcd.api import (
     Revision,
     created_at,
 )
+from shoal_server.etcd.json_fields import Fields, Unreadable
 from shoal_server.etcd.mirror import follow_key
 
 log = structlog.get_logger(__name__)
@@ -86,12 +87,12 @@ async def end_term(store: KeyValueStore, leader: Leader) -> bool:
 
 def _parse(value: bytes, created: Revision) -> Leader:
     try:
-        record = json.loads(value)
-        address, http_url = str(record["address"]), str(record["http_url"])
-        host = str(record.get("host", ""))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        record = Fields.parsed(value)
+        address, http_url = record.text("address"), record.text("http_url")
+        host = record.text("host", "")
+    except Unreadable as error:
         # Somebody leads, or the key would not be there; we only cannot tell where.
-        log.error("leader_record_unreadable", value=value[:200], error=repr(error))
+        log.error("leader_record_unreadable", value=value[:200], error=str(error))
         address = http_url = host = ""
     return Leader(address=address, http_url=http_url, host=host, create_revision=created)
 

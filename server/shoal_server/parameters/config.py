@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal_proto.errors import InvalidSpec
-from shoal_server.core.names import NAME_RULE, is_name
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.journal.config import JournalConfig

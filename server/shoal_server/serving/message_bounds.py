@@ -14,7 +14,7 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 from shoal_proto.errors import InvalidSpec
-from shoal_server.core.names import MAX_NAME_LENGTH
+from shoal_proto.names import MAX_NAME_LENGTH
 
 TEXT_LENGTH = 4096
 """Of a text that is not named below; reasons, errors and keys of the rendezvous store are some."""

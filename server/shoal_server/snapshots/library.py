@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import structlog
 
 from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, UnknownSnapshot
-from shoal_server.core.names import NAME_RULE, is_name
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry, check_part_file, folder_of
 from shoal_server.snapshots.storage import Storage
 

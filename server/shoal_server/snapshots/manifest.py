@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shoal_proto.errors import SnapshotDamaged
-from shoal_server.core.names import is_name
+from shoal_proto.names import is_name
 
 FORMAT = 1
 _PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetensors")

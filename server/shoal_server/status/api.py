@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 
-from shoal_server.core.names import MAX_NAME_LENGTH
+from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.errors import ErrorBody
 from shoal_server.status.health import MAX_COUNT, HealthReport

@@ -13,7 +13,7 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import RootModel, TypeAdapter
 
 from shoal_proto.errors import Overloaded, ShoalError
-from shoal_server.core.names import MAX_NAME_LENGTH
+from shoal_proto.names import MAX_NAME_LENGTH
 from shoal_server.status.reading import JobDetail, JobSummary, StatusQueries
 from shoal_server.status.views import EventView, Readiness, ShardsView, View
 

@@ -12,7 +12,6 @@ nobody starts, and all get a ProposalConflict that names the validator, the memb
 All members of a job must have the same validators.
 """
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,10 +19,10 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import is_name
 from shoal_proto.v1 import membership_pb2 as pb
 
 MAX_TEXT = 500
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,7 @@ def validator(name: str) -> Callable[[V], V]:
     time limit for agreeing (`prepare_s`): one that raises, or is not done by then, rejects.
     Raises InvalidSpec if another validator has the name.
     """
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise InvalidSpec(
             "a validator's name is no name",
             seen=repr(name),
@@ -124,7 +123,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
         if id(function) in registered:
             continue
         name = getattr(function, "__name__", "")
-        if not _NAME.fullmatch(name):
+        if not is_name(name):
             raise InvalidSpec(
                 "a validator has no name", seen=repr(function), expected="a function of its own"
             )

@@ -14,6 +14,7 @@ from shoal_proto.errors import (
     UnknownMember,
 )
 from shoal_proto.incarnation import public_id
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -25,7 +26,6 @@ from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
-from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)

@@ -10,14 +10,9 @@ from shoal_proto import errors
 from shoal_proto.digest import roster_digest
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.incarnation import public_id
+from shoal_proto.names import is_name
 from shoal_proto.status import to_detail
 from shoal_proto.v1 import membership_pb2 as pb
-from shoal_server.coordinator.persistence.stored_json import (
-    MAX_COUNT,
-    Fields,
-    Unreadable,
-    taken_apart,
-)
 from shoal_server.core.generations.roster import (
     Conflict,
     Generation,
@@ -33,7 +28,7 @@ from shoal_server.core.generations.roster import (
 )
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.names import is_name
+from shoal_server.etcd.json_fields import MAX_COUNT, Fields, Unreadable, taken_apart
 
 MAX_PORT = 65535
 

@@ -15,6 +15,7 @@ from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import Refusal
 from shoal_server.core.membership.job import Job
+from shoal_server.etcd.json_fields import Fields, Unreadable
 
 MAX_EXPELLED = 1000
 """The newest incarnations that are remembered: 40 bytes each."""
@@ -73,16 +74,16 @@ class EarlierRuns:
 def from_json(job: str, value: bytes) -> EarlierRuns:
     """What `to_json` wrote. Raises InternalError for anything else."""
     try:
-        read = json.loads(value)
+        fields = Fields.parsed(value)
         return EarlierRuns(
             job=job,
-            last_generation=Generation(int(read["last_generation"])),
-            expelled=tuple(str(each) for each in read["expelled"]),
-            ended_unix_s=float(read["ended_unix_s"]),
+            last_generation=Generation(fields.count("last_generation")),
+            expelled=fields.texts("expelled"),
+            ended_unix_s=fields.seconds("ended_unix_s"),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except Unreadable as error:
         raise InternalError(
-            f"what etcd holds of earlier runs of job {job} cannot be read", seen=repr(error)
+            f"what etcd holds of earlier runs of job {job} cannot be read", seen=str(error)
         ) from error
 
 

@@ -11,14 +11,10 @@ from typing import TypeVar
 import structlog
 
 from shoal_proto.errors import JobSetAside, RetryError, ShoalError
+from shoal_proto.names import is_name
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.records import MAX_RECORDS
-from shoal_server.coordinator.persistence.stored_json import (
-    Unreadable,
-    named_under,
-    set_aside,
-    state_from_json,
-)
+from shoal_server.coordinator.persistence.stored_json import named_under, set_aside, state_from_json
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import (
@@ -32,9 +28,9 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.restore import Saved, restored
-from shoal_server.core.names import is_name
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, Put
+from shoal_server.etcd.json_fields import Unreadable
 from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)

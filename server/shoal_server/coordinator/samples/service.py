@@ -31,17 +31,13 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.coordinator.persistence.stored_json import (
-    Fields,
-    Unreadable,
-    set_aside,
-    taken_apart,
-)
+from shoal_server.coordinator.persistence.stored_json import set_aside
 from shoal_server.coordinator.samples import messages as sample_messages
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Put, Revision, unchanged_since
+from shoal_server.etcd.json_fields import Fields, Unreadable, taken_apart
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)

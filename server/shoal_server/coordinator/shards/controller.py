@@ -13,13 +13,14 @@ from dataclasses import replace
 
 import structlog
 
+from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.core.shards import loads
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments
-from shoal_server.core.shards.placement import DTYPE_BYTES, TARGET_SHARD_BYTES
+from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, rebalance
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Revision

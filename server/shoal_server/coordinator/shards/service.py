@@ -17,6 +17,7 @@ from shoal_proto.errors import (
     ShapeMismatch,
     ShoalError,
 )
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import (
     Block,
@@ -31,7 +32,6 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.coordinator.shards import table_specs
 from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import num_bytes_of
-from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.core.shards import placement
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.rebalance import Servers, rebalance

@@ -4,11 +4,12 @@ import hashlib
 import math
 from collections.abc import Iterator, Sequence
 
+from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import InvalidSpec, ProposalConflict, UnsupportedOptimizer
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import RowOptimizer, TableSpec
-from shoal_server.core.names import NAME_RULE, is_name
-from shoal_server.core.shards.placement import DTYPE_BYTES, spread_tables
+from shoal_server.core.shards.placement import spread_tables
 
 MAX_TABLES = 64
 MAX_SHARDS = 1024

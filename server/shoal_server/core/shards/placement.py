@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TypeVar
 
+from shoal_proto.dtypes import DTYPE_BYTES
+
 MAX_BLOCK_BYTES = 4 * 1024 * 1024
 TARGET_SHARD_BYTES = 1024 * 1024
 MAX_SHARDS = 512
@@ -26,8 +28,6 @@ CUT_ELEMENTS = 64
 """Cuts fall on multiples of it, so that vector kernels round each element as in an uncut tensor."""
 
 T = TypeVar("T")
-
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """The parameter servers that are registered: a record of each, under a lease of its own."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from shoal_proto.errors import InternalError
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.json_fields import Fields, Unreadable
 
 log = structlog.get_logger(__name__)
 
@@ -28,16 +28,16 @@ class Server:
 def parse(key: str, value: bytes) -> Server:
     """The server of a key below `keys.SERVERS`. Raises InternalError for what is no record."""
     try:
-        record = json.loads(value)
+        record = Fields.parsed(value)
         return Server(
-            holder=Holder(key.removeprefix(keys.SERVERS), str(record.get("incarnation", ""))),
-            address=str(record["address"]),
-            is_leaving=bool(record.get("leaving", False)),
+            holder=Holder(key.removeprefix(keys.SERVERS), record.text("incarnation", "")),
+            address=record.text("address"),
+            is_leaving=record.has("leaving") and record.flag("leaving"),
         )
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+    except Unreadable as error:
         raise InternalError(
             f"the record of parameter server {key.removeprefix(keys.SERVERS)} does not parse",
-            seen=f"{value[:80]!r}, {error!r}",
+            seen=f"{value[:80]!r}, {error}",
             expected="JSON with an address",
         ) from error
 

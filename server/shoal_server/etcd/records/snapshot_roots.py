@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from shoal_proto.errors import InternalError, NotLeader
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, KeyValueStore, Put
+from shoal_server.etcd.json_fields import Fields, Unreadable
 
 
 async def write(store: KeyValueStore, leadership: Sequence[Compare], urls: Sequence[str]) -> None:
@@ -26,11 +27,11 @@ async def read(store: KeyValueStore) -> Sequence[str]:
     if found is None:
         return ()
     try:
-        return tuple(map(str, json.loads(found.value)["urls"]))
-    except (ValueError, KeyError, TypeError) as error:
+        return Fields.parsed(found.value).texts("urls")
+    except Unreadable as error:
         raise InternalError(
             "the roots of snapshots in etcd do not parse",
-            seen=f"{found.value[:80]!r}, {error!r}",
+            seen=f"{found.value[:80]!r}, {error}",
             expected='{"urls": [...]}',
         ) from error
 

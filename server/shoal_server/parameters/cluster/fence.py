@@ -9,8 +9,8 @@ import structlog
 
 from shoal_proto.errors import Fenced, MalformedMessage, RetryError
 from shoal_proto.incarnation import public_id
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValueStore, Revision
 

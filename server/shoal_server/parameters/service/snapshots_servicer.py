@@ -9,9 +9,9 @@ from typing import TypeVar
 import structlog
 
 from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, WrongEpoch
+from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
-from shoal_server.core.names import NAME_RULE, is_name
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard import image_file

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from shoal_proto import MAX_PIECE_BYTES
 from shoal_proto.checksum import crc32
+from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, Overloaded, ShapeMismatch
 from shoal_proto.pieces import AnyPiece, Buffer, ReadPiece
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.core.shards.placement import DTYPE_BYTES
 
 
 def shard_bytes(shard: Shard) -> int:

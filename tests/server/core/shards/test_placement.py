@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_server.core.shards.placement import (
     CUT_ELEMENTS,
-    DTYPE_BYTES,
     MAX_BLOCK_BYTES,
     MAX_SHARDS,
     Parameter,

@@ -1,0 +1,102 @@
+"""JSON that lies in etcd, taken apart without trust.
+
+A person, another version or a broken disk may have written it. Each reader raises `Unreadable` for
+whatever it cannot use, and ignores fields that it does not know: a newer version has written them.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from google.protobuf.json_format import ParseError
+
+MAX_COUNT = 2**53 - 1
+"""JSON numbers beyond it are not exact everywhere, and Shoal counts nothing that high."""
+
+
+class Unreadable(ValueError):
+    """The bytes are not what is to lie at their key; the text says what was seen."""
+
+
+@contextmanager
+def taken_apart() -> Iterator[None]:
+    """Turns whatever the reading of foreign bytes may raise into `Unreadable`."""
+    try:
+        yield
+    except Unreadable:
+        raise
+    except (
+        ValueError,  # UnicodeDecodeError and JSONDecodeError are some
+        KeyError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        ParseError,
+    ) as error:
+        raise Unreadable(f"{type(error).__name__}: {str(error)[:200]}") from error
+
+
+class Fields:
+    """The fields of a JSON object, each checked as it is read."""
+
+    def __init__(self, value: Mapping[str, object]) -> None:
+        self._value = value
+
+    @classmethod
+    def parsed(cls, data: bytes) -> "Fields":
+        """Those of the object that the bytes hold. Raises Unreadable."""
+        with taken_apart():
+            value = json.loads(data)
+        if not isinstance(value, dict):
+            raise Unreadable(f"JSON {type(value).__name__}; expected an object")
+        return cls(value)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        found = self._value.get(name, default)
+        if not isinstance(found, str):
+            raise Unreadable(f"{name} is {_shown(found)}; expected a string")
+        return found
+
+    def has(self, name: str) -> bool:
+        return self._value.get(name) is not None
+
+    def flag(self, name: str) -> bool:
+        found = self._value.get(name)
+        if not isinstance(found, bool):
+            raise Unreadable(f"{name} is {_shown(found)}; expected true or false")
+        return found
+
+    def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
+        found = self._value.get(name, default)
+        if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
+            raise Unreadable(f"{name} is {_shown(found)}; expected an integer from 0 to {most}")
+        return found
+
+    def seconds(self, name: str) -> float:
+        found = self._value.get(name, 0.0)
+        if not isinstance(found, int | float) or isinstance(found, bool) or abs(found) > MAX_COUNT:
+            raise Unreadable(f"{name} is {_shown(found)}; expected a number of seconds")
+        if not math.isfinite(found):
+            raise Unreadable(f"{name} is {found}; expected a finite number of seconds")
+        return float(found)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        found = self._value.get(name)
+        if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+            raise Unreadable(f"{name} is {_shown(found)}; expected a list of strings")
+        return tuple(found)
+
+    def object(self, name: str) -> "Fields":
+        found = self._value.get(name)
+        if not isinstance(found, dict):
+            raise Unreadable(f"{name} is {_shown(found)}; expected an object")
+        return Fields(found)
+
+
+def _shown(value: object) -> str:
+    return "missing" if value is None else repr(value)[:60]
+
+
+__all__ = ["MAX_COUNT", "Fields", "Unreadable", "taken_apart"]
