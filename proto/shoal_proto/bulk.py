@@ -187,17 +187,3 @@ class FrameReader:
         else:
             body = _new(num_bytes) if kind in _MESSAGES and num_bytes else _EMPTY
         return Frame(kind, shard_id, offset_bytes, num_bytes, at, checksum, body)
-
-
-__all__ = [
-    "BEAT_S",
-    "HEADER_BYTES",
-    "KEY_BYTES",
-    "MAX_ARENA_BYTES",
-    "SILENCE_S",
-    "Frame",
-    "FrameReader",
-    "Kind",
-    "header",
-    "message",
-]

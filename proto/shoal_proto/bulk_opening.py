@@ -64,6 +64,3 @@ def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap |
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-
-
-__all__ = ["greet", "reach"]

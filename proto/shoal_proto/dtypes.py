@@ -3,5 +3,3 @@
 from collections.abc import Mapping
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-
-__all__ = ["DTYPE_BYTES"]

@@ -11,6 +11,3 @@ _NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 def is_name(text: str) -> bool:
     """Whether `text` may name a job, a member or a server; `NAME_RULE` says what may."""
     return _NAME.fullmatch(text) is not None
-
-
-__all__ = ["MAX_NAME_LENGTH", "NAME_RULE", "is_name"]

@@ -167,18 +167,3 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
         shift += 7
         if shift > 63:
             raise IndexError("a number of more than 64 bits")
-
-
-__all__ = [
-    "ALIGNMENT",
-    "CREATE_REQUEST",
-    "PUSH_REPLY",
-    "PUSH_REQUEST",
-    "SHARD_DATA",
-    "AnyPiece",
-    "Decoder",
-    "OnlyPiece",
-    "ReadPiece",
-    "Whole",
-    "encode",
-]

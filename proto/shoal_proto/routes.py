@@ -46,6 +46,3 @@ def gather(worst: ShoalError, errors: Iterable[ShoalError]) -> ShoalError:
             if isinstance(error, WrongEpoch):
                 worst.details.update(error.details)
     return worst
-
-
-__all__ = ["Route", "gather", "of", "told"]

@@ -68,6 +68,3 @@ def _chains(limits: Limits) -> list[list[tuple[str, float]]]:
         else:
             chains.append([smaller, larger])
     return chains
-
-
-__all__ = ["meanings", "show"]

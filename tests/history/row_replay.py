@@ -13,7 +13,7 @@ import numpy as np
 from history.rows import Found, Pushed, RowClient, RowMember, RowWork
 from support.models.table_specs import live, new_shard
 
-from shoal_client.parameters.tables import Where, route
+from shoal_client.parameters.table_rows import Where, route
 from shoal_server.parameters.tables.shard import TablePush, TableShard
 
 

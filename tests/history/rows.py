@@ -13,7 +13,8 @@ from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.joint_step import JointStep
-from shoal_client.parameters.tables import Gradients, Rows, TableClient, Where, route
+from shoal_client.parameters.table_rows import Gradients, Rows, Where, route
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token

@@ -174,6 +174,3 @@ def _leave(number: int, frame: FrameType | None) -> NoReturn:
 
 def _say(text: str) -> None:
     print(f"shoal run: {text}", file=sys.stderr, flush=True)
-
-
-__all__ = ["add", "read_config", "run"]

@@ -80,6 +80,3 @@ class Arena:
 
     def view(self, at: int, num_bytes: int) -> memoryview:
         return self._memory[at : at + num_bytes]
-
-
-__all__ = ["Arena", "arena_bytes"]

@@ -218,6 +218,3 @@ class _Scratch:
         if len(self._memory) < num_bytes:
             self._memory = memoryview(bytearray(num_bytes))
         return self._memory[:num_bytes]
-
-
-__all__ = ["Connection"]

@@ -29,6 +29,3 @@ def connect(offer: OpenBulkReply, address: str, largest_bytes: int) -> Connectio
         return None
     arena = Arena(shared, largest_bytes) if shared is not None else None
     return Connection(connected, address, arena)
-
-
-__all__ = ["connect"]

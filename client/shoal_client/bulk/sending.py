@@ -115,6 +115,3 @@ class Sending:
             count -= len(first)
             self._ready.popleft()
         return True
-
-
-__all__ = ["Sending"]

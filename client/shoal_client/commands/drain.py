@@ -115,6 +115,3 @@ def _what_runs(detail: Json) -> str:
     numbers = [entry["member"]["generation"] for entry in detail["members"]]
     members = "member" if summary["num_training"] == 1 else "members"
     return f"generation {max(numbers)} runs with {summary['num_training']} {members}"
-
-
-__all__ = ["add"]

@@ -102,6 +102,3 @@ def _reset(channel: grpc.Channel) -> Method[pb.ResetJobReply]:
 
 def _get(channel: grpc.Channel) -> Method[pb.JobStanding]:
     return MembershipStub(channel).GetJob
-
-
-__all__ = ["add", "check_not_finished", "reset_job"]

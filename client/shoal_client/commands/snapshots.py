@@ -207,6 +207,3 @@ def _table(reply: ListSnapshotsReply) -> Table:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-__all__ = ["add"]

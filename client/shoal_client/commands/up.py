@@ -125,6 +125,3 @@ In another terminal:
 
 A part that ends is started again. Ctrl-C stops the cluster.\
 """
-
-
-__all__ = ["add", "up"]

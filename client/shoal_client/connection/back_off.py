@@ -28,6 +28,3 @@ class BackOff:
         self._next_s = min(2 * self._next_s, longest_s)
         self._waited_s += pause_s
         return pause_s
-
-
-__all__ = ["FIRST_BACK_OFF_S", "MAX_BACK_OFF_S", "PROMPT_BACK_OFF_S", "PROMPT_S", "BackOff"]

@@ -62,6 +62,3 @@ class Patience:
             seen=f"nothing for {self._waited_s:g} s",
             expected="to be admitted, or to hear who leads",
         )
-
-
-__all__ = ["Patience"]

@@ -255,6 +255,3 @@ def _resolved(
             found[peer.member_id] = seen
         else:
             yield peer, address
-
-
-__all__ = ["CHOICES", "ProbeListener", "check", "greeting", "peers_to_check", "ring"]

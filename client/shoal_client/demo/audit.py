@@ -186,19 +186,3 @@ def generation_at(accounts: Iterable[Account], at_s: float) -> int:
 
 def by_name(accounts: Iterable[Account]) -> Mapping[str, Account]:
     return {account.name: account for account in accounts}
-
-
-__all__ = [
-    "Account",
-    "Count",
-    "Line",
-    "Sample",
-    "by_name",
-    "count_asynchronous",
-    "count_synchronous",
-    "generation_at",
-    "pause_s",
-    "read_account",
-    "recovery_s",
-    "span_s",
-]

@@ -143,6 +143,3 @@ def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
 def _ignore_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-__all__ = ["add", "demo"]

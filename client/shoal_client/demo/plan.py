@@ -60,6 +60,3 @@ class Outcome:
     @property
     def good(self) -> bool:
         return self.test_accuracy >= MIN_ACCURACY
-
-
-__all__ = ["DATASET_SIZE", "MIN_ACCURACY", "PLANS", "Outcome", "Plan"]

@@ -105,6 +105,3 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
         return f"both at {MIN_ACCURACY:.0%} or better, and no process is left behind"
     names = ", ".join(f"{each.strategy} {each.test_accuracy:.3f}" for each in bad)
     return f"below {MIN_ACCURACY:.0%}: {names}"
-
-
-__all__ = ["Bar", "Bars", "table", "verdict"]

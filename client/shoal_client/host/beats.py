@@ -110,6 +110,3 @@ class HostBeats:
                 slot.refused(claim, from_detail(answer.error))
             else:
                 slot.accepted(claim)
-
-
-__all__ = ["HostBeats"]

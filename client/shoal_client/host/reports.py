@@ -185,6 +185,3 @@ def _call(stub: MembershipStub, request: Report) -> Ack:
     if isinstance(request, ReportExitRequest):
         return stub.ReportExit(request, timeout=CALL_TIMEOUT_S)
     return stub.ReportHalt(request, timeout=CALL_TIMEOUT_S)
-
-
-__all__ = ["HostReporter", "check_reachable", "parse_coordinators"]

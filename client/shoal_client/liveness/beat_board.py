@@ -309,6 +309,3 @@ def beat_of(token: Token, step: int, doing: Doing) -> pb.Beat:
     return pb.Beat(
         token=token, step=step, moved=doing.moved, waits=doing.waits, own_code_s=doing.own_code_s
     )
-
-
-__all__ = ["BeatBoard", "BeatSlot", "Claim", "Doing", "Ending", "beat_of"]

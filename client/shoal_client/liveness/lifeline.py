@@ -137,6 +137,3 @@ def exit_code_of(pid: int) -> int | None:
     if not flags & _EXITING or not status:
         return None
     return os.waitstatus_to_exitcode(status)
-
-
-__all__ = ["SIZE_BYTES", "Lifeline", "Watch", "exit_code_of"]

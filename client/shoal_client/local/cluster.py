@@ -343,6 +343,3 @@ def tail(path: Path, num_lines: int = LOG_TAIL_LINES) -> str:
         file.seek(max(0, size - 200 * num_lines))
         lines = file.read().decode("utf-8", "replace").splitlines()
     return "\n".join(f"    {line}" for line in lines[-num_lines:])
-
-
-__all__ = ["LocalCluster", "LocalClusterConfig", "tail"]

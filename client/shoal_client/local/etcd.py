@@ -267,6 +267,3 @@ def _failure(etcd: RunningEtcd, seen: str) -> AddressInUse | Unavailable:
         seen=seen,
         fix=f"Its log, {path}:\n" + "\n".join(f"    {line}" for line in lines),
     )
-
-
-__all__ = ["EtcdMember", "EtcdOptions", "RunningEtcd", "find_etcd", "start_etcd", "start_members"]

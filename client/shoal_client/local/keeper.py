@@ -101,6 +101,3 @@ class Keeper:
         code = self._process.wait()
         assert code is not None
         return how_it_ended(code)
-
-
-__all__ = ["Keeper", "RestartPolicy"]

@@ -71,6 +71,3 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-
-
-__all__ = ["adopt_orphans", "descendants", "sweep"]

@@ -28,6 +28,3 @@ def given_limits(options: argparse.Namespace) -> Mapping[str, float]:
 
 def _attribute(option: str) -> str:
     return option.removeprefix("--").replace("-", "_")
-
-
-__all__ = ["add_limits", "given_limits"]

@@ -289,6 +289,3 @@ def stop_all(processes: Sequence[Process], grace_s: float) -> None:
         process.kill()
     for process in processes:
         process.wait()
-
-
-__all__ = ["MAX_LINE_BYTES", "Command", "Process", "Supervisor", "how_it_ended", "stop_all"]

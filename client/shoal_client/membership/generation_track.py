@@ -197,6 +197,3 @@ class GenerationTrack:
     def _offer_request(self, own: int, generation: int, step: int) -> pb.OfferRequest:
         token = self._identity.token(own)
         return pb.OfferRequest(token=token, generation=generation, next_step=step)
-
-
-__all__ = ["GenerationTrack", "PlannedChange"]

@@ -40,6 +40,3 @@ class HeldClock:
         if self.away:
             return math.inf
         return max(since_s, self._turned_s, self.paused_until_s(now_s)) + limit_s
-
-
-__all__ = ["HeldClock"]

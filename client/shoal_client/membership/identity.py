@@ -39,6 +39,3 @@ class Identity:
             info=self.info,
             keeps_prepare=True,
         )
-
-
-__all__ = ["Identity"]

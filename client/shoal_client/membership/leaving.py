@@ -34,6 +34,3 @@ class Leaving:
         self.was_told = self._drained
         ending: list[ev.Effect] = [] if self._drained else [ev.TellEnding(error=error)]
         return [*ending, ev.Log(event="leave_not_needed", fields=fields)]
-
-
-__all__ = ["Leaving"]

@@ -32,6 +32,3 @@ class Member:
             public_id=public_id(self.incarnation),
             info=self.info,
         )
-
-
-__all__ = ["Member"]

@@ -66,6 +66,3 @@ class MemberCalls:
 
 def _name(call: ev.Call) -> str:
     return type(call.request).__name__.removesuffix("Request")
-
-
-__all__ = ["MemberCalls"]

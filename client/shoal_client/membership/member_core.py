@@ -448,6 +448,3 @@ class MemberCore:
             return ev.Over(over=True)
         give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)
         return ev.WaitUntil(until_s=give_up_s) if now_s < give_up_s else ev.Over(over=False)
-
-
-__all__ = ["JOIN_TIMEOUT_S", "MemberCore"]

@@ -515,6 +515,3 @@ class MemberSession:
 def _heard(notice: pb.Notice) -> ev.NoticeCame:
     refused = notice.WhichOneof("kind") == "refused"
     return ev.NoticeCame(notice=notice, refusal=from_detail(notice.refused) if refused else None)
-
-
-__all__ = ["MemberSession"]

@@ -28,6 +28,3 @@ class OwnPause:
             limit_s=self.limit_s,
             elapsed_s=now_s - self.since_s,
         )
-
-
-__all__ = ["OwnPause"]

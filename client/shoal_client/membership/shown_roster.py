@@ -36,6 +36,3 @@ class ShownRoster:
         whole.CopyFrom(record)
         whole.roster.CopyFrom(self._roster)
         return whole
-
-
-__all__ = ["ShownRoster"]

@@ -141,6 +141,3 @@ def _requests(
     for part in parts:
         for offset_bytes, buffers in part.pieces(SEND_PIECE_BYTES):
             yield encode(field, part.shard_id, offset_bytes, buffers)
-
-
-__all__ = ["TRANSPORT_VARIABLE", "ParameterCalls", "transport_of"]

@@ -390,6 +390,3 @@ class _Push:
     """All that the step touches; none: every shard here."""
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
-
-
-__all__ = ["ParameterClient", "PushResult"]

@@ -13,6 +13,3 @@ class JointStep:
     """Number of both pushes."""
     shard_ids: Sequence[int]
     """All shards of both, at any server."""
-
-
-__all__ = ["JointStep"]

@@ -75,6 +75,3 @@ def _decoder(
 
 def _serialize(request: Message | bytes) -> bytes:
     return request if isinstance(request, bytes) else request.SerializeToString()
-
-
-__all__ = ["PieceStub"]

@@ -42,6 +42,3 @@ class Receiver:
         if self._left_bytes == 0:
             self._versions[piece.shard_id] = self._version.version
             self._todo.discard(piece.shard_id)
-
-
-__all__ = ["Receiver"]

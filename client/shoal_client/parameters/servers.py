@@ -221,6 +221,3 @@ def _incomplete(todo: set[int]) -> ShoalError:
 
 def _over() -> ShoalError:
     return Unavailable("the connection to the parameter servers was closed")
-
-
-__all__ = ["Attempt", "ShardServers", "worst_of"]

@@ -120,19 +120,3 @@ def joined(parts: Sequence[FoundRows]) -> Rows:
         values=b"".join(part.values for part in parts),
         step=max(part.step for part in parts),
     )
-
-
-__all__ = [
-    "ID_BYTES",
-    "MESSAGE_BYTES",
-    "Bytes",
-    "Gradients",
-    "Rows",
-    "TablePushResult",
-    "Where",
-    "check",
-    "joined",
-    "note",
-    "packed",
-    "route",
-]

@@ -26,7 +26,6 @@ from shoal_client.parameters.table_rows import (
     joined,
     note,
     packed,
-    route,
 )
 from shoal_client.shards.layouts import of_tables
 from shoal_proto.checksum import crc32
@@ -265,6 +264,3 @@ def _item(shard: Shard, part: Gradients) -> TablePushItem:
         step=part.step,
         lr=part.lr,
     )
-
-
-__all__ = ["MESSAGE_BYTES", "Gradients", "Rows", "TableClient", "TablePushResult", "Where", "route"]

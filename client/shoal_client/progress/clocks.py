@@ -162,6 +162,3 @@ class Clock:
                 self._enters, self._round, self._slowest = False, reply.clock, reply.slowest
             return
         self._round, self._slowest = reply.clock, max(self._slowest, reply.slowest)
-
-
-__all__ = ["Clock"]

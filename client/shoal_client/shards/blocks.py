@@ -144,6 +144,3 @@ def encode(field: int, shard_id: int, offset_bytes: int, parts: Sequence[memoryv
     for part in parts:
         checksum = crc32(part, checksum)
     return pieces.encode(field, shard_id, offset_bytes, parts, checksum)
-
-
-__all__ = ["Buffers", "ShardBlocks", "check_buffers", "encode"]

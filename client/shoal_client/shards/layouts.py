@@ -17,6 +17,3 @@ def without_tables(shard_map: ShardMap) -> ShardMap:
 def of_tables(shard_map: ShardMap) -> dict[tuple[str, int], Shard]:
     """The shards of tables, by name of the table and index of the virtual shard."""
     return {(shard.table, shard.table_index): shard for shard in shard_map.shards if shard.table}
-
-
-__all__ = ["of_tables", "without_tables"]

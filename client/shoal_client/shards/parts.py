@@ -16,6 +16,3 @@ class Part:
     """What its pieces, or the values that come back, have at most."""
     pieces: Callable[[int], Pieces]
     """In order, of at most so many bytes each."""
-
-
-__all__ = ["Part", "Pieces"]

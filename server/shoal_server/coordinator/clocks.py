@@ -187,6 +187,3 @@ def _check(request: pb.AdvanceRequest) -> None:
             seen=f"member_id {request.token.member_id!r}, bound {request.bound}",
             expected=f"the member's token, and a bound of at most {MAX_BOUND}",
         )
-
-
-__all__ = ["ClocksService"]

@@ -120,6 +120,3 @@ def _operations(earlier: EarlierRuns) -> list[Operation]:
         Delete(keys.assignments(job)),
         Put(keys.reset(job), earlier.to_json()),
     ]
-
-
-__all__ = ["JobReset"]

@@ -258,6 +258,3 @@ class Clocks:
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
-
-
-__all__ = ["ClockReport", "ClockStatus", "Clocks", "NoClock", "Position", "Who"]

@@ -230,6 +230,3 @@ async def _revoke(store: KeyValueStore, lease: LeaseId) -> None:
             await store.revoke(lease)
     except (RetryError, TimeoutError) as error:
         log.warning("lease_not_revoked", lease=lease, reason=repr(error))
-
-
-__all__ = ["DEFAULT_TTL_S", "Candidate", "Election", "Leader", "Leadership"]

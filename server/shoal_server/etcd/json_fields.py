@@ -97,6 +97,3 @@ class Fields:
 
 def _shown(value: object) -> str:
     return "missing" if value is None else repr(value)[:60]
-
-
-__all__ = ["MAX_COUNT", "Fields", "Unreadable", "taken_apart"]

@@ -95,6 +95,3 @@ def _parse(value: bytes, created: Revision) -> Leader:
         log.error("leader_record_unreadable", value=value[:200], error=str(error))
         address = http_url = host = ""
     return Leader(address=address, http_url=http_url, host=host, create_revision=created)
-
-
-__all__ = ["RETRY_PAUSE_S", "Candidate", "Leader", "end_term", "follow", "read"]

@@ -259,6 +259,3 @@ def _checked(key: str) -> str:
     if not key:
         raise InvalidSpec("an empty key", expected="a key of at least one character")
     return key
-
-
-__all__ = ["MIN_TTL_S", "MemoryStore"]

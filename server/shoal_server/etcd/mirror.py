@@ -236,6 +236,3 @@ class PrefixMirror(Generic[T]):
 
 def _item(event: WatchEvent) -> Item:
     return Item(event.key, event.value, event.mod_revision)
-
-
-__all__ = ["Item", "PrefixMirror", "follow_key", "list_and_watch"]

@@ -64,6 +64,3 @@ class WatchTracker:
         else:
             self._values[event.key] = event.value
         return WatchEvent(event.kind, event.key, event.value, event.mod_revision, previous)
-
-
-__all__ = ["WatchTracker"]

@@ -50,6 +50,3 @@ def _folders(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
             continue
         for folder in (inner, *inner.parents):
             yield root / folder, file
-
-
-__all__ = ["default_limit_bytes"]

@@ -25,6 +25,3 @@ class BackOff:
     async def pause(self) -> None:
         """Wait for that long."""
         await asyncio.sleep(self.next_s())
-
-
-__all__ = ["BackOff"]

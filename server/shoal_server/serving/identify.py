@@ -20,6 +20,3 @@ async def answers(
         except grpc.RpcError:
             return False
     return Holder(found.server_id, found.incarnation) == holder
-
-
-__all__ = ["answers"]

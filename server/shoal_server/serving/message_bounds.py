@@ -177,6 +177,3 @@ def _refusal(name: str, seen: str, expected: str) -> InvalidSpec:
     return InvalidSpec(
         f"{name} is out of bounds", seen=seen, expected=expected, details={"field": name}
     )
-
-
-__all__ = ["MessageBounds"]

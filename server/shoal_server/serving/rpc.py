@@ -188,6 +188,3 @@ def bind(server: grpc.aio.Server, address: str) -> int:
             fix="Stop what listens there, or choose another port; port 0 takes any free one.",
         )
     return port
-
-
-__all__ = ["CHANNEL_OPTIONS", "Context", "ErrorInterceptor", "bind", "new_server", "refusal_of"]

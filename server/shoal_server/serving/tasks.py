@@ -97,6 +97,3 @@ class SupervisedTasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             work = task.get_name() if key is None else str(key)
             log.error("background_work_failed", work=work, exc_info=error)
-
-
-__all__ = ["SupervisedTasks", "cancel", "gather_bounded", "running"]

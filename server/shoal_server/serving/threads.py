@@ -16,6 +16,3 @@ async def to_thread_uncancelled(work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([running])
         raise
-
-
-__all__ = ["to_thread_uncancelled"]

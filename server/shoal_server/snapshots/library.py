@@ -183,6 +183,3 @@ def _check_reported(part: ManifestEntry) -> None:
             seen=error.seen,
             expected=error.expected,
         ) from error
-
-
-__all__ = ["SnapshotLibrary"]

@@ -129,6 +129,3 @@ def _bad(url: str, expected: str) -> InvalidSpec:
     return InvalidSpec(
         "that is no place for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
     )
-
-
-__all__ = ["AllowedRoots", "Location", "is_below"]

@@ -175,6 +175,3 @@ def _damaged(file: str, seen: str, expected: str) -> SnapshotDamaged:
         fix="Restore another snapshot.",
         details={"file": file},
     )
-
-
-__all__ = ["Manifest", "ManifestEntry", "check_part_file", "folder_of", "part_file"]

@@ -60,6 +60,3 @@ def newest(begun: Mapping[StepId, Shards]) -> dict[str, int]:
     for step in begun:
         found[step.session] = max(step.sequence, found.get(step.session, 0))
     return found
-
-
-__all__ = ["newest", "of_begun", "of_part", "to_begun", "to_part"]

@@ -175,6 +175,3 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 def open_below(roots: AllowedRoots, url: str) -> Storage:
     """The place that a caller names. Raises AccessDenied outside the roots, InvalidSpec."""
     return Storage(roots.locate(url), url=url)
-
-
-__all__ = ["Storage", "open_below", "sync_folder"]

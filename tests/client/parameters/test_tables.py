@@ -8,15 +8,15 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.tables import (
+from shoal_client.parameters.table_rows import (
     MESSAGE_BYTES,
     Gradients,
     Rows,
-    TableClient,
     TablePushResult,
     Where,
     route,
 )
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.errors import (
     Fenced,
     InvalidSpec,

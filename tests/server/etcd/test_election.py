@@ -15,7 +15,8 @@ from support.processes.load import unhurried
 from shoal_client.local.etcd import start_members
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Put, absent
-from shoal_server.etcd.election import Candidate, Election, Leader, Leadership
+from shoal_server.etcd.election import Election, Leadership
+from shoal_server.etcd.leader_key import Candidate, Leader
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig

@@ -16,7 +16,8 @@ from support.clusters.parameter_cluster import ParameterCluster
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.tables import Gradients, TableClient
+from shoal_client.parameters.table_rows import Gradients
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

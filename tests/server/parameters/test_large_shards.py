@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.tables import Gradients, TableClient
+from shoal_client.parameters.table_rows import Gradients
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec

@@ -10,7 +10,8 @@ from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal_proto.errors import InvalidSpec, ShoalError, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.core.shards.placement import Parameter, cut_into_shards
-from shoal_server.parameters.optimizers import check_spec, new_optimizer
+from shoal_server.parameters.optimizers import new_optimizer
+from shoal_server.parameters.optimizers.checks import check_spec
 
 SHAPES = ((7,), (33, 5), (1000,), (3, 3, 3), (40_000,), (65,))
 NUM_STEPS = 4

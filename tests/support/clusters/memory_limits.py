@@ -7,7 +7,8 @@ import grpc
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.tables import Gradients, TableClient, TablePushResult, route
+from shoal_client.parameters.table_rows import Gradients, TablePushResult, route
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from shoal.embedding.cache import Held, HotRows
 from shoal.embedding.routing import route
 from shoal.embedding.rows import TableRows
-from shoal_client.parameters.tables import Gradients, Rows, TablePushResult, Where
-from shoal_client.parameters.tables import route as route_one_by_one
+from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
+from shoal_client.parameters.table_rows import route as route_one_by_one
 from shoal_proto.errors import NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.state import inventory as inventories
+from shoal.state.dtypes import DTYPES
 from shoal.state.inventory import (
-    DTYPES,
     Inventory,
     Listing,
     Meta,

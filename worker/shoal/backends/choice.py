@@ -156,6 +156,3 @@ def _unknown(name: str, known: tuple[str, ...], fix: str) -> InvalidSpec:
     return InvalidSpec(
         "no such backend here", seen=repr(name), expected=" or ".join(map(repr, known)), fix=fix
     )
-
-
-__all__ = ["ELASTIC", "STATIC", "StaticWorld", "backend_for", "init_static_world", "static_world"]

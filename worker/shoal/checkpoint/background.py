@@ -135,6 +135,3 @@ def _failed(path: Path, error: InvalidSpec) -> CheckpointFailed:
         fix=error.fix,
         details={"path": str(path)},
     )
-
-
-__all__ = ["Checkpoints"]

@@ -170,18 +170,3 @@ def _entries(directory: Path) -> list[Path]:
             seen=error.strerror or str(error),
             expected="a directory, or a path at which one can be made",
         ) from error
-
-
-__all__ = [
-    "METADATA",
-    "begin",
-    "complete",
-    "discard",
-    "newest",
-    "path_of_step",
-    "publish",
-    "refuse_later",
-    "retire",
-    "sweep",
-    "synchronise",
-]

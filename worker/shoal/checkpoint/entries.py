@@ -119,6 +119,3 @@ def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, Place]]
         assert isinstance(known, TensorStorageMetadata), "a key is a tensor's or an object's"
         known.chunks.append(entry.data.chunk)
     FileSystemWriter(directory).finish(Metadata(tensors, planner_data=paths), [results])
-
-
-__all__ = ["CheckpointEntry", "Place", "write_files", "write_index"]

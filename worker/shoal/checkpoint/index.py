@@ -175,6 +175,3 @@ def _damaged(path: Path, seen: str) -> MalformedMessage:
         expected="what torch.distributed.checkpoint writes",
         fix="Use an older checkpoint.",
     )
-
-
-__all__ = ["Index", "Stored", "read_index"]

@@ -183,21 +183,3 @@ def own_state(text: object) -> Mapping[str, Any]:
             fix="Read it with the version of Shoal that wrote it, or a later one.",
         )
     return {"step": int(step), "values": dict(values), "checksums": bool(own.get("checksums"))}
-
-
-__all__ = [
-    "FORMAT",
-    "OWN",
-    "STEP",
-    "Path",
-    "entries_of",
-    "groups_of",
-    "is_number",
-    "is_read",
-    "key_of",
-    "name_of_number",
-    "name_of_tensor",
-    "own_state",
-    "path_of",
-    "scalar",
-]

@@ -71,5 +71,3 @@ class GroupPeers:
 
 
 ALONE = Alone()
-
-__all__ = ["ALONE", "Alone", "GroupPeers", "Peers"]

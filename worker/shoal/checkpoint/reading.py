@@ -171,6 +171,3 @@ def _numbers(
         tensor = names.scalar(value)
         if needs(name, (), tensor.dtype) is not None:
             yield name, TensorShard.whole(tensor)
-
-
-__all__ = ["Needs", "everything", "read"]

@@ -52,6 +52,3 @@ def check_samples(path: Path, state_shard: StateShard, samples: Mapping[str, str
                 " (docs/checkpoints.md).",
                 details={field: f"{samples[field]!r}, checkpoint {written[field]!r}"},
             )
-
-
-__all__ = ["MUST_MATCH", "SAMPLES", "check_samples", "with_samples"]

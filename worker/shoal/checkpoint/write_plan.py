@@ -139,6 +139,3 @@ def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
             seen=f"{held} elements",
             expected=f"{whole.num_elements}",
         )
-
-
-__all__ = ["CHUNK_BYTES", "PlannedChunk", "from_json", "items_of", "plan_writes", "to_json"]

@@ -234,6 +234,3 @@ def _check_files(partial: Path, places: Sequence[Place]) -> None:
                 seen=f"{size} bytes in {partial}",
                 expected=f"{end} bytes, on storage that all ranks share",
             )
-
-
-__all__ = ["write"]

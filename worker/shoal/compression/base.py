@@ -101,6 +101,3 @@ class Compressor(ABC):
 
     def regroup(self) -> None:  # noqa: B027 - not all have something in common with others
         """Other ranks than before take part from now on: forget what all must have in common."""
-
-
-__all__ = ["Averaging", "Compression", "Compressor", "Packed"]

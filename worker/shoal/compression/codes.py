@@ -95,6 +95,3 @@ def _signs(device: torch.device) -> Tensor:
         bits = (codes >> torch.arange(7, -1, -1, device=device)) & 1
         _tables[device] = bits.to(torch.float32) * 2 - 1
     return _tables[device]
-
-
-__all__ = ["Code", "Int8Code", "OneBitCode"]

@@ -116,6 +116,3 @@ def exchange_for(
     if compressor is None:
         return GradientExchange(group, name_of, traffic)
     return CompressedExchange(group, name_of, traffic, compressor)
-
-
-__all__ = ["CompressedExchange", "exchange_for"]

@@ -120,6 +120,3 @@ def _averaged(gradients: Tensor, completion: Completion) -> Tensor:
     if reason:
         raise RuntimeError(reason)
     return gradients
-
-
-__all__ = ["GradientExchange"]

@@ -40,6 +40,3 @@ class HalfCompressor(Compressor):
         values = (packed.flat / wire.world_size).to(self._dtype)
         yield wire.all_reduce(values)
         packed.flat.copy_(values)
-
-
-__all__ = ["BF16", "FP16", "HalfCompressor"]

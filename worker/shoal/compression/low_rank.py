@@ -140,6 +140,3 @@ def _orthonormal(left: Tensor) -> Tensor:
     scale = left.abs().amax()
     orthonormal: Tensor = torch.linalg.qr(left / torch.where(scale == 0, 1.0, scale)).Q
     return orthonormal
-
-
-__all__ = ["PowerSGD", "PowerSgdCompressor"]

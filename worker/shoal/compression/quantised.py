@@ -145,6 +145,3 @@ class QuantisedCompressor(Compressor):
 
 def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
-
-
-__all__ = ["Int8", "OneBit", "QuantisedCompressor"]

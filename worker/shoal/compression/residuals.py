@@ -75,6 +75,3 @@ class Residuals:
             if left is not None:
                 packed.flat[place] += left
             self._carry.put(name, None)
-
-
-__all__ = ["Carry", "Residuals"]

@@ -80,6 +80,3 @@ def largest(magnitudes: Tensor, number: int) -> Tensor:
     if candidates.numel() < number:
         return magnitudes.topk(number, sorted=False).indices
     return candidates[magnitudes[candidates].topk(number, sorted=False).indices]
-
-
-__all__ = ["TopK", "TopKCompressor", "largest"]

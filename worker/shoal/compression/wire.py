@@ -78,6 +78,3 @@ def _begun(work: dist.Work | None) -> dist.Work:
 
 def _all_reduce_bytes(values: Tensor, world_size: int) -> int:
     return 2 * values.nbytes * (world_size - 1) // world_size
-
-
-__all__ = ["Traffic", "Wire"]

@@ -199,16 +199,3 @@ def _mix(seed: int, epoch: int) -> int:
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
     return (mixed ^ (mixed >> 31)) & 0x7FFFFFFFFFFFFFFF
-
-
-__all__ = [
-    "ORDER",
-    "Batch",
-    "Collate",
-    "Dataset",
-    "Loader",
-    "Order",
-    "dataset_size",
-    "describe",
-    "share",
-]

@@ -98,6 +98,3 @@ class Leases:
         with self._changed:
             done, self._done = self._done, []
         return done
-
-
-__all__ = ["Leases"]

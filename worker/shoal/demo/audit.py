@@ -53,6 +53,3 @@ class Audit:
             **more,
         }
         os.write(self._descriptor, (json.dumps(line) + "\n").encode())
-
-
-__all__ = ["Audit"]

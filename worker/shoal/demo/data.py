@@ -60,6 +60,3 @@ def _from_sklearn() -> tuple[np.ndarray, np.ndarray]:
 
 if __name__ == "__main__":
     save(Path(sys.argv[1]))
-
-
-__all__ = ["Digits", "load", "save"]

@@ -97,6 +97,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-__all__ = ["accuracy", "main", "new_model", "train", "weights_digest"]

@@ -75,6 +75,3 @@ class HotRows:
 
     def _places(self, ids: Ids) -> Ids:
         return (hash_ids(ids) & self._mask).view(np.int64)
-
-
-__all__ = ["Held", "HotRows"]

@@ -13,7 +13,8 @@ from shoal.embedding.rows import TableRows
 from shoal.embedding.table import EmbeddingTable, tables_of
 from shoal.membership.generation import Context
 from shoal_client.parameters.joint_step import JointStep
-from shoal_client.parameters.tables import Gradients, TableClient, TablePushResult, Where
+from shoal_client.parameters.table_rows import Gradients, TablePushResult, Where
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import TableSpec
@@ -156,6 +157,3 @@ class TableExchange:
         if self._client is None:
             raise InternalError("the tables were not attached", expected="attach() before enter()")
         return self._client
-
-
-__all__ = ["TableExchange"]

@@ -143,17 +143,3 @@ class Eviction:
 
     def to_proto(self) -> pb.Eviction:
         return pb.Eviction(max_idle_s=self.max_idle_s, oldest_when_full=self.oldest_when_full)
-
-
-__all__ = [
-    "Admission",
-    "Eviction",
-    "RowAdagrad",
-    "RowAdam",
-    "RowConstant",
-    "RowInit",
-    "RowNormal",
-    "RowOptimizer",
-    "RowSGD",
-    "RowUniform",
-]

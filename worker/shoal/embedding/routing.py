@@ -53,6 +53,3 @@ def route(ids: Ids, num_shards: int) -> tuple[Routed, Ids]:
     place_of = np.empty(len(order), np.int64)
     place_of[order] = np.arange(len(order))
     return Routed(distinct[order], shards[order]), place_of[places]
-
-
-__all__ = ["Ids", "Routed", "hash_ids", "route"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shoal.embedding.cache import Held, HotRows
 from shoal.embedding.routing import Ids, Routed, route
-from shoal_client.parameters.tables import Gradients, Rows, TablePushResult, Where
+from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
 from shoal_proto.errors import NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
 
@@ -209,6 +209,3 @@ def _added_up(uses: Sequence[Use], num_shards: int) -> tuple[Routed, Ids, Ids, T
         stacked, torch.from_numpy(places), len(routed.ids), -1, False
     )
     return routed, newest, oldest, total
-
-
-__all__ = ["FATES", "TableRows", "Use"]

@@ -219,6 +219,3 @@ def _check(table: EmbeddingTable) -> None:
         raise InvalidSpec(
             "padding_idx is out of range", seen=str(padding), expected=f"0 to {bound - 1}"
         )
-
-
-__all__ = ["EmbeddingBagTable", "EmbeddingTable", "Source", "tables_of"]

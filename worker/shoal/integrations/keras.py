@@ -260,6 +260,3 @@ def _check_backend() -> None:
             expected="torch",
             fix="Set KERAS_BACKEND=torch before Keras is imported.",
         )
-
-
-__all__ = ["GlobalBatches", "KerasModule", "distribute", "whole_weights"]

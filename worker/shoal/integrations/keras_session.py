@@ -286,6 +286,3 @@ def _refuse(model: Any, strategy: Strategy) -> None:
             seen=", ".join(bound[:5]),
             expected="weights without constraints",
         )
-
-
-__all__ = ["FittedModule", "SessionBatches", "distribute"]

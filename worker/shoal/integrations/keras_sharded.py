@@ -136,6 +136,3 @@ def _rows(value: Tensor, ranks: int) -> Tensor:
     padded = value.new_zeros(ranks * width)
     padded[: value.numel()] = value.reshape(-1)
     return padded.view(ranks, width)
-
-
-__all__ = ["check_elementwise", "shard_optimizer"]

@@ -224,6 +224,3 @@ def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
         shape=parameter.shape,
         stride=parameter.stride(),
     )
-
-
-__all__ = ["KerasSteps"]

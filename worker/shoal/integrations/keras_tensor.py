@@ -227,6 +227,3 @@ def _keep_part(variable: Any, dim: int, cut: Cut) -> None:
     variable._value = nn.Parameter(part, requires_grad=variable.trainable)
     variable._shape = tuple(part.shape)
     variable.shoal_dim, variable.shoal_cut = dim, cut
-
-
-__all__ = ["LayerSplits", "split_layers", "track_values", "whole_value"]

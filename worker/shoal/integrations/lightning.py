@@ -259,6 +259,3 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             expected="enable_checkpointing=False",
             fix="Pass checkpoints=shoal.Checkpoints(...) to session.distribute.",
         )
-
-
-__all__ = ["SessionBatches", "SessionStrategy"]

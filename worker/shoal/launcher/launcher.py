@@ -365,6 +365,3 @@ class Launcher:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-__all__ = ["Launcher"]

@@ -127,6 +127,3 @@ def _name_part(host: str) -> str:
     first = host.partition(".")[0]
     kept = "".join(each if each.isalnum() and each.isascii() else "-" for each in first)
     return kept.strip("-")[:64] or "host"
-
-
-__all__ = ["RunConfig", "member_ids", "threads_per_worker", "worker_environment"]

@@ -70,6 +70,3 @@ def describe(code: int) -> str:
     if code == DRAINED:
         return f"was drained (exit code {code})"
     return "completed" if code == 0 else f"failed with exit code {code}"
-
-
-__all__ = ["DRAINED", "Exit", "WorkerSlot", "describe"]

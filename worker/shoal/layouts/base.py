@@ -267,14 +267,3 @@ def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Modul
                 if first.setdefault(id(parameter), place) is not place:
                     further.append((place, first[id(parameter)]))
     return further
-
-
-__all__ = [
-    "LayOut",
-    "Layout",
-    "LossFunction",
-    "World",
-    "materialise",
-    "move_buffers",
-    "shard_of",
-]

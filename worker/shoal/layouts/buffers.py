@@ -47,6 +47,3 @@ def broadcast_packed(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Non
     for tensor, part in zip(tensors, parts, strict=True):
         # A part may begin where its dtype may not.
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-__all__ = ["RunningBuffers", "broadcast_packed"]

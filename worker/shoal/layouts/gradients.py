@@ -106,12 +106,3 @@ def _local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor
         if gradient is not None:
             found[name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return {name: gradient for name, gradient in found.items() if gradient.numel()}
-
-
-__all__ = [
-    "check_loss",
-    "clip",
-    "gradient_not_finite",
-    "name_of_fault",
-    "sum_not_finite",
-]

@@ -98,6 +98,3 @@ class _Part:
 @torch.no_grad()
 def _part_of(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
-
-
-__all__ = ["step"]

@@ -75,6 +75,3 @@ class NonFiniteCheck:
         raise GenerationBroken(
             f"the gradient of rank {ranks} is not finite at step {step}; it leaves"
         )
-
-
-__all__ = ["NonFiniteCheck"]

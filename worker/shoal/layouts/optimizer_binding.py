@@ -344,6 +344,3 @@ def _check(name: str, own: TensorShard, shape: tuple[int, ...], dtype: torch.dty
             seen=str(dtype),
             expected=str(own.tensor.dtype),
         )
-
-
-__all__ = ["MetaModel", "OptimizerBinding"]

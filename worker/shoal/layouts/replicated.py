@@ -240,13 +240,3 @@ def check_bucket(bucket_mb: float) -> None:
     """Raise InvalidSpec for a size that no bucket can have."""
     if not bucket_mb > 0:
         raise InvalidSpec("bucket_mb is out of range", seen=f"{bucket_mb}", expected="above 0")
-
-
-__all__ = [
-    "ReplicatedLayout",
-    "Zero1Layout",
-    "check_bucket",
-    "lay_in_one_piece",
-    "meets_in_forward",
-    "partition",
-]

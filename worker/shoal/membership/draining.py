@@ -73,6 +73,3 @@ class DrainSignal:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
         self._drain("SIGTERM")
-
-
-__all__ = ["DrainSignal", "Drained", "drained"]

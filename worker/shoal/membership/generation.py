@@ -66,6 +66,3 @@ class Generation:
     @cached_property
     def rank(self) -> int:
         return self.me.rank
-
-
-__all__ = ["Context", "Generation"]

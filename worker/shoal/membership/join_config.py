@@ -197,6 +197,3 @@ def _beat_slot(address: str) -> BeatSlot | None:
 
 def _as_name(host: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", host)[:64].lstrip("-") or "host"
-
-
-__all__ = ["JoinConfig", "read_config"]

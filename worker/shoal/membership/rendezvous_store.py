@@ -216,6 +216,3 @@ def _delete(stub: RendezvousStub) -> Any:
 
 def _count(stub: RendezvousStub) -> Any:
     return stub.Count
-
-
-__all__ = ["RendezvousStore"]

@@ -222,6 +222,3 @@ def _origin(function: Validator) -> str:
     """Where a function was defined: of a module that is loaded again it is the same place."""
     module = getattr(function, "__module__", "")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"
-
-
-__all__ = ["Reject", "Roster", "RosterMember", "ValidatorSet", "validator", "validators_of"]

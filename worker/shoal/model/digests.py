@@ -38,6 +38,3 @@ def optimizer_digest(optimizer: Optimizer) -> str:
         for group in optimizer.param_groups
     ]
     return f"{type(optimizer).__name__}({' | '.join(groups)})"
-
-
-__all__ = ["optimizer_digest", "schema_digest"]

@@ -38,6 +38,3 @@ def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool
         fix="If it treats each element by itself, say so with elementwise_optimizer=True;"
         " else use strategy 'ddp', which leaves parameters whole.",
     )
-
-
-__all__ = ["ELEMENTWISE", "refuse_unless_elementwise"]

@@ -42,6 +42,3 @@ def watch_parameters(
         for parameter in parameters
         if parameter.requires_grad
     ]
-
-
-__all__ = ["bare_backward", "is_finite", "watch_parameters"]

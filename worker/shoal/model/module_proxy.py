@@ -80,6 +80,3 @@ def take_modes(shown: nn.Module, module: nn.Module) -> None:
 
 def _same(module: nn.Module) -> nn.Module:
     return module
-
-
-__all__ = ["ModuleProxy", "proxy_of", "retarget", "take_modes"]

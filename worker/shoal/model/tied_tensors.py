@@ -126,6 +126,3 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
                 known.add(id(buffer))
                 found[f"{path}.{name}" if path else name] = buffer
     return found
-
-
-__all__ = ["persistent_buffers", "refuse_hidden_ties", "tied", "under_all_names"]

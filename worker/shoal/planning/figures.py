@@ -192,17 +192,3 @@ def _state_after_step(optimizer: Optimizer, stand_ins: dict[int, Any]) -> int:
         for value in state.values()
         if isinstance(value, torch.Tensor)
     )
-
-
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "UPDATE",
-    "Collective",
-    "GroupFigures",
-    "Plan",
-    "Planned",
-    "RankFigures",
-    "Subject",
-    "uncompressed",
-]

@@ -216,6 +216,3 @@ def _collective(kind: str, sizes: Sequence[int]) -> Collective:
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-__all__ = ["MeshFigures"]

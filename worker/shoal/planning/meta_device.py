@@ -21,6 +21,3 @@ def on_meta(model: nn.Module) -> nn.Module:
 def to_meta(tree: Any) -> Any:
     """Tensors in tuples, lists and dicts, on the meta device."""
     return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
-
-
-__all__ = ["on_meta", "to_meta"]

@@ -98,6 +98,3 @@ class Rehearsed:
             for when, counts in ((FORWARD, self._forward), (BACKWARD, self._backward))
             for kind, count in counts.items()
         )
-
-
-__all__ = ["Rehearsed", "SilentGroup"]

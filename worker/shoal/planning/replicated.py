@@ -138,6 +138,3 @@ def _buckets(parameters: list[Tensor], bucket_mb: float) -> list[list[int]]:
 
 def _aligned(parameter: nn.Parameter) -> int:
     return -(-parameter.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-
-
-__all__ = ["ReplicatedFigures"]

@@ -141,6 +141,3 @@ class ShardedFigures:
 def _collective(kind: str, when: str, sizes: Iterable[int]) -> Collective:
     each = list(sizes)
     return Collective(kind=kind, when=when, calls=len(each), num_bytes=sum(each))
-
-
-__all__ = ["ShardedFigures", "rows_of"]

@@ -151,6 +151,3 @@ def _size(num_bytes: int) -> str:
     while size >= 10 * 1024 or (unit and size >= 1024):
         size, unit = size / 1024, unit + 1
     return f"{num_bytes} B" if not unit else f"{size:.3g} {_UNITS[unit]}"
-
-
-__all__ = ["fold", "render"]

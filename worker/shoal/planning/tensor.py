@@ -127,6 +127,3 @@ def _collectives(
     )
     told = non_finite_message(subject.world_size)
     return (*moved, taken, told) if aligned else (*moved, told)
-
-
-__all__ = ["first_alike", "non_finite_message", "split_alone", "tensor_figures", "tensor_groups"]

@@ -125,16 +125,3 @@ def present() -> Place | None:
 def digest(name: str) -> int:
     """64 bits of a name, for `mix`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-
-
-__all__ = [
-    "Place",
-    "at",
-    "digest",
-    "mix",
-    "part",
-    "present",
-    "put",
-    "sample_generator",
-    "seed_torch",
-]

@@ -217,15 +217,3 @@ _KEYED: dict[type[nn.Module], type[nn.Module]] = {
     )
 }
 _DROPOUTS = tuple(_KEYED)
-
-__all__ = [
-    "KeyedAlphaDropout",
-    "KeyedDropout",
-    "KeyedDropout1d",
-    "KeyedDropout2d",
-    "KeyedDropout3d",
-    "KeyedFeatureAlphaDropout",
-    "draw",
-    "key_dropout",
-    "samples_along",
-]

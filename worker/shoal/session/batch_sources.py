@@ -151,6 +151,3 @@ class LeasedBatches(BatchSource):
 
 def _nothing() -> None:
     """Nobody waits to hear of a step that all members took together."""
-
-
-__all__ = ["BatchSource", "LeasedBatches", "SynchronousBatches"]

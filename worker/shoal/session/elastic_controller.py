@@ -333,6 +333,3 @@ class ElasticController:
     def _on_break(self, generation: int, reason: str) -> None:
         if self._strategy is not None and self._strategy.synchronous:
             self._strategy.cut(generation)
-
-
-__all__ = ["ElasticController"]

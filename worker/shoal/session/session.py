@@ -343,6 +343,3 @@ def _devices_of(model: nn.Module) -> dict[str, str]:
     if "cuda" in kinds and torch.distributed.is_nccl_available():
         fields["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return fields
-
-
-__all__ = ["Session", "Step"]

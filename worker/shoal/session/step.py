@@ -132,6 +132,3 @@ def reason_of(error: BaseException) -> str:
 
 def _nothing() -> None:
     """A step outside of `batches` has no samples to account for."""
-
-
-__all__ = ["Step", "reason_of"]

@@ -122,6 +122,3 @@ def _watched(scale: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(watched, _MARK, True)
     return watched
-
-
-__all__ = ["StepGuard"]

@@ -62,6 +62,3 @@ class StepReports:
 def _resident_bytes() -> int:
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-__all__ = ["StepReports"]

@@ -63,6 +63,3 @@ class Catalogue:
         if inventory is None or len(inventory.listings) != 1:
             raise malformed(rank, "a copy without a list of what is in it")
         return inventory.listings[0].chunks, inventory.metas
-
-
-__all__ = ["Catalogue"]

@@ -28,6 +28,3 @@ DTYPES: Mapping[str, torch.dtype] = {
 def name_of(dtype: torch.dtype) -> str:
     """The dtype's name, as in DTYPES."""
     return str(dtype).removeprefix("torch.")
-
-
-__all__ = ["DTYPES", "name_of"]

@@ -63,6 +63,3 @@ class Grid:
 def grid_of(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> Grid:
     # Parameters, their optimizer state and equal layers are cut in the same way.
     return Grid(shape, chunks)
-
-
-__all__ = ["Grid", "grid_of"]

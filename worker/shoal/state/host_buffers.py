@@ -140,6 +140,3 @@ class StepCopies:
     def num_bytes(self) -> int:
         buffers = (self._staying, self._leaving, *self._given.values())
         return sum(buffer.num_bytes for buffer in buffers)
-
-
-__all__ = ["HostBuffer", "StepCopies"]

@@ -241,21 +241,3 @@ def _lengths(values: Iterable[Any]) -> tuple[int, ...]:
         if type(value) is not int or not 0 <= value < 1 << 62:
             raise ValueError(f"{value!r:.100} is no size")
     return found
-
-
-__all__ = [
-    "DTYPES",
-    "MAX_TEXT_BYTES",
-    "Inventory",
-    "Listing",
-    "Meta",
-    "add_meta",
-    "chunks_from_json",
-    "chunks_to_json",
-    "from_json",
-    "inventory_of",
-    "malformed",
-    "pack",
-    "to_json",
-    "unpack",
-]

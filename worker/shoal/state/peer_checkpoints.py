@@ -142,6 +142,3 @@ class PeerCheckpoints:
             self._copies.close()
             self._copies.join(CLOSE_S)
             self._copies = None
-
-
-__all__ = ["PeerCheckpoints"]

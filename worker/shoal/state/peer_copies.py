@@ -238,6 +238,3 @@ class PeerCopies:
 def _chunks(memory: Tensor) -> list[Tensor]:
     starts = range(0, memory.numel(), CHUNK_BYTES)
     return [memory[start : start + CHUNK_BYTES] for start in starts]
-
-
-__all__ = ["PeerCopies"]

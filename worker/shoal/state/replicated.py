@@ -229,6 +229,3 @@ def _check(name: str, own: Tensor | None, given: Tensor | None) -> None:
             seen=str(given.dtype),
             expected=str(own.dtype),
         )
-
-
-__all__ = ["ReplicatedState", "State", "as_json", "beside", "take_settings"]

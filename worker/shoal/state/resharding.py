@@ -305,6 +305,3 @@ class _Transfer:
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-__all__ = ["FIRST_BYTES", "Needs", "Place", "gather", "reshard"]

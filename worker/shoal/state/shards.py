@@ -113,6 +113,3 @@ class StateShard:
 def _on_host(tensor: Tensor) -> Tensor:
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return copy.copy_(tensor.detach())
-
-
-__all__ = ["MODEL", "OPTIM", "Chunk", "StateShard", "TensorShard"]

@@ -133,6 +133,3 @@ def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:
         fix="Go on from a checkpoint; more copies in host memory bear the loss of more members.",
         details=details,
     )
-
-
-__all__ = ["ChosenStep", "choose"]

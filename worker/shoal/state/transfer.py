@@ -122,6 +122,3 @@ def _buckets(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]
         run.append((index, start, start + padded))
     if run:
         yield run
-
-
-__all__ = ["receive", "send"]

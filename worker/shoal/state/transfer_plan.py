@@ -154,6 +154,3 @@ def _narrow(chunk: Chunk, dimension: int, offset: int, size: int) -> Chunk:
         offsets=(*chunk.offsets[:dimension], offset, *chunk.offsets[dimension + 1 :]),
         sizes=(*chunk.sizes[:dimension], size, *chunk.sizes[dimension + 1 :]),
     )
-
-
-__all__ = ["NamedChunk", "TransferPlan", "plan"]

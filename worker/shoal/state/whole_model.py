@@ -52,6 +52,3 @@ def _copied(value: Any) -> Any:
 
 def _needed(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
     return Chunk.whole(shape) if name.startswith(MODEL) else None
-
-
-__all__ = ["on_host", "whole_model"]

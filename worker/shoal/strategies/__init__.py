@@ -41,6 +41,3 @@ def find_strategy(strategy: str | Strategy) -> Strategy:
     module, kind = STRATEGIES[strategy]
     found: Strategy = getattr(import_module(module), kind)()
     return found
-
-
-__all__ = ["STRATEGIES", "find_strategy"]

@@ -255,6 +255,3 @@ class Strategy(ABC):
     @abstractmethod
     def close(self) -> None:
         """Let go of everything. May be called twice, and without `enter` ever called."""
-
-
-__all__ = ["Strategy"]

@@ -25,6 +25,3 @@ def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     from shoal.torchrun.handler import ShoalRendezvousHandler  # noqa: PLC0415
 
     return ShoalRendezvousHandler.joined(parameters)
-
-
-__all__ = ["backend", "create_handler"]

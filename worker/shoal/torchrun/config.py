@@ -113,6 +113,3 @@ def _positive(name: str, value: object) -> float:
             f"--rdzv-conf {name} is no time", seen=repr(value), expected="seconds above 0"
         )
     return seconds
-
-
-__all__ = ["BACKEND", "NodeConfig"]

@@ -122,6 +122,3 @@ def _kind_of(error: ShoalError, *, connecting: bool) -> type[RendezvousError]:
     if isinstance(error, DeadlineExceeded):
         return RendezvousConnectionError if connecting else RendezvousTimeoutError
     return RendezvousStateError
-
-
-__all__ = ["ShoalRendezvousHandler"]

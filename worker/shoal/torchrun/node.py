@@ -242,6 +242,3 @@ def _new_server() -> TCPStore:
 
 def _member_ids(record: GenerationRecord) -> set[str]:
     return {entry.member_id for entry in record.roster.entries}
-
-
-__all__ = ["Entry", "Node"]

@@ -70,6 +70,3 @@ class AgentStore(RendezvousStore):
         num_workers = int(json.loads(self._own_info).get("local_world_size", 1))
         base, total = self._rank * num_workers, self._world_size * num_workers
         return json.dumps([base, total, base, total]).encode()
-
-
-__all__ = ["AgentStore"]

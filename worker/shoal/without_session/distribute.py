@@ -152,6 +152,3 @@ def _static(model: nn.Module) -> FixedRanksTraining:
             expected="the model that shoal.distribute returned",
         )
     return found
-
-
-__all__ = ["clip_grad_norm", "data_share", "distribute", "forward_backward", "state_dict"]

@@ -50,6 +50,3 @@ def plan(
         Subject(model=as_torch(model), world_size=world_size, optimizer=optimizer, inputs=inputs)
     )
     return told
-
-
-__all__ = ["plan"]

@@ -67,6 +67,3 @@ class Encoder:
         data = message.SerializeToString()
         self._newest[with_roster] = (notice, data)
         return data
-
-
-__all__ = ["Encoder", "Stream"]

@@ -70,6 +70,3 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # grpcio-health-chec
         if service == LEADER:
             return int(_SERVING if self._leads else _NOT_SERVING)
         return int(_UNKNOWN)
-
-
-__all__ = ["LEADER", "PROCESS", "HealthService"]

@@ -86,6 +86,3 @@ async def refuses(address: str) -> bool:
         log.debug("leader_does_not_answer", leader=address, reason=repr(error))
         return False
     return bool(found)
-
-
-__all__ = ["answered_until_broken", "end_when_gone", "refuses"]

@@ -99,6 +99,3 @@ def check_unused(job: str, member_ids: Iterable[str]) -> None:
         expected="none, for a job that is to begin anew",
         fix="Stop them, or leave --fresh away to join them.",
     )
-
-
-__all__ = ["EarlierRuns", "check_unused", "from_json"]

@@ -76,6 +76,3 @@ class Records:
         if generation:
             return self._records.get(generation)
         return next(reversed(self._records.values()), None)
-
-
-__all__ = ["Records"]

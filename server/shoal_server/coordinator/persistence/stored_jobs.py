@@ -232,6 +232,3 @@ def _value(found: bytes | ShoalError) -> bytes:
 def _enough(records: Sequence[Record]) -> bool:
     committed = sum(record.verdict is Verdict.COMMITTED for record in records)
     return len(records) >= MAX_RECORDS and committed >= 2
-
-
-__all__ = ["StoredJob", "StoredJobs", "Survey"]

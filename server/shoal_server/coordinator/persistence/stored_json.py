@@ -83,6 +83,3 @@ def named_under(prefix: str, key: str, *, suffix: str = "") -> str | None:
         return None
     name = name.removesuffix(suffix)
     return name if is_name(name) else None
-
-
-__all__ = ["named_under", "set_aside", "state_from_json", "state_to_json"]

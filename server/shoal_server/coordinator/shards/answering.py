@@ -24,6 +24,3 @@ async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
     if silent:
         log.warning("servers_do_not_answer", servers=silent)
     return {holder: address for holder, address in addresses.items() if found[holder]}
-
-
-__all__ = ["answering"]

@@ -271,6 +271,3 @@ def _cut_of(layout: ShardMap) -> bytes:
     for shard in bare.shards:
         shard.server_id, shard.address, shard.epoch = "", "", 0
     return bare.SerializeToString(deterministic=True)
-
-
-__all__ = ["SnapshotRestorer"]

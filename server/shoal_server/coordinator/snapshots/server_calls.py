@@ -52,6 +52,3 @@ class ServerCalls:
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close()
-
-
-__all__ = ["ServerCalls"]

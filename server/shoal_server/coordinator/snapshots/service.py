@@ -185,6 +185,3 @@ def _summary(
         partial_steps=manifest.partial_steps,
         pause_s=pause_s,
     )
-
-
-__all__ = ["SnapshotPolicy", "SnapshotService"]

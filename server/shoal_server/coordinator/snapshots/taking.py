@@ -296,6 +296,3 @@ def _check_complete(layout: ShardMap, stamps: Mapping[str, Sequence[pb.ShardStam
             expected=f"{len(expected)} shards that have their values",
             fix="Wait until the members have created them, or until they have been moved.",
         )
-
-
-__all__ = ["JobPosition", "SnapshotTaker", "Taken"]

@@ -116,6 +116,3 @@ class Liveness:
         if middle_s:
             reason += f" (it beat every {middle_s:.2g} s, give or take {deviation_s:.2g} s)"
         return reason
-
-
-__all__ = ["WINDOW", "Liveness", "Pulse"]

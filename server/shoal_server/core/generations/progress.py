@@ -32,6 +32,3 @@ class Progress:
         is_first = self.trained_in == NO_GENERATION
         self.trained_in, self.reached = generation, start
         return is_first
-
-
-__all__ = ["Progress"]

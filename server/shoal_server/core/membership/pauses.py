@@ -76,6 +76,3 @@ def told(member: Member, rank: int | None, pause: Pause, now_s: float | None = N
     if now_s is None:
         return text
     return f"{text}, for {max(now_s - pause.since_s, 0.0):.0f} s of {pause.limit_s:g} s"
-
-
-__all__ = ["Pause", "Pauses", "told"]

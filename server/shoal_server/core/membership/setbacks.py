@@ -132,6 +132,3 @@ class Setbacks:
         # Bounded before it is computed: a count may grow for ever.
         pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(count - 1, 10), MAX_PAUSE_S)
         setback.not_before_s = max(setback.not_before_s or 0.0, now_s + pause_s)
-
-
-__all__ = ["MAX_TRIES", "Setbacks"]

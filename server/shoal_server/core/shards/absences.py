@@ -18,6 +18,3 @@ class Absences(Generic[Who]):
         them."""
         self._since_s = {each: self._since_s.get(each, now_s) for each in who}
         return {each: now_s - since_s for each, since_s in self._since_s.items()}
-
-
-__all__ = ["Absences"]

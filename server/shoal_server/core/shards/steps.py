@@ -41,6 +41,3 @@ def from_bits(bits: bytes) -> frozenset[int]:
     return frozenset(
         8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
     )
-
-
-__all__ = ["Begun", "Shards", "StepId", "from_bits", "merged", "to_bits"]

@@ -57,6 +57,3 @@ async def read(store: KeyValueStore) -> list[Server]:
     """All that are registered now. Raises what the store raises."""
     snapshot = await store.range(keys.SERVERS)
     return parse_all({item.key: item.value for item in snapshot.items})
-
-
-__all__ = ["Server", "parse", "parse_all", "read"]

@@ -34,6 +34,3 @@ async def read(store: KeyValueStore) -> Sequence[str]:
             seen=f"{found.value[:80]!r}, {error}",
             expected='{"urls": [...]}',
         ) from error
-
-
-__all__ = ["read", "write"]

@@ -54,6 +54,3 @@ class Connection:
     @property
     def stands(self) -> bool:
         return self.channel.get_state() is grpc.ChannelConnectivity.READY
-
-
-__all__ = ["Connection"]

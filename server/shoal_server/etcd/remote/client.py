@@ -150,6 +150,3 @@ class EtcdClient:
 
 async def _range(request: pb.RangeRequest, to: Attempt) -> pb.RangeResponse:
     return await to.connection.kv.Range(request, timeout=to.timeout_s, metadata=to.metadata)
-
-
-__all__ = ["EtcdClient"]

@@ -71,6 +71,3 @@ def _check_endpoint(endpoint: str) -> None:
             expected="host:port without a scheme",
             fix="Leave http:// or https:// out; a CA file turns TLS on.",
         )
-
-
-__all__ = ["EtcdConfig", "parse_endpoints"]

@@ -259,6 +259,3 @@ def _unknown_outcome(error: ShoalError) -> ShoalError:
         fix="Read back what it would have changed.",
         details={"outcome": "unknown"},
     )
-
-
-__all__ = ["Attempt", "Connections", "Metadata"]

@@ -128,6 +128,3 @@ def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavail
         expected=f"an answer within {timeout_s:g} s",
         fix=fix,
     )
-
-
-__all__ = ["Failure", "Remedy", "classify", "unreachable"]

@@ -253,6 +253,3 @@ def _lost(
     else:
         connections.move_on(address)
     return Unavailable(f"the watch at {address} broke", seen=failure.error.seen)
-
-
-__all__ = ["read_snapshot", "watch"]

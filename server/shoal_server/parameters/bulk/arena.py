@@ -77,6 +77,3 @@ def in_frames(shard_id: int, values: memoryview) -> Sequence[bytes]:
         )
         frames += (head, data)
     return frames
-
-
-__all__ = ["SharedArena", "in_frames", "in_place"]

@@ -44,6 +44,3 @@ class Offers:
         """What the key was given for; None if it was not, is too old, or is used again."""
         valid_until_s, purpose = self._given.pop(key, (float("-inf"), None))
         return purpose if self._now_s() < valid_until_s else None
-
-
-__all__ = ["Offers", "Purpose"]

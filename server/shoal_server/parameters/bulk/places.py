@@ -31,6 +31,3 @@ class Places:
         """The other end has taken what lay there."""
         self._free.append(at)
         self._freed.set()
-
-
-__all__ = ["NUM_PLACES", "PLACE_BYTES", "Places"]

@@ -54,6 +54,3 @@ class FrameConnection:
 def _unset(num_bytes: int) -> memoryview:
     """Memory for a piece. Nobody sees it before it is filled."""
     return np.empty(num_bytes, dtype=np.uint8).data
-
-
-__all__ = ["FrameConnection", "HungUp"]

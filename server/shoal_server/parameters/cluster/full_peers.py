@@ -84,6 +84,3 @@ class FullPeers:
         self._full[holder].timer = None
         if not self._offer_again(holder):
             self.forget(holder)
-
-
-__all__ = ["FullPeers"]

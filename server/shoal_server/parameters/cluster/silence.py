@@ -32,6 +32,3 @@ class Silence:
             before_s, looked_s = looked_s, loop.time()
             if self._is_expected:
                 self._silent_s += min(looked_s - before_s, 2 * self._timeouts.beat_s)
-
-
-__all__ = ["Silence"]

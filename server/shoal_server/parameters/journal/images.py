@@ -81,6 +81,3 @@ class JournalImages:
 
     def remove(self, images: Sequence[Kept]) -> None:
         self._files.remove([kept.path for kept in images])
-
-
-__all__ = ["JournalImages", "Kept"]

@@ -100,6 +100,3 @@ class JournalIndex:
 
 def _order(image: Kept) -> tuple[int, int]:
     return image.epoch, image.version
-
-
-__all__ = ["EntryLocation", "JournalIndex", "JournalSegment", "Key"]

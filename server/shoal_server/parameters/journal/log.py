@@ -254,6 +254,3 @@ def _claimed(path: Path) -> BinaryIO:
             expected="a directory of its own for each server",
         ) from error
     return file
-
-
-__all__ = ["Journal", "JournalConfig"]

@@ -11,7 +11,7 @@ import structlog
 from shoal_proto.errors import JournalDamaged
 from shoal_server.parameters.journal.config import START_BYTES
 from shoal_server.parameters.journal.images import JournalImages
-from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment, Key
+from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment
 from shoal_server.parameters.journal.segment_format import JournalEntry, scan
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard
@@ -122,6 +122,3 @@ def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
         fix="Restore from a snapshot, or from a copy of the journal.",
         details={"file": file},
     )
-
-
-__all__ = ["Key", "Recovered", "read_index", "replay"]

@@ -165,6 +165,3 @@ def _places(data: bytes, at: int) -> Iterator[int]:
     while place >= 0:
         yield place
         place = data.find(ENTRY_MAGIC, place + 1)
-
-
-__all__ = ["START_BYTES", "JournalEntry", "Scan", "encode", "scan", "start"]

@@ -224,6 +224,3 @@ def _note(replica: ShardReplica, version: int, result: "Future[None]") -> None:
         replica.disk.received(DISK, version)
     elif isinstance(error, ShoalError):
         replica.disk.end(error)
-
-
-__all__ = ["DISK", "ShardJournal"]

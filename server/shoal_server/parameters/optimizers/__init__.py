@@ -8,9 +8,7 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_server.parameters.optimizers.adagrad import Adagrad
 from shoal_server.parameters.optimizers.adam import Adam
 from shoal_server.parameters.optimizers.base import ShardOptimizer
-from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.optimizers.outer import Outer
-from shoal_server.parameters.optimizers.schedules import RunningSchedule
 from shoal_server.parameters.optimizers.sgd import Sgd
 
 
@@ -24,6 +22,3 @@ def new_optimizer(spec: OptimizerSpec, group: int, blocks: Sequence[Tensor]) -> 
     if spec.kind == "outer":
         return Outer(hyper, blocks)
     return Adam(hyper, blocks, decoupled_weight_decay=spec.kind == "adamw")
-
-
-__all__ = ["RunningSchedule", "ShardOptimizer", "check_spec", "new_optimizer"]

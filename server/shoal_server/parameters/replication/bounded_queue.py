@@ -48,6 +48,3 @@ class BoundedQueue(Generic[T]):
             return None
         self._taken.set()
         return self._items.popleft()
-
-
-__all__ = ["BoundedQueue"]

@@ -83,6 +83,3 @@ class ShardHandover:
             if leads and assignment is not None and assignment.epoch == replica.epoch:
                 replica.state.enter_epoch(replica.epoch)
                 replica.is_handing_over = False
-
-
-__all__ = ["ShardHandover"]

@@ -201,6 +201,3 @@ class ImageSender:
                 expected=f"shard {first.shard_id} of job {first.job}" if first else "no answer",
             )
         return self._sent.popleft()
-
-
-__all__ = ["CopyPhase", "ImageReceiver", "ImageSender", "ShardCopy", "TakeImage"]

@@ -159,6 +159,3 @@ async def disown(
             await replicas.change_record(
                 job, partial(JobAssignments.changed, shard_ids=missing, change=gone)
             )
-
-
-__all__ = ["JournalRecovery", "disown"]

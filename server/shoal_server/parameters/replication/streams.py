@@ -193,6 +193,3 @@ def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap 
 def _discard(opening: "asyncio.Future[tuple[socket.socket, mmap.mmap | None]]") -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result()[0].close()
-
-
-__all__ = ["PeerStream", "open_stream"]

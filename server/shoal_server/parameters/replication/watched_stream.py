@@ -94,6 +94,3 @@ class WatchedStream:
             f"{self._address} says nothing any more",
             seen=f"no answer for {self._timeouts.silence_s:g} s",
         )
-
-
-__all__ = ["WatchedStream"]

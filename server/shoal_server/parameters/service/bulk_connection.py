@@ -223,6 +223,3 @@ class _BulkCall:
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
         room, at = self._rooms.pop(shard_id, (memoryview(b""), 0))
         return in_place(room, at) if num_bytes <= len(room) else in_frames
-
-
-__all__ = ["BulkServerConnection", "BulkServices"]

@@ -169,6 +169,3 @@ def _tune(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE:
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-__all__ = ["BulkListener"]

@@ -74,6 +74,3 @@ def _add_copies(
                 joining=assignment is not None and holder == assignment.joining,
             )
         )
-
-
-__all__ = ["PushTally", "add_shard"]

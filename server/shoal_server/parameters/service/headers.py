@@ -10,6 +10,3 @@ def no_header(expected: str) -> MalformedMessage:
         seen="another message, or none",
         expected=f"a {expected}",
     )
-
-
-__all__ = ["no_header"]

@@ -33,7 +33,7 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.fence import Fence
-from shoal_server.parameters.optimizers import check_spec
+from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.description import PushTally, add_shard
 from shoal_server.parameters.service.headers import no_header

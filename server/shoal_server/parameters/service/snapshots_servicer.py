@@ -208,6 +208,3 @@ def _read(library: SnapshotLibrary, part: ManifestEntry) -> AnyShard:
             fix="Restore another snapshot.",
             details={"file": part.file, "shard": str(part.shard_id)},
         ) from error
-
-
-__all__ = ["SnapshotsServicer"]

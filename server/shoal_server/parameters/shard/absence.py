@@ -39,6 +39,3 @@ def _lost(job: str, assignment: ShardAssignment) -> StateLost:
         " It is not begun anew.",
         details={"job": job, "shard": str(assignment.shard_id), "epoch": str(assignment.epoch)},
     )
-
-
-__all__ = ["not_ready", "why_absent"]

@@ -79,6 +79,3 @@ def _damaged(file: str, shard_id: int, seen: str, expected: str) -> SnapshotDama
         fix="Restore another snapshot.",
         details={"file": file, "shard": str(shard_id)},
     )
-
-
-__all__ = ["digest", "from_bytes", "to_bytes"]

@@ -124,6 +124,3 @@ class MemoryClaim:
         """So much of it is a shard in the catalog now."""
         self._left_bytes -= num_bytes
         self._memory.settle(num_bytes, is_held=True)
-
-
-__all__ = ["Memory", "MemoryClaim"]

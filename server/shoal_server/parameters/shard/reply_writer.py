@@ -54,12 +54,3 @@ class MessageReplyWriter:
 
 PUSH_REPLIES = MessageReplyWriter(pieces.PUSH_REPLY)
 SHARD_DATA = MessageReplyWriter(pieces.SHARD_DATA)
-
-__all__ = [
-    "PUSH_REPLIES",
-    "SHARD_DATA",
-    "CopyOut",
-    "MessageReplyWriter",
-    "ReplyWriter",
-    "in_messages",
-]

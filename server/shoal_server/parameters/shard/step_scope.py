@@ -60,6 +60,3 @@ def to_message(scope: Scope | None) -> StepScope | None:
     if scope is None:
         return None
     return StepScope(shard_bits=scope.shard_bits, of_tables=scope.of_tables)
-
-
-__all__ = ["MAX_SHARD_IDS", "TABLES", "Scope", "to_message"]

@@ -7,7 +7,8 @@ from torch import Tensor
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import PushRecord
-from shoal_server.parameters.optimizers import RunningSchedule, new_optimizer
+from shoal_server.parameters.optimizers import new_optimizer
+from shoal_server.parameters.optimizers.schedules import RunningSchedule
 from shoal_server.parameters.optimizers.staleness import Staleness
 from shoal_server.parameters.optimizers.tensors import Stateful
 from shoal_server.parameters.shard.gradients import BlockSplitter

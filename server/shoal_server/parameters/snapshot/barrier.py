@@ -193,6 +193,3 @@ class SnapshotBarrier:
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return known
-
-
-__all__ = ["MAX_STEPS", "BarrierPhase", "Lacking", "SnapshotBarrier"]

@@ -295,6 +295,3 @@ def _torn(job: str, torn: Sequence[StepId]) -> SnapshotFailed:
         expected="members that finish what they began",
         fix="Take another snapshot.",
     )
-
-
-__all__ = ["Passage", "SnapshotBarriers"]

@@ -42,6 +42,3 @@ class LazyImage:
     def drop(self) -> None:
         with self._lock:
             self._image = self._state = None
-
-
-__all__ = ["LazyImage", "Stamp"]

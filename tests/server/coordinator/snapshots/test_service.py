@@ -16,7 +16,8 @@ from support.clusters.parameter_servers import ParameterServers
 from support.clusters.snapshot_cluster import ADAM, Pusher, Snapshots, elements
 
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.tables import Gradients, TableClient
+from shoal_client.parameters.table_rows import Gradients
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,

@@ -12,7 +12,7 @@ from shoal_proto import pieces
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.optimizers import check_spec
+from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.optimizers.damping import damping
 from shoal_server.parameters.shard.dense import DensePush, DenseShard, new_dense_shard
 from shoal_server.parameters.shard.reply_writer import in_messages

@@ -115,6 +115,3 @@ class _Message:
 def _real(tensor: Tensor) -> Tensor:
     """The same memory in numbers that every backend knows."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-__all__ = ["AbortableP2P", "Message"]

@@ -138,6 +138,3 @@ def _whole(group: dist.ProcessGroup) -> dist.ProcessGroup:
         found = _wholes.get(group)
     whole: dist.ProcessGroup | None = found() if found is not None else None
     return group if whole is None else whole
-
-
-__all__ = ["AbortableWaiter", "Completion", "add_subgroup", "wait_abortable", "waiters_of"]

@@ -224,5 +224,3 @@ def _create(options: Any, unused: Any) -> InMemoryGroup:
 
 
 dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])
-
-__all__ = ["PLUGIN", "InMemoryGroup", "open_world"]

@@ -226,6 +226,3 @@ def named(ranks: Collection[int]) -> str:
     """E.g. "rank 1" or "ranks 1, 3"."""
     listed = ", ".join(str(rank) for rank in sorted(ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else ""
-
-
-__all__ = ["MAX_UNDELIVERED", "Hub", "Meeting", "named"]

@@ -105,6 +105,3 @@ class _Run:
                 self._hub.fail(f"rank {rank} raised {type(error).__name__}: {error}")
         finally:
             self._hub.end(rank)
-
-
-__all__ = ["run_in_memory"]

@@ -112,6 +112,3 @@ class InMemorySeat:
                 f"generation {self._seat.generation} ended while it was brought up",
                 seen=self._reason,
             )
-
-
-__all__ = ["InMemoryBackend", "InMemorySeat"]

@@ -151,6 +151,3 @@ def _uninstall() -> None:
     _native._set_thread_isolation_mode(False)
     del _mesh_class._thread_id
     _propagator._fake_mode_lock = contextlib.nullcontext()
-
-
-__all__ = ["RankWorld", "bind", "own_world", "unbind"]

@@ -107,6 +107,3 @@ def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
     for source, target in zip(sources, targets, strict=True):
         if source is not target:
             target.copy_(source)
-
-
-__all__ = ["Staged", "copy", "deliver", "joined", "octets", "split", "split_all", "vector"]

@@ -225,5 +225,3 @@ def _create(options: Any, unused: Any) -> MpiGroup:
 
 
 dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])
-
-__all__ = ["PLUGIN", "TIMEOUT_S", "MpiGroup", "init_mpi"]

@@ -152,6 +152,3 @@ class MpiWorld:
             time.sleep(_PAUSE_MAX_S)
         # Finalising would wait for operations that never end.
         MPI.COMM_WORLD.Abort(1)
-
-
-__all__ = ["GOODBYE_S", "Flight", "MpiWorld"]

@@ -220,5 +220,3 @@ def _create(options: Any, ready: Any) -> Any:
 
 
 dist.Backend.register_backend(PLUGIN, _create, extended_api=True, devices=["cpu"])
-
-__all__ = ["GlooBackend", "GlooGroup", "can_be_cut", "free_retired", "is_gloo"]

@@ -120,6 +120,3 @@ class NcclGroup:
                 f"generation {self._seat.generation} ended while it was brought up",
                 seen=self._reason,
             )
-
-
-__all__ = ["NcclBackend", "NcclGroup"]

@@ -83,6 +83,3 @@ def _ends(connection: socket.socket) -> list[bytes]:
     with contextlib.suppress(OSError):  # not connected yet: its own end alone decides
         ends.append(connection.getpeername()[:2])
     return [socket_address_bytes(connection.family, end) for end in ends]
-
-
-__all__ = ["listening", "shut_connections", "socket_address_bytes"]

@@ -123,6 +123,3 @@ class AddressStore(AnnouncingStore):
             return
         super().wait(self._awaited if own else keys, timeout)
         self._there = own
-
-
-__all__ = ["AddressStore", "AnnouncingStore"]

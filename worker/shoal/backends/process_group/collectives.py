@@ -260,6 +260,3 @@ def _plain(tensors: Sequence[Tensor]) -> list[Tensor]:
 def _reduction(options: Any) -> Any:
     """The kind of reduction, e.g. `ReduceOp.SUM`; sum where nothing is said."""
     return options.reduceOp.op if options is not None else dist.ReduceOp.SUM
-
-
-__all__ = ["CollectiveGroup", "Count", "counts", "reset_counts"]

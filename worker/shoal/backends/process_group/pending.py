@@ -52,6 +52,3 @@ class Done(Pending):
 
     def is_completed(self) -> bool:
         return True
-
-
-__all__ = ["Done", "Pending"]

@@ -46,6 +46,3 @@ def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
     for part in parts[1:]:
         fold(total, part, out=total)
     return total.div_(len(parts)) if op == _Op.AVG else total
-
-
-__all__ = ["reduced"]

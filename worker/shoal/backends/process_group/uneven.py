@@ -65,6 +65,3 @@ def reduce_scatter_uneven(
         )
     pieces = [piece.contiguous() for piece in torch.split(flat, list(sizes))]
     dist.reduce_scatter(output.view(-1), pieces, op=op, group=group)
-
-
-__all__ = ["all_gather_uneven", "all_to_all_uneven", "reduce_scatter_uneven"]

@@ -80,6 +80,3 @@ def _shut(connections: Sequence[socket.socket]) -> None:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
             continue  # Shut already.
-
-
-__all__ = ["Links"]

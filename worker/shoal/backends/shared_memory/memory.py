@@ -112,6 +112,3 @@ def _num_rounds(world_size: int) -> int:
 def _semaphores(mapped: mmap.mmap, number: int) -> list[Semaphore]:
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     return [Semaphore(start + i * SEMAPHORE_BYTES) for i in range(number)]
-
-
-__all__ = ["SharedMemory", "head_bytes", "initialise", "whole_pages"]

@@ -168,6 +168,3 @@ def _read(connection: socket.socket, size: int) -> bytes:
 def _left(deadline_s: float) -> float:
     """For a socket's timeout, which is not to become 0: that means not to wait at all."""
     return max(deadline_s - time.monotonic(), 0.001)
-
-
-__all__ = ["OPEN_S", "share_memory"]

@@ -52,6 +52,3 @@ class Semaphore:
             if number != errno.EINTR:
                 raise OSError(number, os.strerror(number))
         return True
-
-
-__all__ = ["SEMAPHORE_BYTES", "Semaphore", "available"]

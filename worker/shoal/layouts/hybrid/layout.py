@@ -247,14 +247,3 @@ def _set_gradient(parameter: nn.Parameter, local: Tensor) -> None:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-
-
-__all__ = [
-    "BUCKET_BYTES",
-    "HybridLayout",
-    "HybridPlan",
-    "align",
-    "average",
-    "buckets",
-    "plan_of_stage",
-]

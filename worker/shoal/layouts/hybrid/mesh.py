@@ -151,6 +151,3 @@ def _does_not_divide(world_size: int, fixed: Fixed) -> InvalidSpec:
 
 def divisors_of(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
-
-
-__all__ = ["Fixed", "MeshShape", "ModelFacts", "divisors_of", "mesh_for"]

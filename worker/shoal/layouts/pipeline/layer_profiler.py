@@ -86,6 +86,3 @@ def _measure(
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-__all__ = ["LayerProfiler", "measured"]

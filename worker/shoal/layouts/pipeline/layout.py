@@ -204,6 +204,3 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
         return
     local.copy_(total[:-1].view_as(local))
     parameter.grad = own
-
-
-__all__ = ["PipelineLayout", "ScheduleSpec"]

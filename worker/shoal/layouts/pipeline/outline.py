@@ -203,6 +203,3 @@ def paths_of(name: str) -> Iterator[str]:
 
 def _numbered(name: str, call: int) -> str:
     return name if call == 1 else f"{name}@{call}"
-
-
-__all__ = ["Flow", "Outline", "Segment", "is_used", "paths_of", "uses_of"]

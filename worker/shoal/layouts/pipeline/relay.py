@@ -110,6 +110,3 @@ def _room(length: Tensor, source: int) -> Tensor:
             expected=f"1 to {MAX_DESCRIPTION_BYTES}",
         )
     return torch.zeros(num_bytes, dtype=torch.uint8, device=length.device)
-
-
-__all__ = ["Neighbours"]

@@ -239,6 +239,3 @@ def _not_a_tensor(stage: int, value: Any) -> InvalidSpec:
         expected="layers that return tensors where the model is cut",
         fix="Let each layer return one tensor, or name other places in split_at.",
     )
-
-
-__all__ = ["SCHEDULES", "PipelineRunner", "StepInputs", "num_microbatches"]

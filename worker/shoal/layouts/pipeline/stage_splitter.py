@@ -163,6 +163,3 @@ def _names(segments: Sequence[Segment]) -> list[str]:
 
 def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-
-
-__all__ = ["StageSplitter", "balanced"]

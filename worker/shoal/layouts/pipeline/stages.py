@@ -173,6 +173,3 @@ def _prune(model: nn.Module, own: Collection[str]) -> None:
         parent, _, name = path.rpartition(".")
         if path and path not in needed and not is_used(path, own):
             del model.get_submodule(parent)._modules[name]
-
-
-__all__ = ["Stage"]

@@ -145,6 +145,3 @@ def _mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for part, mode in before.items():
             part.training = mode
-
-
-__all__ = ["signature", "trace"]

@@ -41,6 +41,3 @@ class SharedMemoryAllGather(DefaultAllGather):
             return work
         wait_abortable(work, group)
         return None
-
-
-__all__ = ["SharedMemoryAllGather"]

@@ -90,6 +90,3 @@ def _needs_gradient(leaf: object) -> bool:
 def _leave_out(args: Any, kwargs: Any) -> tuple[Any, Any]:
     """In the place of torch's own mark of where the group begins."""
     return args, kwargs
-
-
-__all__ = ["GroupPasses"]

@@ -197,6 +197,3 @@ def _check_dtypes(group: ModuleGroup, parameters: Mapping[str, nn.Parameter]) ->
             expected="one dtype for all that requires a gradient",
             fix="Make the model with one dtype; param_dtype='bf16' computes in another one.",
         )
-
-
-__all__ = ["Grouping", "ModuleGroup", "group_modules"]

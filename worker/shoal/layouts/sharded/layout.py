@@ -257,6 +257,3 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
         reduce_dtype=options.reduce_dtype,
         output_dtype=output_dtype,
     )
-
-
-__all__ = ["ShardedLayout", "ShardedOptions", "fsdp_parameters"]

@@ -90,6 +90,3 @@ def propagate_nan(gradients: Tensor) -> bool:
     total = gradients.sum(dtype=torch.float64)
     gradients.add_((total - total).to(gradients.dtype))
     return False
-
-
-__all__ = ["NanPropagatingReduceScatter", "propagate_nan"]

@@ -27,6 +27,3 @@ def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any
     torch.sum(parts.view(group.size(), -1), dim=0, out=own)
     if op == dist.ReduceOp.AVG:
         own.div_(group.size())
-
-
-__all__ = ["reduce_scatter", "sends_each_part_once"]

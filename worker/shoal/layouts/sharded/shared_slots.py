@@ -130,6 +130,3 @@ class SharedSlots:
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
-
-
-__all__ = ["NUM_GATHERED", "SharedSlots"]

@@ -312,6 +312,3 @@ def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]
 
 def _under(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
-
-
-__all__ = ["MIN_SPLIT_BYTES", "derive"]

@@ -210,6 +210,3 @@ class TensorLayout(Layout):
             if gradient is not None and not isinstance(gradient, DTensor):
                 by_dtype.setdefault(gradient.dtype, []).append(gradient)
         yield from by_dtype.values()
-
-
-__all__ = ["SplitsItself", "TensorLayout", "parallelise", "take_part"]

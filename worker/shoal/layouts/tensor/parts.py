@@ -208,18 +208,3 @@ def whole_mask(part: Tensor, dim: int, cut: Cut, p: float) -> Tensor:
     shape = list(part.shape)
     shape[dim] = sum(cut.sizes)
     return F.dropout(part.new_ones(shape), p, training=True)
-
-
-__all__ = [
-    "ColumnEmbedding",
-    "ColumnLinear",
-    "Cut",
-    "CutDropout",
-    "RowLinear",
-    "VocabEmbedding",
-    "enter",
-    "gathered",
-    "local",
-    "summed",
-    "whole_mask",
-]

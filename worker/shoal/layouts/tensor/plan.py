@@ -132,17 +132,3 @@ class TensorPlan:
         shown = str(counts[0]) if len(set(counts)) == 1 else " ".join(map(str, counts))
         name = entry.module or "(the model)"
         return name, entry.style, entry.shapes(self.degree), shown, entry.why
-
-
-__all__ = [
-    "COLUMN",
-    "HEADS",
-    "MASK",
-    "ROW",
-    "VOCAB",
-    "WHOLE",
-    "ParameterSplit",
-    "PlanEntry",
-    "TensorPlan",
-    "part_sizes",
-]

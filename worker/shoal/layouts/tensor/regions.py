@@ -222,6 +222,3 @@ def _is_elementwise(node: fx.Node, module: nn.Module | None) -> bool:
 
 def _flat(node: fx.Node) -> Iterable[Any]:
     return itertools.chain(node.args, node.kwargs.values())
-
-
-__all__ = ["Region", "is_elementwise", "regions"]

@@ -34,6 +34,3 @@ def odd(module: nn.Module) -> str:
         plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
         return "" if plain else "max_norm, scale_grad_by_freq and sparse need the whole table"
     return ""
-
-
-__all__ = ["CUT_DIMS", "STYLES", "odd"]

@@ -123,6 +123,3 @@ class AsyncDiLoCo(AsyncSGD):
 def _on_host(parameter: Tensor) -> Tensor:
     """A copy of the values."""
     return parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-__all__ = ["AsyncDiLoCo"]

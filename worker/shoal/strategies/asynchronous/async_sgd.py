@@ -358,6 +358,3 @@ def _level(acknowledge: str) -> Acknowledgement.ValueType:
         )
     # Where a shard has no backup, "replicated" is what its primary alone can give.
     return Acknowledgement.Value(name)
-
-
-__all__ = ["AsyncSGD"]

@@ -24,6 +24,3 @@ class BSP(AsyncSGD):
     def __init__(self, **options: Any) -> None:
         """`options`: those of `async-sgd`. Raises InvalidSpec."""
         super().__init__(consistency="bsp", **options)
-
-
-__all__ = ["BSP", "SSP"]

@@ -50,6 +50,3 @@ def _pulled(client: ParameterClient, values: SharedValues, wait_s: float, give_u
         return False
     values.adopt()
     return True
-
-
-__all__ = ["first_values"]

@@ -47,6 +47,3 @@ def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
         if not math.isfinite(gradient.sum(dtype=wide).item()):
             suspects.append(name)
     return [name for name in suspects if not torch.isfinite(gradients[name]).all()]
-
-
-__all__ = ["gradients_of"]

@@ -56,6 +56,3 @@ class LossWatch:
         if recent < low * self._first:
             return None
         return Stagnation(first=self._first, recent=recent, num_updates=since)
-
-
-__all__ = ["WINDOW_STEPS", "LossWatch", "Stagnation"]

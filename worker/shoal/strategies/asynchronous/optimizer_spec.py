@@ -166,6 +166,3 @@ def _whole(name: str, value: float) -> int:
             expected="a whole number from 0 up",
         )
     return int(value)
-
-
-__all__ = ["in_words", "to_schedule", "to_spec"]

@@ -116,6 +116,3 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Param
 def bytes_of(tensor: Tensor) -> memoryview:
     """The flat bytes of a contiguous CPU tensor, shared with it."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-__all__ = ["SharedValues", "bytes_of"]

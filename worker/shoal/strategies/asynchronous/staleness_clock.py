@@ -93,6 +93,3 @@ class StalenessClock:
         """Let go of the connection."""
         if self._coordinators is not None:
             self._coordinators.close()
-
-
-__all__ = ["CONSISTENCIES", "DEFAULT_BOUND", "StalenessClock"]

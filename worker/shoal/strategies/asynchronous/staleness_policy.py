@@ -53,6 +53,3 @@ def to_policy(
         policy.adaptive = adaptive
         policy.decay = DECAY if adaptive else 0.0
     return policy
-
-
-__all__ = ["KINDS", "to_policy"]

@@ -119,6 +119,3 @@ def _dtype(option: str, name: str | None) -> torch.dtype | None:
             expected=f"None or one of {', '.join(map(repr, DTYPES))}",
         )
     return DTYPES[name]
-
-
-__all__ = ["FSDP", "Zero2", "Zero3"]

@@ -131,6 +131,3 @@ class Hybrid(LayoutStrategy):
             **self._split.options(),
         }
         return {"hybrid": json.dumps(chosen, sort_keys=True)}
-
-
-__all__ = ["Hybrid"]

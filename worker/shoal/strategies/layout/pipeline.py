@@ -133,6 +133,3 @@ class Pipeline(LayoutStrategy):
             **self._split.options(),
         }
         return {"pipeline": json.dumps(chosen, sort_keys=True)}
-
-
-__all__ = ["Pipeline", "StageSplit", "schedule_spec"]

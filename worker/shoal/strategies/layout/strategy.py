@@ -297,6 +297,3 @@ class LayoutStrategy(SynchronousStrategy):
     def close(self) -> None:
         super().close()
         self._peer_checkpoints.close()
-
-
-__all__ = ["LayoutStrategy"]

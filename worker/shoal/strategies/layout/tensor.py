@@ -93,6 +93,3 @@ class TensorParallel(LayoutStrategy):
     def options(self) -> Mapping[str, str]:
         chosen = {"plan": self._overrides, "min_split_bytes": self._min_split_bytes}
         return {"tensor": json.dumps(chosen, sort_keys=True)}
-
-
-__all__ = ["TensorParallel"]

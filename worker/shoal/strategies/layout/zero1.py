@@ -60,6 +60,3 @@ class Zero1(LayoutStrategy):
         return ReplicatedFigures(
             subject, self._bucket_mb, find_unused_parameters=self._find_unused_parameters
         ).zero1(uncompressed(self._compression))
-
-
-__all__ = ["Zero1"]

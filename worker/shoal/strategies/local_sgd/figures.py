@@ -92,6 +92,3 @@ def _packed(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[Tensor]
 
 def _elements(tensor: Tensor) -> int:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).numel()
-
-
-__all__ = ["OuterLoopFigures"]

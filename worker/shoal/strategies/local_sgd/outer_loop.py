@@ -275,6 +275,3 @@ def _not_finite(name: str, step: int, what: str) -> NonFiniteGradient:
         fix="Lower the learning rate, clip gradients, or look at the samples.",
         details={"parameter": own, "step": str(step)},
     )
-
-
-__all__ = ["OuterLoop", "buckets", "has_mean", "summing_dtype"]

@@ -35,6 +35,3 @@ class OuterStep:
         velocity = mean.clone() if velocity is None else velocity * self.momentum + mean
         ahead = mean + velocity * self.momentum if self.nesterov else velocity
         return ahead * self.lr, velocity
-
-
-__all__ = ["OuterStep"]

@@ -273,6 +273,3 @@ class DiLoCo(LocalSGD):
     ) -> None:
         super().__init__(every_steps=every_steps, compression=compression)
         self._outer = OuterStep(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
-
-
-__all__ = ["DiLoCo", "LocalSGD"]

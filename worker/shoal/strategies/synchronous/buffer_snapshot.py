@@ -38,6 +38,3 @@ class BufferSnapshot:
         for table in self._tables:
             if table:
                 yield from (buffer for buffer in table.values() if buffer is not None)
-
-
-__all__ = ["BufferSnapshot"]

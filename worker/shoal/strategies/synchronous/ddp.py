@@ -243,6 +243,3 @@ class DDP(SynchronousStrategy):
     def restore(self, state: State) -> None:
         self._state.restore(state)
         self._step = state.step
-
-
-__all__ = ["DDP"]

@@ -216,6 +216,3 @@ def _is_in_collective(ident: int) -> bool:
     while frame is not None and frame.f_code.co_filename == _THREADING:
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_PLACES)
-
-
-__all__ = ["HangWatch", "HangWatchConfig", "TrainerStage"]

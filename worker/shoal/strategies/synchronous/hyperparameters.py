@@ -157,6 +157,3 @@ def _same(one: Any, other: Any) -> bool:
         both_nan = math.isnan(one) and math.isnan(other)
         return both_nan or math.isclose(one, other, rel_tol=TOLERANCE)
     return bool(one == other)
-
-
-__all__ = ["Hyperparameters", "Values", "by_value", "differences", "digest_of", "in_words"]

@@ -216,6 +216,3 @@ def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
         " anew, and a step that is taken again is counted twice (docs/strategies.md).",
         **parts,
     )
-
-
-__all__ = ["StepAgreement"]

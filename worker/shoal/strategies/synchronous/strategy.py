@@ -443,6 +443,3 @@ def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
             seen="an optimizer that calls the loss several times a step",
             expected="one that uses each gradient once, such as SGD or AdamW",
         )
-
-
-__all__ = ["LOOPBACK", "SynchronousStrategy", "check_same_step", "receivers_of", "refuse_lbfgs"]
