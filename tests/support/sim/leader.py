@@ -319,7 +319,8 @@ class Leader:
         is_member = member is not None and member.incarnation == event.incarnation
         if error is None and isinstance(event, events.Attended) and is_member:
             assert self._durable_key_of(event), f"{event.member_id} was admitted too early"
-        if isinstance(error, events.Refused) and error.refusal.kind == events.RefusalKind.FENCED:
+        fenced = events.RefusalKind.FENCED
+        if isinstance(error, events.Refused) and error.refusal.kind == fenced and not is_member:
             assert not self._durable_key_of(event), f"{event.member_id} was fenced too early"
 
     def _durable_key_of(self, event: events.Event) -> bool:

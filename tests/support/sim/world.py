@@ -58,6 +58,8 @@ class SimWorld:
         """The newest process of each name."""
         self.everybody: list[SimMember] = []
         self.groups: dict[int, Group] = {}
+        self._accepted: set[tuple[int, str, str]] = set()
+        """Generations, incarnations and digests."""
         self.has_committed = False
         self.checkpoints: list[int] = []
         self.checkpoint_every = 0
@@ -205,6 +207,10 @@ class SimWorld:
 
         self.clock.soon(say, 0.1)
 
+    def _heard(self, event: events.Event) -> None:
+        if isinstance(event, events.Answered) and not event.rejections:
+            self._accepted.add((event.generation, event.incarnation, event.digest))
+
     def _heartbeats(self) -> Iterator[tuple[events.Beaten, int]]:
         """Of everybody whose process runs."""
         for member in self.members.values():
@@ -218,6 +224,7 @@ class SimWorld:
         leader.check = lambda: self._check_job(leader)
         leader.log = self.note
         leader.heartbeats = self._heartbeats
+        leader.heard = self._heard
         leader.take_over()
         return leader
 
@@ -400,15 +407,16 @@ class SimWorld:
 
     def ended(self, member: SimMember) -> None:
         self.note(f"{member.name} ends: {member.end!r}")
-        # Who answers comes to a stand long before anybody loses patience, whether or not the store
-        # is away meanwhile.
+        # Who answers does all that is asked of it long before anybody loses patience, whether or
+        # not the store is away meanwhile.
         untroubled = self.clock.now_s - self.leaderless_s > self.limits.collective_s + 1.0
         if isinstance(member.end, RefusedCall) and not member.is_clumsy:
             assert member.end.refusal.kind != RefusalKind.BRING_UP or untroubled is False, (
                 member.end
             )
         if isinstance(member.end, RefusedCall) and not member.process.was_halted and untroubled:
-            assert "come to a stand" not in member.end.refusal.what, member.end
+            for task in ("come to a stand", "accept or reject", "bring the generation up"):
+                assert task not in member.end.refusal.what, member.end
         for number, group in self.groups.items():
             if member.is_in(group.record.roster):
                 self.part(member, number)
@@ -430,6 +438,9 @@ class SimWorld:
         ), f"generation {roster.generation}: {verdicts}"
         self.note(f"{roster.generation} {record.verdict.value} {','.join(roster.member_ids)}")
         if record.verdict is Verdict.COMMITTED:
+            for entry in roster.entries:
+                answer = (roster.generation, entry.incarnation, record.digest)
+                assert answer in self._accepted, f"{entry.member_id} never accepted it"
             self.groups[roster.generation] = Group(record)
 
     def _check_job(self, leader: Leader) -> None:

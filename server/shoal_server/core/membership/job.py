@@ -292,7 +292,7 @@ class Job(Departures):
     def _change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
         """Why the running generation is to be changed ("": it is not), and to whom."""
         assert self.running is not None
-        newcomer = any(not m.is_in(self.running) for m in self._able)
+        newcomer = any(m.settled and not m.is_in(self.running) for m in self._able)
         if not newcomer and not self.attendance.draining:
             return "", []
         if any(m.proposal is None for m in self.members_of(self.running)):
@@ -309,7 +309,8 @@ class Job(Departures):
 
     def _chosen(self, now_s: float) -> list[Member]:
         """Who would be in a roster drawn up now: who trained before first, then by arrival."""
-        candidates = list(self._able)
+        # Who has still to settle may have missed what it was told: it would go on where it was.
+        candidates = [m for m in self._able if m.settled or m.is_in(self.running)]
         if self.running is not None and not any(m.is_in(self.running) for m in candidates):
             # All who train are to leave: first they hand over to those who came.
             candidates += [m for m in self.members_of(self.running) if m.proposal is not None]
