@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.processes.load import unhurried
 from support.training.pause_bodies import LIMITS
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -13,7 +14,9 @@ from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """etcd, a coordinator and a parameter server."""
     directory: Path = tmp_path_factory.mktemp("cluster")
-    config = LocalClusterConfig(directory=directory, num_parameter_servers=1)
+    # A member is lost after four: on a busy machine a living one may be silent for seconds.
+    limits = {"--heartbeat-s": min(3.0, unhurried(0.5))}
+    config = LocalClusterConfig(directory=directory, num_parameter_servers=1, limits=limits)
     with LocalCluster(config) as running:
         yield running
 

@@ -45,6 +45,18 @@ class Play:
         run = replace(self.run, member_id=name, **changes)
         return self._ranks.start(pause_bodies.refused, run)
 
+    def begin(self, names: str, **of_a: Any) -> list[Rank]:
+        """Members of these names; "a" is away."""
+        crew = [self.start("a", is_away=True, **of_a), *map(self.start, names[1:])]
+        crew[0].expect("away")
+        return crew
+
+    def await_waiter(self, name: str) -> str:
+        """What the member is said to wait for, once that is who is paused."""
+        return awaited(
+            lambda: why if "is paused" in (why := self.why(name)) else None, WAIT_S, f"{name} waits"
+        )
+
     def come_back(self) -> None:
         (self._path / "gate").touch()
 
@@ -94,10 +106,9 @@ def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
         play = Play(
             quick, ranks, f"wait-{strategy}", tmp_path, desired_members=3, strategy=strategy
         )
-        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
-        crew[0].expect("away")
+        crew = play.begin("abc")
         until_s = time.monotonic() + 2.0 * COLLECTIVE_S
-        said = awaited(lambda: play.why("b") or None, WAIT_S, "b waits")
+        said = play.await_waiter("b")
         while time.monotonic() < until_s:
             said = play.why("b")
             assert "(a) is paused: validation, for " in said
@@ -116,8 +127,7 @@ def test_who_is_away_without_a_pause_is_found_and_told_of_it(
     """It is named with its time, and so is the remedy; the others go on without it."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "away", tmp_path, desired_members=3)
-        crew = [play.start("a", is_away=True, pauses=False), play.start("b"), play.start("c")]
-        crew[0].expect("away")
+        crew = play.begin("abc", pauses=False)
         assert in_generation(crew[1], 2)["world_size"] == 2
         play.come_back()
         text = crew[0].expect("refused")["text"]
@@ -132,8 +142,7 @@ def test_a_pause_that_outlasts_its_own_limit_is_a_hang(quick: LocalCluster, tmp_
     """The others go on without it at that moment; it is told what its limit was."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "over", tmp_path, desired_members=2)
-        crew = [play.start("a", is_away=True, limit_s=2.0), play.start("b")]
-        crew[0].expect("away")
+        crew = play.begin("ab", limit_s=2.0)
         assert in_generation(crew[1], 2)["world_size"] == 1
         play.come_back()
         text = crew[0].expect("refused")["text"]
@@ -148,9 +157,8 @@ def test_a_killed_waiter_is_noticed_during_the_pause_and_the_rest_go_on_after_it
     """However long the pause goes on after that."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "waiter", tmp_path, desired_members=3)
-        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
-        crew[0].expect("away")
-        awaited(lambda: "is paused" in play.why("b") or None, WAIT_S, "b waits")
+        crew = play.begin("abc")
+        play.await_waiter("b")
         crew[2].send_signal(signal.SIGKILL)
         awaited(lambda: "member_removed" in play.events() or None, 5.0, "c is missed")
         until_s = time.monotonic() + 2.0 * COLLECTIVE_S
@@ -166,9 +174,8 @@ def test_a_killed_member_that_was_paused_is_waited_for_no_longer(
 ) -> None:
     with Ranks() as ranks:
         play = Play(quick, ranks, "pausing", tmp_path, desired_members=3)
-        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
-        crew[0].expect("away")
-        awaited(lambda: "is paused" in play.why("b") or None, WAIT_S, "b waits")
+        crew = play.begin("abc")
+        play.await_waiter("b")
         crew[0].send_signal(signal.SIGKILL)
         killed_s = time.monotonic()
         assert in_generation(crew[1], 2)["world_size"] == 2
@@ -184,12 +191,11 @@ def test_who_joins_or_is_to_leave_during_a_pause_waits_for_its_end(
     repeated."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "join", tmp_path, desired_members=3)
-        crew = [play.start("a", is_away=True), play.start("b"), play.start("c")]
-        crew[0].expect("away")
+        crew = play.begin("abc")
         crew.append(play.start("d"))
         drain(quick, play, "c")
         until_s = time.monotonic() + 1.5 * COLLECTIVE_S
-        awaited(lambda: "is paused" in play.why("d") or None, WAIT_S, "d waits")
+        play.await_waiter("d")
         while time.monotonic() < until_s:
             assert "(a) is paused: validation" in play.why("d")
             time.sleep(0.1)
@@ -207,9 +213,8 @@ def test_a_pause_before_the_first_batch_is_waited_for(quick: LocalCluster, tmp_p
     """And the last call, after which a first generation forms without who is missing, too."""
     with Ranks() as ranks:
         play = Play(quick, ranks, "early", tmp_path, desired_members=2)
-        crew = [play.start("a", is_away=True, early=True), play.start("b")]
-        crew[0].expect("away")
-        awaited(lambda: "a is paused" in play.why("b") or None, WAIT_S, "b waits")
+        crew = play.begin("ab", early=True)
+        play.await_waiter("b")
         until_s = time.monotonic() + JOIN_S / 4 + 1.0
         while time.monotonic() < until_s:
             assert "a is paused: validation" in play.why("b")

@@ -21,7 +21,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.memory import MemoryStore
 
-LIMITS = Limits(heartbeat_s=unhurried(0.1), join_s=unhurried(2.0))
+LIMITS = Limits(heartbeat_s=unhurried(0.1), join_s=unhurried(3.0))
 LONGER_THAN_ANY_LIMIT_S = 1.5 * LIMITS.join_s
 
 

@@ -18,7 +18,9 @@ from support.training import elastic_bodies
 from support.training.elastic_bodies import Elastic
 from support.training.local_sgd_bodies import LocalRun
 
+from shoal.checkpoint.directory import complete
 from shoal.data.batches import Order
+from shoal_client.local.cluster import LocalCluster
 
 MARGIN_S, MAX_MARGIN_STEPS = 1.0, 150
 """Between the last step that the test has seen and the one at which members stop, at their pace."""
@@ -159,6 +161,35 @@ class Schedule:
         return [
             (rank, data) for rank in self.all for kind, data in rank.seen if kind == "committed"
         ]
+
+
+def elastic(cluster: LocalCluster, job: str, **changes: Any) -> Elastic:
+    """What the members of a job do that has this name and a number of its own."""
+    return Elastic(
+        coordinator=cluster.coordinator,
+        job=f"{job}-{secrets.token_hex(4)}",
+        member_id="",
+        **{"batch_size": 24, **changes},
+    )
+
+
+def lose_all(schedule: Schedule, directory: Path, num_checkpoints: int) -> int:
+    """Kill all members once there are so many checkpoints; the step of the newest."""
+    while len(complete(directory)) < num_checkpoints:
+        schedule.alive[0].expect("committed")
+    for rank in schedule.alive:
+        rank.send_signal(signal.SIGKILL)
+    return max(complete(directory))
+
+
+def check_no_trace(schedule: Schedule, run: Elastic, tolerance: float) -> Mapping[str, Any]:
+    """Let all stop: the weights are those of one process, and each sample was taken once."""
+    finished = schedule.finish()
+    check_same_weights(finished, run, tolerance)
+    for rank in schedule.all:
+        rank.drain()
+    check_each_sample_once(schedule.all, finished["step"], elastic_bodies.order(run.batch_size))
+    return finished
 
 
 def check_same_weights(finished: Mapping[str, Any], run: Elastic, tolerance: float) -> float:

@@ -3,15 +3,13 @@
 Real members, a real coordinator, real signals; the changes are drawn from a seed.
 """
 
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.members.elastic_schedule import Schedule, check_each_sample_once, check_same_weights
+from support.members.elastic_schedule import Schedule, check_no_trace, elastic
 from support.processes.ranks import Ranks
-from support.training.elastic_bodies import Elastic, order
 
 from shoal_client.local.cluster import LocalCluster
 
@@ -37,13 +35,10 @@ def test_changes_leave_no_trace_in_the_weights(
     options: Mapping[str, Any],
     optimizer: str,
 ) -> None:
-    run = Elastic(
-        coordinator=cluster.coordinator,
-        job=f"{strategy}-{secrets.token_hex(4)}",
-        member_id="",
-        min_members=1,
+    run = elastic(
+        cluster,
+        strategy,
         desired_members=3,
-        batch_size=24,
         strategy=strategy,
         options=options,
         optimizer=optimizer,
@@ -55,7 +50,7 @@ def test_changes_leave_no_trace_in_the_weights(
         schedule.join()
         schedule.drain()
         schedule.run(2, smallest=2, largest=4)
-        check_no_trace(schedule, run)
+        check_no_trace(schedule, run, TOLERANCE)
 
 
 @pytest.mark.timeout(180)
@@ -64,13 +59,10 @@ def test_a_mesh_that_changes_its_shape_leaves_no_trace(
 ) -> None:
     """Two stages of two splits, then three stages, and again: nobody has all of anything, so what
     the killed one held comes from a copy. The even mesh of copies, with more changes: nightly."""
-    run = Elastic(
-        coordinator=cluster.coordinator,
-        job=f"mesh-{secrets.token_hex(4)}",
-        member_id="",
-        min_members=1,
+    run = elastic(
+        cluster,
+        "mesh",
         desired_members=4,
-        batch_size=24,
         strategy="hybrid",
         options={"min_split_bytes": 0, "max_rank_bytes": 1},
         optimizer="adamw",
@@ -81,13 +73,4 @@ def test_a_mesh_that_changes_its_shape_leaves_no_trace(
         schedule.kill()
         schedule.join()
         schedule.drain()
-        check_no_trace(schedule, run)
-
-
-def check_no_trace(schedule: Schedule, run: Elastic) -> None:
-    """Let all stop: the weights are those of one process, and each sample was taken once."""
-    finished = schedule.finish()
-    check_same_weights(finished, run, TOLERANCE)
-    for rank in schedule.all:
-        rank.drain()
-    check_each_sample_once(schedule.all, finished["step"], order(run.batch_size))
+        check_no_trace(schedule, run, TOLERANCE)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.members.elastic_schedule import Schedule, check_same_weights
+from support.members.elastic_schedule import Schedule, check_same_weights, elastic
 from support.oracles.local_sgd_twin import EPOCHS
 from support.processes.ranks import Rank, Ranks
 from support.training import local_sgd_bodies
@@ -21,13 +21,11 @@ STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", "tensor", "pipeline", "hybrid")
 PLACES = ("forward", "backward", "optimizer", "hook")
 
 
-def elastic(cluster: LocalCluster, strategy: str, num_members: int) -> Elastic:
-    return Elastic(
-        coordinator=cluster.coordinator,
-        job=f"raises-{secrets.token_hex(4)}",
-        member_id="",
+def run_of(cluster: LocalCluster, strategy: str, num_members: int) -> Elastic:
+    return elastic(
+        cluster,
+        "raises",
         desired_members=num_members,
-        batch_size=24,
         strategy=strategy,
         options={"min_split_bytes": 0} if strategy in ("tensor", "hybrid") else {},
     )
@@ -60,7 +58,7 @@ def expect_planted(schedule: Schedule, rank: Rank, place: str) -> None:
 def test_whoever_raises_leaves_and_the_others_train_on(
     cluster: LocalCluster, tmp_path: Path, strategy: str
 ) -> None:
-    run = elastic(cluster, strategy, len(PLACES))
+    run = run_of(cluster, strategy, len(PLACES))
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1)
         lose_all_but_one(schedule)
@@ -113,7 +111,7 @@ def test_a_gradient_that_is_not_finite_stops_the_step_of_all(
     """Though the loss is finite, and only some members' parts of the gradient are hit: nobody
     commits the step. Whoever is at fault is told so, as is every member that computed with
     what it was given of that; all others train on."""
-    run = elastic(cluster, strategy, 3)
+    run = run_of(cluster, strategy, 3)
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1)
         others = [schedule.add(), schedule.add()]

@@ -1,14 +1,12 @@
 """A job that lost every member goes on from its newest checkpoint, under whatever strategy."""
 
-import secrets
-import signal
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.members.elastic_schedule import Schedule, check_same_weights
+from support.members.elastic_schedule import Schedule, check_same_weights, elastic, lose_all
 from support.processes.ranks import Ranks
-from support.training.elastic_bodies import CHECKPOINT_STEPS, Elastic
+from support.training.elastic_bodies import CHECKPOINT_STEPS
 
 from shoal.checkpoint.directory import complete
 from shoal_client.local.cluster import LocalCluster
@@ -25,24 +23,13 @@ def test_a_checkpoint_of_one_strategy_and_world_size_is_read_by_another(
     cluster: LocalCluster, tmp_path: Path, first: tuple[str, int], second: tuple[str, int]
 ) -> None:
     directory = tmp_path / "checkpoints"
-    run = Elastic(
-        coordinator=cluster.coordinator,
-        job=f"resume-{secrets.token_hex(4)}",
-        member_id="",
-        batch_size=24,
-        optimizer="adamw",
-        checkpoints=str(directory),
-    )
+    run = elastic(cluster, "resume", optimizer="adamw", checkpoints=str(directory))
     with Ranks() as ranks:
         lost = Schedule(
             ranks, replace(run, strategy=first[0], desired_members=first[1]), tmp_path, seed=1
         )
         lost.start(first[1])
-        while len(complete(directory)) < 2:
-            lost.alive[0].expect("committed")
-        for rank in lost.alive:
-            rank.send_signal(signal.SIGKILL)
-        newest = max(complete(directory))
+        newest = lose_all(lost, directory, 2)
         assert newest % CHECKPOINT_STEPS == 0
         going_on = Schedule(
             ranks,
@@ -62,14 +49,8 @@ def test_training_goes_on_where_checkpoints_cannot_be_written(
 ) -> None:
     """The result is there, and then the error that the last checkpoint failed with."""
     directory = tmp_path / "checkpoints"
-    run = Elastic(
-        coordinator=cluster.coordinator,
-        job=f"unwritten-{secrets.token_hex(4)}",
-        member_id="",
-        desired_members=2,
-        batch_size=24,
-        strategy="fsdp",
-        checkpoints=str(directory),
+    run = elastic(
+        cluster, "unwritten", desired_members=2, strategy="fsdp", checkpoints=str(directory)
     )
     with Ranks() as ranks:
         schedule = Schedule(ranks, run, tmp_path, seed=1)

@@ -4,8 +4,6 @@ Under every strategy each stays one tensor: its gradient is the sum over its use
 steps it once, and the model's state has it under each of its names.
 """
 
-import secrets
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,10 +23,16 @@ from support.collectives.strategy_runs import (
     over_the_run,
     take_step,
 )
-from support.members.elastic_schedule import Schedule, check_each_sample_once, check_same_weights
+from support.members.elastic_schedule import (
+    Schedule,
+    check_no_trace,
+    check_same_weights,
+    elastic,
+    lose_all,
+)
 from support.models import tensor_models, tied_models
 from support.processes.ranks import Ranks
-from support.training.elastic_bodies import Elastic, one_process, order
+from support.training.elastic_bodies import one_process
 from torch import Tensor, nn
 
 import shoal
@@ -183,13 +187,10 @@ def test_a_tied_gpt_survives_kills_joins_and_a_drain(
     options: Mapping[str, Any],
     optimizer: str,
 ) -> None:
-    run = Elastic(
-        coordinator=cluster.coordinator,
-        job=f"tied-{strategy}-{secrets.token_hex(4)}",
-        member_id="",
-        min_members=1,
+    run = elastic(
+        cluster,
+        f"tied-{strategy}",
         desired_members=3,
-        batch_size=24,
         strategy=strategy,
         options=options,
         optimizer=optimizer,
@@ -205,35 +206,19 @@ def test_a_tied_gpt_survives_kills_joins_and_a_drain(
         schedule.drain()
         schedule.join()
         schedule.kill()
-        finished = schedule.finish()
+        finished = check_no_trace(schedule, run, TOLERANCE)
         assert finished["weights"]["lm_head.weight"] == finished["weights"]["wte.weight"]
-        check_same_weights(finished, run, TOLERANCE)
-        for rank in schedule.all:
-            rank.drain()
-        check_each_sample_once(schedule.all, finished["step"], order(run.batch_size))
 
 
 def test_a_checkpoint_is_read_by_plain_torch_and_by_another_strategy(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     directory = tmp_path / "checkpoints"
-    run = Elastic(
-        coordinator=cluster.coordinator,
-        job=f"tied-{secrets.token_hex(4)}",
-        member_id="",
-        batch_size=24,
-        optimizer="adamw",
-        model="gpt",
-        checkpoints=str(directory),
-    )
+    run = elastic(cluster, "tied", optimizer="adamw", model="gpt", checkpoints=str(directory))
     with Ranks() as ranks:
         lost = Schedule(ranks, replace(run, strategy="fsdp", desired_members=2), tmp_path, seed=1)
         lost.start(2)
-        while not complete(directory):
-            lost.alive[0].expect("committed")
-        for rank in lost.alive:
-            rank.send_signal(signal.SIGKILL)
-        newest = max(complete(directory))
+        newest = lose_all(lost, directory, 1)
         check_plain(complete(directory)[newest], one_process(run, newest))
         going_on = Schedule(
             ranks,

@@ -1,11 +1,9 @@
 """A roster that a strategy cannot train with is refused before anybody acts on it."""
 
-import secrets
 from pathlib import Path
 
-from support.members.elastic_schedule import Schedule, check_same_weights
+from support.members.elastic_schedule import Schedule, check_same_weights, elastic
 from support.processes.ranks import Ranks
-from support.training.elastic_bodies import Elastic
 
 from shoal_client.local.cluster import LocalCluster
 
@@ -16,12 +14,10 @@ def test_a_member_too_many_for_the_mesh_does_not_disturb_the_others(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """Two members form two stages; a third fits no such mesh, and is told what would."""
-    run = Elastic(
-        coordinator=cluster.coordinator,
-        job=f"mesh-{secrets.token_hex(4)}",
-        member_id="",
+    run = elastic(
+        cluster,
+        "mesh",
         desired_members=2,
-        batch_size=24,
         strategy="hybrid",
         options={"pipeline": 2, "data": 1, "tensor": 1},
     )
