@@ -1,42 +1,157 @@
 """The `shoal` command: it finds its sub-commands in the parts that are installed."""
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import entry_points, version
+from typing import Any
+
+from cyclopts import App, Parameter
+from cyclopts.exceptions import CycloptsError, MissingArgumentError, UnusedCliTokensError
+from cyclopts.help import DefaultFormatter, PanelSpec
+from rich import box
 
 from shoal_proto.errors import ShoalError
 
 COMMANDS_GROUP = "shoal.commands"
+FAILED = 1
+BAD_ARGUMENTS = 2
+INTERRUPTED = 130
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with the sub-commands of every installed part.
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A sub-command. Both references are `module:name`, and imported only when it is called."""
 
-    Each entry point of the group is a function that adds its sub-commands to the subparsers it is
-    given and sets `handler`, a function of the parsed arguments that returns the exit code.
+    summary: str
+    """One line of `shoal --help`."""
+    config: str
+    """The dataclass whose fields are the options."""
+    run: str
+    """The function that takes an instance of it and returns the exit code."""
+
+
+def installed_commands() -> dict[str, Command]:
+    """The sub-commands of every installed part.
+
+    Each entry point of the group is a function that is given another, and calls it for each of its
+    sub-commands with name, summary, config and run.
     """
-    parser = argparse.ArgumentParser(
-        prog="shoal", description="Elastic training for PyTorch.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"shoal {version('shoal')}")
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    found: dict[str, Command] = {}
+
+    def add(name: str, summary: str, config: str, run: str) -> None:
+        found[name] = Command(summary=summary, config=config, run=run)
+
     for entry in sorted(entry_points(group=COMMANDS_GROUP), key=lambda entry: entry.name):
-        entry.load()(subparsers)
-    return parser
+        entry.load()(add)
+    return found
+
+
+def build_app(commands: Mapping[str, Command]) -> App:
+    """The parser: what it parses is an instance of the command's config."""
+    app = App(
+        name="shoal",
+        help="Elastic training for PyTorch.",
+        version=f"shoal {version('shoal')}",
+        help_flags=("-h", "--help"),
+        help_formatter=DefaultFormatter(panel_spec=PanelSpec(box=box.SIMPLE_HEAD, padding=(0, 0))),
+        default_parameter=Parameter(negative=(), allow_repeating=True, show_default=_shown),
+    )
+    for name, command in commands.items():
+        app.command(command.config, name=name, help=command.summary)
+    return app
+
+
+def parse(arguments: Sequence[str]) -> Callable[[], int]:
+    """What the arguments ask for, ready to be called; it returns the exit code.
+
+    Raises CycloptsError, or the ValueError of a config, for arguments that are refused.
+    """
+    commands = installed_commands()
+    config = read_config(arguments, commands)
+    if config is None:
+        return lambda: 0 if arguments else BAD_ARGUMENTS
+    run: Callable[[Any], int] = _load(commands[_name_of(arguments)].run)
+    return lambda: run(config)
+
+
+def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> Any:
+    """The command's config; None for arguments that ask for a page of help, which is printed."""
+    app = build_app(commands)
+    name, tokens = _name_of(arguments), list(arguments)
+    if name in commands:
+        app[name].help = None  # its page begins with the description of its config instead
+        tokens = _end_options(app[name], tokens)
+    parsed, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
+    result = parsed(*bound.args, **bound.kwargs)
+    return result if isinstance(parsed, type) else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 bad arguments, 130 Ctrl-C."""
     # gRPC's C core prints what Shoal's own errors say already, in words for its developers.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    options = build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    _forget_empty_variables()
     try:
-        code: int = options.handler(options)
+        run = parse(given)
+    except (CycloptsError, ValueError) as error:
+        print(f"{f'shoal {_name_of(given)}'.rstrip()}: {_sentence(error)}", file=sys.stderr)
+        return BAD_ARGUMENTS
+    try:
+        return run()
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
-        return 1
+        return FAILED
     except KeyboardInterrupt:
-        return 130
-    return code
+        return INTERRUPTED
+
+
+def _name_of(arguments: Sequence[str]) -> str:
+    return arguments[0] if arguments and not arguments[0].startswith("-") else ""
+
+
+def _load(reference: str) -> Any:
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _end_options(app: App, tokens: list[str]) -> list[str]:
+    """With `--` before the first positional token, where a command takes all tokens from there on:
+    those of a script are the script's."""
+    arguments = app.assemble_argument_collection()
+    if not any(each.index is not None and each.token_count()[1] for each in arguments):
+        return tokens
+    flags = {name for each in arguments if each.token_count()[0] == 0 for name in each.names}
+    known = {name for each in arguments for name in each.names}
+    at = 1
+    while at < len(tokens) and tokens[at].startswith("-") and tokens[at] != "--":
+        at += 2 if tokens[at] in known - flags else 1
+    return tokens if tokens[at : at + 1] in ([], ["--"]) else [*tokens[:at], "--", *tokens[at:]]
+
+
+def _forget_empty_variables() -> None:
+    """A variable that is set to nothing counts as not set."""
+    for name in [each for each, value in os.environ.items() if each.startswith("SHOAL_")]:
+        if not os.environ[name]:
+            del os.environ[name]
+
+
+def _shown(default: object) -> object:
+    """A default, as the help shows it; None: not at all, for what nothing stands for is told."""
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, tuple):
+        return ",".join(map(str, default)) or None
+    return None if default == "" or default is False else default
+
+
+def _sentence(error: Exception) -> str:
+    """What is wrong with the arguments, in a line."""
+    if isinstance(error, UnusedCliTokensError):
+        return f"unexpected arguments: {' '.join(error.unused_tokens or ())}"
+    if isinstance(error, MissingArgumentError) and error.argument is not None:
+        return f"{error.argument.name} is required, with a value"
+    return " ".join(str(error).split())

@@ -2,11 +2,15 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
 
+from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
 
 from shoal_server.core.limits import Limits
+from shoal_server.serving.options import FLAT
 
 _CHOSEN = {
     "heartbeat_s": "How often a member says that it lives. You choose it: --heartbeat-s.",
@@ -17,11 +21,22 @@ _CHOSEN = {
 }
 
 
-def show(limits: Limits, *, as_json: bool) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ShowConfig:
+    """Prints the time limits that a coordinator with these numbers works by, what each is for, and
+    the order in which they must be. Starts nothing."""
+
+    limits: Annotated[Limits, FLAT] = field(default_factory=Limits)
+    as_json: Annotated[bool, Parameter(name="--json")] = False
+    """Print JSON instead of a table."""
+
+
+def show(config: ShowConfig) -> int:
     """Print every limit with its meaning, and the order in which they must be."""
-    if as_json:
+    limits = config.limits
+    if config.as_json:
         print(json.dumps(_as_dict(limits), indent=2))
-        return
+        return 0
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
     table.add_column("limit", no_wrap=True)
@@ -33,6 +48,7 @@ def show(limits: Limits, *, as_json: bool) -> None:
     console.print("\nEach below the next, else a coordinator does not start:", style="dim")
     for chain in _chains(limits):
         console.print("  " + " < ".join(f"{name} ({seconds:g})" for name, seconds in chain))
+    return 0
 
 
 def meanings() -> Iterator[tuple[str, str]]:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shoal.commands import read_config
-from shoal_client.cli import build_parser
+from shoal_client.cli import installed_commands, read_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,12 +28,10 @@ def test_parts_are_there(compose: dict[str, Any]) -> None:
 
 def test_commands_parse(compose: dict[str, Any]) -> None:
     """The program itself understands each flag; servers advertise the name of their service."""
-    parser = build_parser()
     for name in ("coordinator", "ps-0", "ps-1"):
-        options = parser.parse_args(compose["services"][name]["command"])
+        options = read_config(compose["services"][name]["command"], installed_commands())
         assert options.advertise.split(":")[0] == name
-        assert options.advertise.split(":")[1] == options.listen
-        assert options.bind == "0.0.0.0"
+        assert f"0.0.0.0:{options.advertise.split(':')[1]}" == options.listen
         assert f"--etcd=etcd:{etcd_port(compose)}" in compose["services"][name]["command"]
 
 
@@ -71,7 +68,7 @@ def test_the_worker_is_started_by_shoal_run(compose: dict[str, Any]) -> None:
     settings = {name: _by_default(value) for name, value in worker["environment"].items()}
     words = [*command[1:-1], *worker["command"]]
     options = [re.sub(r"\$([A-Z_]+)$", lambda match: settings[match[1]], each) for each in words]
-    run = read_config(build_parser().parse_args(options), settings["SHOAL_COORDINATOR"])
+    run = read_config(options, installed_commands())
     assert run.job == settings["SHOAL_JOB"]
     bounds = (run.min_members, run.desired_members, run.max_members)
     names = ("SHOAL_MIN_MEMBERS", "SHOAL_DESIRED_MEMBERS", "SHOAL_MAX_MEMBERS")

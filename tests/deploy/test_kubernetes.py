@@ -16,9 +16,8 @@ import yaml
 from deploy.kustomization import Resource, containers, find, render, workloads
 from deploy.pods import config, expand, variables
 
-from shoal.commands import read_config
 from shoal.launcher.run_config import member_ids
-from shoal_client.cli import build_parser
+from shoal_client.cli import installed_commands, read_config
 from shoal_server.core.limits import Limits
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
@@ -259,31 +258,31 @@ async def test_the_workers_probe_asks_for_a_member(resources: list[Resource]) ->
 
 def test_commands_parse(resources: list[Resource]) -> None:
     """The program itself understands each flag, and listens where the manifests say."""
-    parser = build_parser()
     parsed = {}
     for container in containers(resources):
         if "command" not in container:
-            options = parser.parse_args(arguments(resources, container))
+            options = read_config(arguments(resources, container), installed_commands())
             parsed[container["name"]] = options
-            assert options.bind == "0.0.0.0"
-            assert options.listen == str(port_of(container, "grpc"))
+            assert options.listen == f"0.0.0.0:{port_of(container, 'grpc')}"
             if container["name"] == "ps":
                 assert options.bulk_port == port_of(container, "bulk")
     assert set(parsed) == ROLES
     coordinator = find(resources, kinds={"Deployment"}, name="coordinator")
     [container] = coordinator["spec"]["template"]["spec"]["containers"]
-    assert parsed["coordinator"].http == str(port_of(container, "http"))
+    assert parsed["coordinator"].http == f"0.0.0.0:{port_of(container, 'http')}"
 
 
-def test_the_worker_is_started_by_shoal_run(resources: list[Resource]) -> None:
+def test_the_worker_is_started_by_shoal_run(
+    resources: list[Resource], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the job's own settings, under the pod's name, and with time to drain."""
     worker = find(resources, kinds={"Deployment"}, name="worker")["spec"]["template"]["spec"]
     [container] = worker["containers"]
     known = variables(resources, container, first_pod(container))
     program, *command = expand(container["command"], known)
     assert program == "shoal"
-    options = build_parser().parse_args([*command, *container.get("args", [])])
-    run = read_config(options, known["SHOAL_COORDINATOR"])
+    monkeypatch.setenv("SHOAL_COORDINATOR", known["SHOAL_COORDINATOR"])
+    run = read_config([*command, *container.get("args", [])], installed_commands())
     settings = config(resources, "job")
     assert run.job == settings["SHOAL_JOB"]
     bounds = (run.min_members, run.desired_members, run.max_members)

@@ -1,72 +1,57 @@
 """`shoal drain`: a member finishes its step, hands over and leaves, and the others go on."""
 
-import argparse
-import os
 import time
+from dataclasses import dataclass, field
+from typing import Annotated
 
-from shoal_client.commands.status import Json, StatusClient, add_http
+from cyclopts import Parameter
+
+from shoal_client.commands.status import DEFAULT_URL, HttpUrl, Json, StatusClient
+from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.host.reports import parse_coordinators
 from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import DeadlineExceeded, InvalidSpec, Unavailable
 from shoal_proto.v1.membership_pb2 import DrainRequest
 
-DEFAULT_COORDINATOR = "127.0.0.1:7700"
-DEFAULT_TIMEOUT_S = 60.0
 ANSWER_WITHIN_S = 10.0
 POLL_S = 0.1
 
-_DESCRIPTION = """\
-Asks a member to leave in good order: it finishes its step, the others agree on going on without
-it and take over, and its process ends with exit code 143, which `shoal run` does not start again.
-Returns once the member is gone.
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class DrainConfig:
+    """Asks a member to leave in good order: it finishes its step, the others agree on going on
+    without it and take over, and its process ends with exit code 143, which `shoal run` does not
+    start again. Returns once the member is gone."""
+
+    member: str = field(kw_only=False)
+    """Id of the member."""
+    job: Annotated[str, Parameter(metavar="NAME")]
+    """The member's job."""
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    http: HttpUrl = DEFAULT_URL
+    timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 60.0
+    """How long to wait for the member to be gone."""
+    reason: str = "an operator asked for it"
+    """What the other members are told."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise InvalidSpec("bad --timeout", seen=f"{self.timeout_s:g}", expected="above 0")
 
 
-def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `shoal drain`."""
-    parser = subparsers.add_parser(
-        "drain",
-        help="let a member finish its step, hand over and leave",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-    )
-    parser.add_argument("member", metavar="MEMBER", help="id of the member")
-    parser.add_argument("--job", metavar="NAME", required=True, help="the member's job")
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT,...",
-        default=os.environ.get("SHOAL_COORDINATOR") or DEFAULT_COORDINATOR,
-        help=f"default: $SHOAL_COORDINATOR, else {DEFAULT_COORDINATOR}",
-    )
-    add_http(parser)
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="SECONDS",
-        help="wait so long for the member to be gone (default %(default)g)",
-    )
-    parser.add_argument(
-        "--reason", default="an operator asked for it", help="what the others are told"
-    )
-    parser.set_defaults(handler=_drain)
-
-
-def _drain(options: argparse.Namespace) -> int:
-    job, member_id = options.job, options.member
-    if not options.timeout > 0:
-        raise InvalidSpec("bad --timeout", seen=f"{options.timeout:g}", expected="above 0")
-    coordinators = Coordinators(parse_coordinators(options.coordinator))
+def drain(config: DrainConfig) -> int:
+    """Have the member leave, and wait until it has. Raises DeadlineExceeded."""
+    job, member_id = config.job, config.member
+    coordinators = Coordinators(config.coordinators)
     started_s = time.monotonic()
     try:
-        with StatusClient(options.http) as status:
+        with StatusClient(config.http) as status:
             # Of this process: one that comes after it under the same name is to stay.
             process = status.member(job, member_id)["member"]["public_id"]
             request = DrainRequest(
-                job=job, member_id=member_id, public_id=process, reason=options.reason
+                job=job, member_id=member_id, public_id=process, reason=config.reason
             )
-            detail = _drained(request, coordinators, status, started_s + options.timeout)
+            detail = _drained(request, coordinators, status, started_s + config.timeout_s)
     finally:
         coordinators.close()
     took_s = time.monotonic() - started_s

@@ -1,13 +1,13 @@
 """Jobs by their names: how one stands, and beginning it anew; `shoal rm`."""
 
-import argparse
-import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import grpc
 
+from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators, Method
-from shoal_client.host.reports import check_reachable, parse_coordinators
+from shoal_client.host.reports import check_reachable
 from shoal_proto.errors import (
     InvalidSpec,
     JobFinished,
@@ -19,42 +19,30 @@ from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
-DEFAULT_COORDINATOR = "127.0.0.1:7700"
 ANSWER_WITHIN_S = 30.0
 
-_DESCRIPTION = """\
-Takes away all that the cluster keeps of a job: its records, its samples, and what parameter
-servers hold of it. Snapshots and checkpoints stay. The next run of the name begins from nothing.
-Refused while the job has members.
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class RemoveConfig:
+    """Removes all that the cluster keeps of a job: its records, its samples, and what parameter
+    servers hold of it. Snapshots and checkpoints stay. The next run of that name starts from
+    nothing. Refused while the job has members."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+
+    def __post_init__(self) -> None:
+        if not is_name(self.job):
+            raise InvalidSpec("bad name of a job", seen=repr(self.job), expected=NAME_RULE)
 
 
-def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `shoal rm`."""
-    parser = subparsers.add_parser(
-        "rm",
-        help="take away a job that is over, or whose workers are gone",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-    )
-    parser.add_argument("job", metavar="JOB", help="name of the job")
-    parser.add_argument(
-        "--coordinator",
-        metavar="HOST:PORT,...",
-        default=os.environ.get("SHOAL_COORDINATOR") or DEFAULT_COORDINATOR,
-        help=f"default: $SHOAL_COORDINATOR, else {DEFAULT_COORDINATOR}",
-    )
-    parser.set_defaults(handler=_remove)
-
-
-def _remove(options: argparse.Namespace) -> int:
-    if not is_name(options.job):
-        raise InvalidSpec("bad name of a job", seen=repr(options.job), expected=NAME_RULE)
-    addresses = parse_coordinators(options.coordinator)
-    check_reachable(addresses, ANSWER_WITHIN_S)
-    if not reset_job(addresses, options.job):
-        raise UnknownJob(f"there is no job {options.job!r}", expected="one of `shoal status`")
-    print(f"job {options.job} is gone")
+def remove(config: RemoveConfig) -> int:
+    """Remove the job. Raises UnknownJob, JobInUse."""
+    check_reachable(config.coordinators, ANSWER_WITHIN_S)
+    if not reset_job(config.coordinators, config.job):
+        raise UnknownJob(f"there is no job {config.job!r}", expected="one of `shoal status`")
+    print(f"job {config.job} is removed")
     return 0
 
 

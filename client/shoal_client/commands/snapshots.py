@@ -1,24 +1,23 @@
 """`shoal snapshot`, `shoal snapshots` and `shoal restore`: a job's parameters as of one moment."""
 
-import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import grpc
+from cyclopts import Parameter
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
-from shoal_client.commands.drain import DEFAULT_COORDINATOR
+from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.host.reports import parse_coordinators
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.snapshots_pb2 import (
@@ -32,72 +31,82 @@ from shoal_proto.v1.snapshots_pb2 import (
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsStub
 
 ANSWER_WITHIN_S = 10.0
-DEFAULT_TIMEOUT_S = 3600.0
-
-Subparsers = argparse._SubParsersAction
-
-
-def add(subparsers: "Subparsers[argparse.ArgumentParser]") -> None:
-    """Add `shoal snapshot`, `shoal snapshots` and `shoal restore`."""
-    take = subparsers.add_parser(
-        "snapshot",
-        help="keep a job's parameters as they are now",
-        description="Writes all parameters of a job, with optimizer state and data cursor, as of"
-        " one moment. Training goes on meanwhile. Shards that did not change since the last"
-        " snapshot there are not written again.",
-        allow_abbrev=False,
-    )
-    _add_common(take, "--to")
-    take.set_defaults(handler=_take)
-    listing = subparsers.add_parser("snapshots", help="the snapshots of a job", allow_abbrev=False)
-    _add_common(listing, "--at")
-    listing.set_defaults(handler=_list)
-    restore = subparsers.add_parser(
-        "restore",
-        help="give the parameter servers what a snapshot holds",
-        description="Loads a snapshot of a job into the parameter servers that are there, however"
-        " many. The job must have no members; those that join afterwards go on from it.",
-        allow_abbrev=False,
-    )
-    _add_common(restore, "--from")
-    restore.add_argument(
-        "--number", type=int, default=0, metavar="N", help="which one (default: the newest)"
-    )
-    restore.set_defaults(handler=_restore)
+_URL_HELP = (
+    "A directory that all servers share, or s3://bucket/prefix, ... By default that of the"
+    " coordinator's --snapshot-url."
+)
 
 
-def _add_common(parser: argparse.ArgumentParser, url: str) -> None:
-    option = parser.add_argument
-    option("job", metavar="JOB", help="name of the job")
-    option(
-        url,
-        dest="url",
-        default="",
-        metavar="URL",
-        help="a directory that all servers share, or s3://bucket/prefix, ... (default: that of the"
-        " coordinator's --snapshot-url)",
-    )
-    option(
-        "--coordinator",
-        metavar="HOST:PORT,...",
-        default=os.environ.get("SHOAL_COORDINATOR") or DEFAULT_COORDINATOR,
-        help=f"default: $SHOAL_COORDINATOR, else {DEFAULT_COORDINATOR}",
-    )
-    option(
-        "--timeout",
-        type=float,
-        default=DEFAULT_TIMEOUT_S,
-        metavar="SECONDS",
-        help="give up after so long (default %(default)g)",
-    )
-    option("--json", action="store_true", help="print JSON")
+def _absolute(kind: Any, tokens: Sequence[Any]) -> str:
+    """A path means the same wherever the servers were started."""
+    text: str = tokens[-1].value
+    return str(Path(text).absolute()) if text and "://" not in text else text
 
 
-def _take(options: argparse.Namespace) -> int:
-    with _leader(options) as leader:
-        request = TakeSnapshotRequest(job=options.job, url=_url(options.url))
+def _url(option: str) -> Parameter:
+    return Parameter(name=option, metavar="URL", converter=_absolute, help=_URL_HELP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallOptions:
+    """How the coordinator is asked, and how its answer is printed."""
+
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 3600.0
+    """When to give up."""
+    as_json: Annotated[bool, Parameter(name="--json")] = False
+    """Print JSON."""
+
+    def __post_init__(self) -> None:
+        if not self.timeout_s > 0:
+            raise InvalidSpec("bad --timeout", seen=f"{self.timeout_s:g}", expected="above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TakeConfig:
+    """Writes all parameters of a job, with optimizer state and data cursor, as of one moment.
+    Training goes on meanwhile. Shards that did not change since the last snapshot there are not
+    written again."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    url: Annotated[str, _url("--to")] = ""
+    call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListConfig:
+    """Lists the snapshots of a job."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    url: Annotated[str, _url("--at")] = ""
+    call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreConfig:
+    """Loads a snapshot of a job into the parameter servers that are there, however many. The job
+    must have no members; those that join afterwards go on from it."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    url: Annotated[str, _url("--from")] = ""
+    number: Annotated[int, Parameter(metavar="N")] = 0
+    """Which snapshot. 0: the newest."""
+    call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
+
+    def __post_init__(self) -> None:
+        if self.number < 0:
+            raise InvalidSpec("bad --number", seen=str(self.number), expected="0 or more")
+
+
+def take(config: TakeConfig) -> int:
+    """Have a snapshot taken, and say what came of it."""
+    with _leader(config.job, config.url, config.call) as leader:
+        request = TakeSnapshotRequest(job=config.job, url=config.url)
         taken: SnapshotSummary = leader(lambda stub: stub.Take, request)
-    if _printed(options, taken):
+    if _printed(config.call, taken):
         return 0
     print(
         f"snapshot {taken.number} of job {taken.job} at {taken.url}: {taken.num_shards} shards,"
@@ -109,15 +118,16 @@ def _take(options: argparse.Namespace) -> int:
     return 0
 
 
-def _list(options: argparse.Namespace) -> int:
-    with _leader(options) as leader:
-        request = ListSnapshotsRequest(job=options.job, url=_url(options.url))
+def show(config: ListConfig) -> int:
+    """Print the snapshots."""
+    with _leader(config.job, config.url, config.call) as leader:
+        request = ListSnapshotsRequest(job=config.job, url=config.url)
         reply: ListSnapshotsReply = leader(lambda stub: stub.List, request)
-    if _printed(options, reply):
+    if _printed(config.call, reply):
         return 0
     console = Console(highlight=False)
     if not reply.snapshots:
-        console.print(f"no snapshots of job {options.job} at {reply.url}", markup=False)
+        console.print(f"no snapshots of job {config.job} at {reply.url}", markup=False)
     else:
         console.print(_table(reply))
     for what in reply.damaged:
@@ -127,13 +137,12 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _restore(options: argparse.Namespace) -> int:
-    with _leader(options) as leader:
-        request = RestoreSnapshotRequest(
-            job=options.job, url=_url(options.url), number=options.number
-        )
+def restore(config: RestoreConfig) -> int:
+    """Have a snapshot loaded."""
+    with _leader(config.job, config.url, config.call) as leader:
+        request = RestoreSnapshotRequest(job=config.job, url=config.url, number=config.number)
         reply: RestoreSnapshotReply = leader(lambda stub: stub.Restore, request)
-    if _printed(options, reply):
+    if _printed(config.call, reply):
         return 0
     snapshot = reply.snapshot
     age_s = time.time() - snapshot.taken_unix_s
@@ -148,45 +157,38 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 
 
 @contextmanager
-def _leader(options: argparse.Namespace) -> Iterator[Call]:
+def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
     """Calls to the coordinator that leads. Each is made once: what it does takes long, and what
     fails is told at once."""
-    if not options.timeout > 0:
-        raise InvalidSpec("bad --timeout", seen=f"{options.timeout:g}", expected="above 0")
-    coordinators = Coordinators(parse_coordinators(options.coordinator))
+    coordinators = Coordinators(options.coordinators)
 
     def call(method: Callable[[SnapshotsStub], Any], request: Message) -> Any:
         stub = SnapshotsStub(coordinators.channel())
         try:
-            return method(stub)(request, timeout=options.timeout)
+            return method(stub)(request, timeout=options.timeout_s)
         except grpc.RpcError as error:
             raise from_rpc_error(error, coordinators.current) from None
 
     try:
         # Finds the leader, and sees that the storage can be read.
-        look = ListSnapshotsRequest(job=options.job, url=_url(options.url))
+        look = ListSnapshotsRequest(job=job, url=url)
         coordinators.call(
             lambda channel: SnapshotsStub(channel).List,
             look,
-            timeout_s=min(ANSWER_WITHIN_S, options.timeout),
+            timeout_s=min(ANSWER_WITHIN_S, options.timeout_s),
         )
         yield call
     finally:
         coordinators.close()
 
 
-def _url(text: str) -> str:
-    """A path means the same wherever the servers were started."""
-    return str(Path(text).absolute()) if text and "://" not in text else text
-
-
-def _printed(options: argparse.Namespace, reply: Message) -> bool:
-    if options.json:
+def _printed(options: CallOptions, reply: Message) -> bool:
+    if options.as_json:
         plain = MessageToDict(
             reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
         print(json.dumps(plain, indent=2))
-    return bool(options.json)
+    return options.as_json
 
 
 def _table(reply: ListSnapshotsReply) -> Table:

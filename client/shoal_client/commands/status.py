@@ -1,13 +1,13 @@
 """`shoal status` and `shoal why`: what the coordinator's HTTP API tells, as tables."""
 
-import argparse
 import json
-import os
 import time
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
+from cyclopts import Parameter
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -23,32 +23,37 @@ Json = Any
 """What an endpoint answered, decoded."""
 
 
-def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `status` and `why`."""
-    status = subparsers.add_parser("status", help="jobs, members, generations and shards")
-    _add_common(status)
-    status.add_argument("--job", metavar="NAME", help="only this job")
-    status.set_defaults(handler=_status)
-    why = subparsers.add_parser("why", help="what a member is waiting for")
-    why.add_argument("member", metavar="MEMBER", help="id of the member")
-    why.add_argument("--job", metavar="NAME", required=True, help="the member's job")
-    _add_common(why)
-    why.set_defaults(handler=_why)
+HttpUrl = Annotated[
+    str,
+    Parameter(
+        env_var="SHOAL_HTTP", metavar="URL", help="Base URL of the coordinator's status page."
+    ),
+]
+"""The option --http."""
 
 
-def _add_common(parser: argparse.ArgumentParser) -> None:
-    add_http(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+@dataclass(frozen=True, kw_only=True)
+class StatusConfig:
+    """Shows jobs, members, generations and shards."""
+
+    http: HttpUrl = DEFAULT_URL
+    as_json: Annotated[bool, Parameter(name="--json")] = False
+    """Print JSON instead of tables."""
+    job: Annotated[str, Parameter(metavar="NAME")] = ""
+    """Show only this job."""
 
 
-def add_http(parser: argparse.ArgumentParser) -> None:
-    """Add the option for the address of the HTTP API."""
-    parser.add_argument(
-        "--http",
-        metavar="URL",
-        default=os.environ.get("SHOAL_HTTP") or DEFAULT_URL,
-        help=f"base URL of the coordinator (default: $SHOAL_HTTP, else {DEFAULT_URL})",
-    )
+@dataclass(frozen=True, kw_only=True)
+class WhyConfig:
+    """Shows what a member is waiting for."""
+
+    member: str = field(kw_only=False)
+    """Id of the member."""
+    job: Annotated[str, Parameter(metavar="NAME")]
+    """The member's job."""
+    http: HttpUrl = DEFAULT_URL
+    as_json: Annotated[bool, Parameter(name="--json")] = False
+    """Print JSON instead of text."""
 
 
 class StatusClient:
@@ -114,35 +119,39 @@ class StatusClient:
         )
 
 
-def _status(options: argparse.Namespace) -> int:
-    with StatusClient(options.http) as client:
-        names = [options.job] if options.job else [job["job"] for job in client.jobs()]
+def status(config: StatusConfig) -> int:
+    """Print every job, or one."""
+    with StatusClient(config.http) as client:
+        names = [config.job] if config.job else [job["job"] for job in client.jobs()]
         jobs = [{**client.job(name), "shards": client.shards(name)} for name in names]
-    if options.json:
+    if config.as_json:
         print(json.dumps(jobs, indent=2))
         return 0
     console = Console()
     if not jobs:
-        console.print(f"The coordinator at {escape(options.http)} has no jobs.")
+        console.print(f"The coordinator at {escape(config.http)} has no jobs.")
     for job in jobs:
         _print_job(console, job)
     return 0
 
 
-def _why(options: argparse.Namespace) -> int:
-    with StatusClient(options.http) as client:
-        why = client.why(options.job, options.member)
-    if options.json:
-        print(json.dumps(why, indent=2))
+def why(config: WhyConfig) -> int:
+    """Print what the member waits for."""
+    with StatusClient(config.http) as client:
+        answer = client.why(config.job, config.member)
+    if config.as_json:
+        print(json.dumps(answer, indent=2))
         return 0
     console = Console(highlight=False)
-    member = f"[bold]{escape(why['member_id'])}[/bold] ({escape(why['state'])})"
-    for_s = _duration(why["waiting_s"])
-    console.print(f"{member} waits for: {escape(why['waiting_for'])} [dim]({for_s})[/dim]")
-    generation = f", generation {why['generation']}" if why["generation"] else ""
-    console.print(f"job {escape(why['job'])}: {why['phase']}{generation}: {escape(why['reason'])}")
-    if why["last_error"]:
-        console.print(f"its last error: {escape(why['last_error'])}", style="red")
+    member = f"[bold]{escape(answer['member_id'])}[/bold] ({escape(answer['state'])})"
+    for_s = _duration(answer["waiting_s"])
+    console.print(f"{member} waits for: {escape(answer['waiting_for'])} [dim]({for_s})[/dim]")
+    generation = f", generation {answer['generation']}" if answer["generation"] else ""
+    console.print(
+        f"job {escape(answer['job'])}: {answer['phase']}{generation}: {escape(answer['reason'])}"
+    )
+    if answer["last_error"]:
+        console.print(f"its last error: {escape(answer['last_error'])}", style="red")
     return 0
 
 

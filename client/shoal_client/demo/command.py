@@ -1,6 +1,5 @@
 """`shoal demo`: starts everything, trains twice, counts, and leaves nothing behind."""
 
-import argparse
 import json
 import os
 import shutil
@@ -9,11 +8,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
+from cyclopts import Parameter
 from rich.console import Console
 
 from shoal_client.demo.plan import PLANS, Outcome
@@ -28,43 +28,40 @@ from shoal_proto.errors import InternalError, InvalidSpec
 DATA_TIMEOUT_S = 60.0
 SWEEP_S = 3.0
 
-_DESCRIPTION = """\
-Starts etcd, a coordinator, two parameter servers and three workers on this machine and trains a
-small network on scikit-learn's digits: with asynchronous SGD through the parameter servers, then
-with DDP. In the middle of each a worker is killed (SIGKILL) and another one started. Exits with 0
-only if both reach 95 % on the test images and no process is left behind.
-"""
+
+@dataclass(frozen=True, kw_only=True)
+class DemoConfig:
+    """Starts etcd, a coordinator, two parameter servers and three workers on this machine and
+    trains a small network on scikit-learn's digits: with asynchronous SGD through the parameter
+    servers, then with DDP. In the middle of each training a worker is killed (SIGKILL) and another
+    one started. Exits with 0 only if both reach 95 % on the test images and no process is left
+    behind."""
+
+    json_file: Annotated[Path | None, Parameter(name="--json", metavar="FILE")] = None
+    """Write the figures to this file."""
+    directory: Annotated[Path | None, Parameter(name="--dir", metavar="DIRECTORY")] = None
+    """Keep logs and audits there. By default they are kept only after a failure."""
+
+    def __post_init__(self) -> None:
+        if self.json_file is not None and not self.json_file.absolute().parent.is_dir():
+            raise InvalidSpec(
+                "bad --json", seen=str(self.json_file), expected="a file in a directory that exists"
+            )
 
 
-def add(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add `shoal demo`."""
-    parser = subparsers.add_parser(
-        "demo",
-        help="train on a local cluster, kill a worker on the way, show what happened",
-        description=_DESCRIPTION,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a file")
-    parser.add_argument(
-        "--dir", type=Path, help="keep logs and audits there (default: only after a failure)"
-    )
-    parser.set_defaults(handler=demo)
-
-
-def demo(options: argparse.Namespace) -> int:
+def demo(config: DemoConfig) -> int:
     """Run the demo and return its exit code: 0 good, 1 not, 130 after Ctrl-C."""
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        print(f"shoal demo: no directory for --json {options.json}", file=sys.stderr)
-        return 2
     adopt_orphans()
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console()
     try:
-        with _run_directory(options.dir) as directory:
+        with _run_directory(config.directory) as directory:
             outcomes = _train(directory, console)
-            if options.json is not None:
-                options.json.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
+            if config.json_file is not None:
+                config.json_file.write_text(
+                    json.dumps([asdict(each) for each in outcomes], indent=2)
+                )
     finally:
         # Also on a Ctrl-C; from here on nothing can be started any more.
         _ignore_interrupts()

@@ -12,7 +12,6 @@ import structlog
 from shoal_client.connection.back_off import BackOff
 from shoal_client.connection.coordinators import chance
 from shoal_proto.errors import (
-    InvalidSpec,
     NotLeader,
     RejoinError,
     RetryError,
@@ -36,20 +35,6 @@ REPORT_LIMIT_S = 10.0
 """A report that nobody has taken after so long is dropped: the member's lease has told by then."""
 MAX_REPORTS = 1000
 """So many may wait for a coordinator to come back."""
-
-
-def parse_coordinators(text: str) -> tuple[str, ...]:
-    """The addresses in `host:port[,host:port...]`. Raises InvalidSpec."""
-    addresses = tuple(part.strip() for part in text.split(",") if part.strip())
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 65536:
-            raise InvalidSpec(
-                "bad coordinator address", seen=repr(address), expected="HOST:PORT[,HOST:PORT...]"
-            )
-    if not addresses:
-        raise InvalidSpec("no coordinator address", seen=repr(text), expected="HOST:PORT")
-    return addresses
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:

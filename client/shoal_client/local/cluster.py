@@ -26,6 +26,7 @@ from types import TracebackType
 
 from shoal_client.local.etcd import EtcdMember, start_etcd, start_members
 from shoal_client.local.keeper import Keeper, RestartPolicy
+from shoal_client.local.options import ClusterOptions
 from shoal_client.local.process import Command, Process, Supervisor, stop_all
 from shoal_proto.errors import InvalidSpec, Unavailable
 
@@ -40,7 +41,7 @@ class LocalClusterConfig:
 
     directory: Path
     """The run's own directory: logs, etcd's data, ready files. It is made if it is not there."""
-    num_parameter_servers: int = 2
+    num_parameter_servers: int = ClusterOptions.num_parameter_servers
     listen: str = "127.0.0.1:0"
     """host:port of the coordinator's gRPC service; port 0 takes a free one."""
     http: str = "127.0.0.1:0"

@@ -15,22 +15,24 @@ class Limits:
     """Seconds, all of them. Only `heartbeat_s`, `join_s` and `collective_s` are chosen."""
 
     heartbeat_s: float = 0.5
-    """How often a member says that it lives. Less finds a silent loss sooner and costs more."""
+    """Seconds between heartbeats. Detection times follow from it: less finds a silent loss sooner
+    and costs more."""
     join_s: float = 120.0
-    """The longest any member waits to become part of a generation before it is told why not."""
+    """The longest that any member waits for a generation before it is told why there is none, in
+    seconds. The other limits follow from it."""
     collective_s: float = 0.0
-    """Time limit of one collective, and for a trainer to come to a stand after a break: how long a
-    hang goes unnoticed. 0: a quarter of `join_s`."""
+    """The longest wait in one collective before it counts as hung, and for a trainer to stop after
+    its generation broke, in seconds. 0: a quarter of --join-s."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s >= MIN_HEARTBEAT_S:
             raise ValueError(
-                f"heartbeat_s is {self.heartbeat_s}; expected at least {MIN_HEARTBEAT_S}"
+                f"bad --heartbeat-s; saw {self.heartbeat_s:g}; expected at least {MIN_HEARTBEAT_S}"
             )
         if not self.collective_s >= 0:
             raise ValueError(
-                f"collective_s is {self.collective_s}; expected seconds above 0,"
-                " or 0 for a quarter of join_s"
+                f"bad --collective-s; saw {self.collective_s:g}; expected seconds above 0,"
+                " or 0 for a quarter of --join-s"
             )
         if not self.collective_s:
             object.__setattr__(self, "collective_s", self.join_s / 4)
@@ -39,8 +41,8 @@ class Limits:
                 raise ValueError(
                     f"{smaller[0]} ({smaller[1]:g} s) must stay below"
                     f" {larger[0]} ({larger[1]:g} s)."
-                    f" join_s is {self.join_s:g}, collective_s {self.collective_s:g},"
-                    f" heartbeat_s {self.heartbeat_s:g}. {_remedy(smaller[0])}"
+                    f" --join-s is {self.join_s:g}, --collective-s {self.collective_s:g},"
+                    f" --heartbeat-s {self.heartbeat_s:g}. {_remedy(smaller[0])}"
                 )
 
     def hierarchy(self) -> tuple[tuple[tuple[str, float], tuple[str, float]], ...]:
@@ -114,5 +116,5 @@ class Limits:
 def _remedy(smaller: str) -> str:
     """What to do about a limit that is not below the one it must stay below."""
     if smaller == "collective_s":
-        return "Raise join_s or lower collective_s."
-    return "Raise join_s or collective_s, or lower heartbeat_s."
+        return "Raise --join-s or lower --collective-s."
+    return "Raise --join-s or --collective-s, or lower --heartbeat-s."

@@ -2,7 +2,9 @@
 
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
@@ -10,55 +12,66 @@ from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.memory_limit import default_limit_bytes
-from shoal_server.serving.listening import split_address
+from shoal_server.serving.listening import LOOPBACK, listening
+from shoal_server.serving.options import (
+    FLAT,
+    INTERNAL,
+    AdvertisedAddress,
+    BindAddress,
+    ListenAddress,
+    ReadyFile,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterServerConfig:
-    etcd: EtcdConfig
-    listen: str = "127.0.0.1:7710"
-    """host:port of the gRPC service; port 0 takes a free one."""
-    bulk_port: int = 0
-    """TCP port of the bulk transport, on the same host; 0 takes a free one."""
-    advertise: str = ""
-    """HOST or HOST:PORT under which workers reach this server. Empty: the host listened on, or
-    this machine's name where that is all of its addresses."""
-    server_id: str = ""
-    """Names the server in etcd and in shard maps. Empty: its address."""
-    ready_file: Path | None = None
-    """Written as JSON once the server serves: pid and address."""
-    lease_ttl_s: float = 5.0
+    """Holds shards of parameters and applies pushed gradients, until SIGTERM."""
+
+    bind: BindAddress = LOOPBACK
+    listen: ListenAddress = "7710"
+    bulk_port: Annotated[int, Parameter(metavar="PORT")] = 0
+    """TCP port over which tensors travel to other machines; where it cannot be reached they go by
+    gRPC. 0: any free port."""
+    advertise: AdvertisedAddress = ""
+    ready_file: ReadyFile = None
+    server_id: Annotated[str, Parameter(name="--id", metavar="NAME")] = ""
+    """Name of this server in etcd and in shard maps. By default its host and port."""
+    timeouts: Annotated[PeerTimeouts, FLAT] = field(default_factory=PeerTimeouts)
+    journal: Annotated[JournalConfig | None, FLAT] = None
+    memory_limit_bytes: Annotated[int, Parameter(metavar="BYTES")] = field(
+        default_factory=default_limit_bytes
+    )
+    """Limit of shards with their optimizer state, copies included, and gradients not applied yet.
+    Beyond it no shard is created, no copy taken and no table grows. By default 80 % of the memory
+    limit of the cgroup, else of the machine's memory."""
+    drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 20.0
+    """On SIGTERM, hand the shards over to other servers first, for this long at most."""
+    etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
+    lease_ttl_s: Annotated[float, INTERNAL] = 5.0
     """A server that etcd has not heard of for so long is taken for gone: no shards are placed on
     it."""
-    journal: JournalConfig | None = None
-    """Where pushes are kept on disk, for those that are to be acknowledged as durable."""
-    drain_s: float = 20.0
-    """A server that is told to stop hands its shards over first, for so long at most."""
-    max_unfinished_bytes: int = 2 * 1024**3
+    max_unfinished_bytes: Annotated[int, INTERNAL] = 2 * 1024**3
     """Gradients that are received but not applied yet, over all calls; beyond it, pushes are
     refused as Overloaded, and clients retry."""
-    memory_limit_bytes: int = field(default_factory=default_limit_bytes)
-    """Shards with their optimizer state, copies included, and gradients not applied yet. Beyond it
-    no shard is created and no copy taken, and tables do not grow: Overloaded, with the numbers."""
-    timeouts: PeerTimeouts = field(default_factory=PeerTimeouts)
-    """After which silence servers take each other for dead."""
-    num_threads: int = field(default_factory=lambda: os.cpu_count() or 1)
+    num_threads: Annotated[int, INTERNAL] = field(default_factory=lambda: os.cpu_count() or 1)
     """Shards that are worked on at the same time."""
 
     def __post_init__(self) -> None:
-        split_address(self.listen)
+        object.__setattr__(self, "listen", listening(self.listen, self.bind))
         if not 0 <= self.bulk_port < 65536:
-            raise InvalidSpec(
-                "bad port of the bulk transport", seen=str(self.bulk_port), expected="0 to 65535"
-            )
+            raise InvalidSpec("bad --bulk-port", seen=str(self.bulk_port), expected="0 to 65535")
         if self.server_id and not is_name(self.server_id):
-            raise InvalidSpec("bad server id", seen=repr(self.server_id), expected=NAME_RULE)
-        counts = (self.num_threads, self.max_unfinished_bytes, self.memory_limit_bytes)
-        if min(counts) < 1 or self.lease_ttl_s <= 0:
+            raise InvalidSpec("bad --id", seen=repr(self.server_id), expected=NAME_RULE)
+        if self.memory_limit_bytes < 1:
+            raise InvalidSpec(
+                "bad --memory-limit-bytes", seen=str(self.memory_limit_bytes), expected="above 0"
+            )
+        if not self.drain_s >= 0:
+            raise InvalidSpec("bad --drain-s", seen=f"{self.drain_s:g}", expected="0 or more")
+        if min(self.num_threads, self.max_unfinished_bytes) < 1 or self.lease_ttl_s <= 0:
             raise InvalidSpec(
                 "a limit of the parameter server is out of range",
                 seen=f"num_threads {self.num_threads}, lease_ttl_s {self.lease_ttl_s},"
-                f" max_unfinished_bytes {self.max_unfinished_bytes},"
-                f" memory_limit_bytes {self.memory_limit_bytes}",
+                f" max_unfinished_bytes {self.max_unfinished_bytes}",
                 expected="all above zero",
             )

@@ -52,7 +52,7 @@ def join_address(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def listening(listen: str, bind: str) -> str:
+def listening(listen: str, bind: str, option: str = "--listen") -> str:
     """host:port to listen on: `listen` is HOST:PORT, or PORT alone at the address `bind`.
 
     Raises InvalidSpec.
@@ -62,7 +62,7 @@ def listening(listen: str, bind: str) -> str:
         split_address(address)
     except InvalidSpec as error:
         raise InvalidSpec(
-            "bad address to listen on", seen=repr(listen), expected="host:port, or a port"
+            f"bad {option}", seen=repr(listen), expected="host:port, or a port"
         ) from error
     return address
 

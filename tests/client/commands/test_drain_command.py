@@ -1,6 +1,5 @@
 """`shoal drain` against a real coordinator with real members."""
 
-import argparse
 import asyncio
 import time
 from collections.abc import AsyncIterator
@@ -11,7 +10,7 @@ from itertools import count
 import pytest
 from support.clusters.coordinator_world import Served, served
 
-from shoal_client.commands import drain
+from shoal_client.cli import parse
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import DeadlineExceeded, Unavailable, UnknownJob, UnknownMember
 from shoal_proto.v1.membership_pb2 import GenerationRecord
@@ -30,11 +29,8 @@ class World:
 
     async def shoal_drain(self, *arguments: str) -> int:
         """What `shoal drain` returns or raises; the coordinator goes on meanwhile."""
-        parser = argparse.ArgumentParser()
-        drain.add(parser.add_subparsers())
         addresses = ("--coordinator", self.members.address, "--http", self.url)
-        options = parser.parse_args(["drain", *addresses, *arguments])
-        return int(await asyncio.to_thread(options.handler, options))
+        return await asyncio.to_thread(parse(["drain", *addresses, *arguments]))
 
 
 def train_on(member: MemberSession) -> GenerationRecord:

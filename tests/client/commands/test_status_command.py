@@ -1,6 +1,5 @@
 """`shoal status` and `shoal why` against a real status endpoint."""
 
-import argparse
 import asyncio
 import json
 import socket
@@ -11,7 +10,7 @@ import pytest
 from support.clusters import status_world
 from support.clusters.status_world import World
 
-from shoal_client.commands import status
+from shoal_client.cli import parse
 from shoal_proto.errors import Unavailable, UnknownJob, UnknownMember
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
@@ -52,11 +51,7 @@ def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shoal(*arguments: str) -> int:
-    parser = argparse.ArgumentParser()
-    status.add(parser.add_subparsers())
-    options = parser.parse_args(arguments)
-    code: int = options.handler(options)
-    return code
+    return parse(arguments)()
 
 
 def test_status_shows_every_job_with_members_generations_and_servers(

@@ -1,6 +1,5 @@
 """A cluster on this machine: all parts up inside the block, none after it, failures told."""
 
-import argparse
 import queue
 import signal
 import socket
@@ -15,7 +14,7 @@ import pytest
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.keeper import RestartPolicy
-from shoal_client.local.limits import add_limits, given_limits
+from shoal_client.local.options import ClusterOptions
 from shoal_client.local.process import Process
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
@@ -132,10 +131,8 @@ def test_a_part_that_does_not_come_up_is_told(tmp_path: Path) -> None:
 
 def test_the_time_limits_of_a_command_reach_its_coordinator(tmp_path: Path) -> None:
     """What `shoal run` and `shoal up` are given is what members are told on admission."""
-    parser = argparse.ArgumentParser()
-    add_limits(parser)
-    assert given_limits(parser.parse_args([])) == {}
-    given = given_limits(parser.parse_args(["--join-s", "600", "--collective-s=7"]))
+    assert ClusterOptions().limits == {}
+    given = ClusterOptions(join_s=600, collective_s=7).limits
     config = LocalClusterConfig(directory=tmp_path, num_parameter_servers=0, limits=given)
     with LocalCluster(config) as cluster:
         member = Member(

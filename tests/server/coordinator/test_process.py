@@ -141,7 +141,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     [
         (["--etcd", "nowhere"], "bad etcd endpoint"),
         (["--heartbeat-s", "0"], "heartbeat_s"),
-        (["--join-s", "1"], "Raise join_s"),
+        (["--join-s", "1"], "Raise --join-s"),
         (["--listen", "somewhere"], "expected host:port"),
         (["--etcd-user", "u"], "password"),
         (["--etcd", "127.0.0.1:1"], "no etcd answered"),

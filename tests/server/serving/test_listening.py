@@ -9,7 +9,6 @@ import pytest
 import structlog
 from support.clusters.etcd_fixture import running_etcd
 
-from shoal_client.cli import build_parser
 from shoal_client.local.process import Command, Supervisor
 from shoal_proto.errors import InvalidSpec
 from shoal_server.coordinator.config import CoordinatorConfig
@@ -70,9 +69,6 @@ def test_the_defaults_are_loopback() -> None:
     coordinator = CoordinatorConfig(etcd=etcd)
     for address in (coordinator.listen, coordinator.http, ParameterServerConfig(etcd=etcd).listen):
         assert address.startswith("127.0.0.1:")
-    for command, port in (("coordinator", "7700"), ("ps", "7710")):
-        options = build_parser().parse_args([command])
-        assert listening(options.listen, options.bind) == f"127.0.0.1:{port}"
 
 
 def test_who_may_reach_the_ports_is_said_in_one_line() -> None:

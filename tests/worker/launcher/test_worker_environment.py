@@ -7,7 +7,7 @@ from shoal.launcher.run_config import KEPT_MEMORY, RunConfig, worker_environment
 
 def environment(**given: str) -> dict[str, str]:
     config = RunConfig(
-        job="j", coordinators=["127.0.0.1:1"], target=["train.py"], environment=given
+        job="j", coordinators=["127.0.0.1:1"], script=["train.py"], environment=given
     )
     return worker_environment(config, "m-0")
 

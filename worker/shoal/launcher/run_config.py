@@ -1,9 +1,16 @@
 """What `shoal run` was asked for, and the environment that each of its workers gets."""
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
 
+from cyclopts import Parameter
+
+from shoal_client.connection.addresses import CoordinatorAddresses
+from shoal_client.local.options import ClusterOptions
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
 
@@ -16,41 +23,56 @@ gives the heap's end back only once more than 1 GiB is free there. Left to itsel
 step frees back to the kernel, which clears each page of it again for the next step."""
 
 
+_INTERNAL = Parameter(parse=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What to start, and what to do when it ends."""
+    """Starts workers of a job on this host and stays until they have ended. A worker that is killed
+    is started again. Without --coordinator (or $SHOAL_COORDINATOR) a cluster of its own is started
+    on this machine for the run."""
 
-    job: str
-    """Name of the job that the workers join."""
-    coordinators: Sequence[str]
-    """host:port of every coordinator replica."""
-    target: Sequence[str]
-    """What each worker runs, after `python -u`: a script or `-m module`, and its arguments."""
-    num_workers: int = 1
+    script: Annotated[Sequence[str], Parameter(metavar="SCRIPT")] = field(kw_only=False)
+    """What each worker runs: a script, or with -m a module, and its arguments."""
+    module: Annotated[bool, Parameter(name=["-m", "--module"])] = False
+    """Run a module, not a script."""
+    num_workers: Annotated[int, Parameter(name="-n", metavar="N")] = 1
     """Worker processes on this host."""
-    min_members: int = 1
+    job: Annotated[str, Parameter(metavar="NAME")] = ""
+    """Name of the job that the workers join. By default the script's name."""
+    fresh: bool = False
+    """Start the job anew: remove what the cluster keeps of an earlier run of this name."""
+    coordinators: CoordinatorAddresses = ()
+    min_members: Annotated[int, Parameter(name="--min", metavar="N")] = 1
     """The job trains with no fewer workers, over all hosts."""
-    max_members: int = 0
-    """At most so many train, over all hosts; further ones stand by. 0: as many as desired."""
-    desired_members: int = 0
-    """The job starts at once when so many are there. 0: `num_workers`."""
-    max_restarts: int = 3
-    """How often one slot's worker is started again."""
-    restart_on: str = "signal"
-    """"signal": only a worker that a signal killed (preemption, out of memory) is started again;
-    "failure": also one that exited with another code than 0. An error in the script, or a refusal
+    max_members: Annotated[int, Parameter(name="--max", metavar="N")] = 0
+    """At most this many workers train, over all hosts; further ones stand by. 0: as --desired."""
+    desired_members: Annotated[int, Parameter(name="--desired", metavar="N")] = 0
+    """The job starts at once when this many workers are there. 0: as -n."""
+    max_restarts: Annotated[int, Parameter(metavar="N")] = 3
+    """How often each worker is started again."""
+    restart_on: Literal["signal", "failure"] = "signal"
+    """signal: only a worker that a signal killed (preemption, out of memory) is started again;
+    failure: also one that exited with another code than 0. An error in the script, or a refusal
     by the job, would only come again."""
-    alone: bool = False
+    grace_s: Annotated[float, Parameter(metavar="SECONDS")] = 45.0
+    """After SIGTERM or Ctrl-C the workers have this long to finish their step and hand over, before
+    they are killed: a step, and the agreement of the others on going on without them (a quarter of
+    the coordinator's --join-s)."""
+    cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
+    alone: Annotated[bool, _INTERNAL] = False
     """No worker can come from elsewhere: too few left means that the rest is waiting in vain."""
-    grace_s: float = 45.0
-    """Time for the workers to drain after a SIGINT or SIGTERM, before they are killed: a step, and
-    the agreement of the others on going on without them (a quarter of the coordinator's join_s)."""
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    environment: Annotated[Mapping[str, str], _INTERNAL] = field(
+        default_factory=lambda: dict(os.environ)
+    )
     """What the workers' environment is made from."""
-    colour: bool = False
+    colour: Annotated[bool, _INTERNAL] = field(
+        default_factory=lambda: sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    )
     """Whether the prefixes of the output are coloured."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "job", self.job or _job_of(self.script[0], self.module))
         if not is_name(self.job):
             raise InvalidSpec(
                 "the job has a bad name",
@@ -66,10 +88,16 @@ class RunConfig:
             raise InvalidSpec("bad --max-restarts", seen=str(self.max_restarts), expected=">= 0")
         if not self.grace_s > 0:
             raise InvalidSpec("bad --grace-s", seen=f"{self.grace_s:g}", expected="above 0")
-        if self.restart_on not in ("signal", "failure"):
+        if self.coordinators and (limits := self.cluster.limits):
             raise InvalidSpec(
-                "bad --restart-on", seen=self.restart_on, expected="'signal' or 'failure'"
+                "time limits are the coordinator's, and this run uses one that is there already",
+                seen=f"{', '.join(limits)} with the coordinator {','.join(self.coordinators)}",
+                expected="time limits where the run starts a cluster of its own",
+                fix="Give them to `shoal up` or `shoal coordinator`.",
             )
+        self._set_bounds()
+
+    def _set_bounds(self) -> None:
         desired = self.desired_members or self.num_workers
         highest = self.max_members or max(desired, self.min_members)
         if not self.min_members <= highest:
@@ -87,6 +115,16 @@ class RunConfig:
             )
         object.__setattr__(self, "desired_members", desired)
         object.__setattr__(self, "max_members", highest)
+
+    @property
+    def target(self) -> Sequence[str]:
+        """What each worker runs, after `python -u`."""
+        return ("-m", *self.script) if self.module else tuple(self.script)
+
+
+def _job_of(target: str, module: bool) -> str:
+    name = target.rpartition(".")[2] if module else Path(target).stem
+    return name or "job"
 
 
 def worker_environment(config: RunConfig, member_id: str) -> dict[str, str]:

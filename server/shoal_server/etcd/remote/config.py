@@ -1,53 +1,14 @@
 """How to reach etcd."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Group, Parameter
 
 from shoal_proto.errors import InvalidSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class EtcdConfig:
-    """Where etcd is, who we are to it, and how long we wait for it."""
-
-    endpoints: tuple[str, ...]
-    """host:port of each member. All of one cluster; the next is tried when one fails."""
-    user: str = ""
-    """User name; empty: log in as nobody, or as whom the client certificate names."""
-    password: str = field(default="", repr=False)
-    ca_file: Path | None = None
-    """PEM file of the authority that signed etcd's certificate. Setting it turns TLS on."""
-    cert_file: Path | None = None
-    """PEM file of our certificate, where etcd asks for one."""
-    key_file: Path | None = None
-    """PEM file of the certificate's key."""
-    timeout_s: float = 10.0
-    """A call that no endpoint answered for so long is given up and raises."""
-    attempt_timeout_s: float = 2.5
-    """An endpoint that has not answered a repeatable call for so long is taken for dead."""
-    silence_s: float = 3.0
-    """A watch that heard nothing for so long, though it asked, goes to the next endpoint."""
-
-    def __post_init__(self) -> None:
-        if not self.endpoints:
-            raise InvalidSpec("no etcd endpoint", expected="host:port[,host:port...]")
-        for endpoint in self.endpoints:
-            _check_endpoint(endpoint)
-        if bool(self.user) != bool(self.password):
-            missing = "password" if self.user else "user"
-            raise InvalidSpec(f"etcd {missing} is missing", expected="both user and password")
-        if (self.cert_file is None) != (self.key_file is None):
-            raise InvalidSpec("half a client certificate", expected="both cert_file and key_file")
-        if self.cert_file is not None and self.ca_file is None:
-            raise InvalidSpec("a client certificate without TLS", expected="ca_file as well")
-        if not 0 < self.attempt_timeout_s <= self.timeout_s:
-            raise InvalidSpec(
-                "etcd time limits contradict each other",
-                seen=f"attempt_timeout_s {self.attempt_timeout_s}, timeout_s {self.timeout_s}",
-                expected="0 < attempt_timeout_s <= timeout_s",
-            )
-        if not self.silence_s > 0:
-            raise InvalidSpec("bad silence_s", seen=str(self.silence_s), expected="above 0")
+from shoal_server.serving.options import INTERNAL
 
 
 def parse_endpoints(text: str) -> tuple[str, ...]:
@@ -58,6 +19,81 @@ def parse_endpoints(text: str) -> tuple[str, ...]:
     for endpoint in endpoints:
         _check_endpoint(endpoint)
     return endpoints
+
+
+def _parsed(kind: Any, tokens: Sequence[Any]) -> tuple[str, ...]:
+    return parse_endpoints(tokens[-1].value)
+
+
+def _password(kind: Any, tokens: Sequence[Any]) -> str:
+    try:
+        return Path(tokens[-1].value).read_text().strip()
+    except OSError as error:
+        raise InvalidSpec(
+            "the etcd password file cannot be read", seen=str(error), expected="a readable file"
+        ) from error
+
+
+_ETCD = Group("etcd")
+
+
+def _option(name: str, metavar: str) -> Parameter:
+    return Parameter(name=name, metavar=metavar, group=_ETCD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EtcdConfig:
+    """Where etcd is, who we are to it, and how long we wait for it."""
+
+    endpoints: Annotated[
+        tuple[str, ...],
+        _option("--etcd", "HOST:PORT,..."),
+        Parameter(env_var="SHOAL_ETCD", converter=_parsed, n_tokens=1),
+    ] = ("127.0.0.1:2379",)
+    """host:port of each member of one cluster. The next is tried when one fails."""
+    user: Annotated[str, _option("--etcd-user", "NAME")] = ""
+    """User name. Without one: log in as nobody, or as whom the client certificate names."""
+    password: Annotated[
+        str, _option("--etcd-password-file", "FILE"), Parameter(converter=_password)
+    ] = field(default="", repr=False)
+    """The file holds the user's password."""
+    ca_file: Annotated[Path | None, _option("--etcd-ca", "FILE")] = None
+    """PEM file of the authority that signed etcd's certificate. Setting it turns TLS on."""
+    cert_file: Annotated[Path | None, _option("--etcd-cert", "FILE")] = None
+    """PEM file of our certificate, where etcd asks for one."""
+    key_file: Annotated[Path | None, _option("--etcd-key", "FILE")] = None
+    """PEM file of the certificate's key."""
+    timeout_s: Annotated[float, INTERNAL] = 10.0
+    """A call that no endpoint answered for so long is given up and raises."""
+    attempt_timeout_s: Annotated[float, INTERNAL] = 2.5
+    """An endpoint that has not answered a repeatable call for so long is taken for dead."""
+    silence_s: Annotated[float, INTERNAL] = 3.0
+    """A watch that heard nothing for so long, though it asked, goes to the next endpoint."""
+
+    def __post_init__(self) -> None:
+        if not self.endpoints:
+            raise InvalidSpec("no etcd endpoint", expected="host:port[,host:port...]")
+        for endpoint in self.endpoints:
+            _check_endpoint(endpoint)
+        if bool(self.user) != bool(self.password):
+            missing = "password" if self.user else "user"
+            raise InvalidSpec(
+                f"etcd {missing} is missing", expected="both --etcd-user and --etcd-password-file"
+            )
+        if (self.cert_file is None) != (self.key_file is None):
+            raise InvalidSpec(
+                "half a client certificate", expected="both --etcd-cert and --etcd-key"
+            )
+        if self.cert_file is not None and self.ca_file is None:
+            raise InvalidSpec("a client certificate without TLS", expected="--etcd-ca as well")
+        if not 0 < self.attempt_timeout_s <= self.timeout_s:
+            raise InvalidSpec(
+                "etcd time limits contradict each other",
+                seen=f"attempt_timeout_s {self.attempt_timeout_s}, timeout_s {self.timeout_s}",
+                expected="0 < attempt_timeout_s <= timeout_s",
+            )
+        if not self.silence_s > 0:
+            raise InvalidSpec("bad silence_s", seen=str(self.silence_s), expected="above 0")
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -1,8 +1,12 @@
 """How servers reach each other, and how long they put up with each other."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_server.serving.options import INTERNAL
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
 
 PEER_OPTIONS = (
@@ -19,19 +23,20 @@ PEER_OPTIONS = (
 class PeerTimeouts:
     """How long servers put up with each other."""
 
-    beat_s: float = 0.3
-    silence_s: float = 2.0
-    """A peer that says nothing for so long is taken for dead."""
-    reconnect_s: float = 0.5
+    beat_s: Annotated[float, INTERNAL] = 0.3
+    silence_s: Annotated[float, Parameter(metavar="SECONDS")] = 2.0
+    """Servers that hear nothing of each other for this long go on without each other. One that is
+    killed is noticed at once."""
+    reconnect_s: Annotated[float, INTERNAL] = 0.5
     """A stream that broke is opened again for so long before the peer is taken for dead."""
-    full_s: float = 4.0
+    full_s: Annotated[float, INTERNAL] = 4.0
     """A peer that had no memory for a copy is offered none for so long; each time twice as long,
     up to eight times."""
 
     def __post_init__(self) -> None:
         if not 0 < 3 * self.beat_s <= self.silence_s:
             raise InvalidSpec(
-                "servers would take each other for dead between two beats",
+                "bad --silence-s: servers would take each other for dead between two heartbeats",
                 seen=f"silence after {self.silence_s:g} s, a beat each {self.beat_s:g} s",
                 expected=f"at least {3 * self.beat_s:g} s of silence",
             )

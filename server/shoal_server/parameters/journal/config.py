@@ -2,8 +2,12 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_server.serving.options import INTERNAL
 
 START_BYTES = 16
 """Of a segment, before its first entry."""
@@ -11,13 +15,15 @@ START_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class JournalConfig:
-    directory: Path
-    """Of this server alone, on a disk that keeps what `fsync` was called for."""
-    segment_bytes: int = 64 * 1024**2
+    directory: Annotated[Path, Parameter(name="--journal", metavar="DIRECTORY")]
+    """Keep applied pushes here too, on a disk that keeps what `fsync` was called for: for pushes
+    that are to be acknowledged as durable, and to go on after every server died at once. The
+    directory is this server's alone."""
+    segment_bytes: Annotated[int, INTERNAL] = 64 * 1024**2
     """A segment that has grown so large is followed by a new one."""
-    max_pending_bytes: int = 64 * 1024**2
+    max_pending_bytes: Annotated[int, INTERNAL] = 64 * 1024**2
     """Of records that wait for the disk; beyond it, `check_room` raises."""
-    max_bytes: int = 4 * 1024**3
+    max_bytes: Annotated[int, INTERNAL] = 4 * 1024**3
     """Of all segments; beyond it, `check_room` raises. From half of it on, `overdue` names the
     shards whose image would let a segment go."""
 

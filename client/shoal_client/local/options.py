@@ -1,0 +1,42 @@
+"""What a command that starts a cluster on this machine lets its user choose."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Group, Parameter
+
+from shoal_proto.errors import InvalidSpec
+
+_LIMIT = Parameter(
+    metavar="SECONDS",
+    group=Group(
+        "Time limits of the cluster that is started",
+        help="By default those of `shoal coordinator`: see `shoal config`.",
+    ),
+)
+LIMITS = ("heartbeat_s", "join_s", "collective_s")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    num_parameter_servers: Annotated[int, Parameter(name="--ps", metavar="N")] = 2
+    """Parameter servers of the cluster that is started."""
+    heartbeat_s: Annotated[float | None, _LIMIT] = None
+    """Time between heartbeats."""
+    join_s: Annotated[float | None, _LIMIT] = None
+    """The longest that a member waits for a generation."""
+    collective_s: Annotated[float | None, _LIMIT] = None
+    """The longest wait in a collective before it counts as hung."""
+
+    def __post_init__(self) -> None:
+        if self.num_parameter_servers < 0:
+            raise InvalidSpec(
+                "bad --ps", seen=str(self.num_parameter_servers), expected="0 or more"
+            )
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """Those that were given, by option."""
+        values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in LIMITS}
+        return {option: value for option, value in values.items() if value is not None}

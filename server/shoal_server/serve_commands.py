@@ -1,0 +1,64 @@
+"""`shoal coordinator` and `shoal ps`."""
+
+import asyncio
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from shoal_proto.errors import ShoalError
+from shoal_server.coordinator.config import CoordinatorConfig
+from shoal_server.parameters.config import ParameterServerConfig
+
+
+def coordinator(config: CoordinatorConfig) -> int:
+    """Serve as a coordinator until SIGTERM or SIGINT."""
+    from shoal_server.coordinator.process import serve  # noqa: PLC0415
+
+    return _run("coordinator", serve(config))
+
+
+def parameter_server(config: ParameterServerConfig) -> int:
+    """Serve shards until SIGTERM or SIGINT."""
+    if importlib.util.find_spec("torch") is None:
+        print(
+            "shoal ps: torch is not installed; expected the extra 'server'."
+            " Run: pip install 'shoal[server]'",
+            file=sys.stderr,
+        )
+        return 1
+    from shoal_server.parameters.process import serve  # noqa: PLC0415
+
+    return _run("ps", serve(config))
+
+
+def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
+    _configure_logging()
+    try:
+        asyncio.run(work)
+    except ShoalError as error:
+        print(f"shoal {command}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _configure_logging() -> None:
+    """Lines of JSON for machines, readable ones for a terminal; SHOAL_LOG_LEVEL sets how many."""
+    level = logging.getLevelName(os.environ.get("SHOAL_LOG_LEVEL", "INFO").upper())
+    terminal = sys.stderr.isatty()
+    renderer = structlog.dev.ConsoleRenderer() if terminal else structlog.processors.JSONRenderer()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

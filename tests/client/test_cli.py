@@ -1,0 +1,214 @@
+"""The command line as a whole: help, typing errors, refusals, and completion."""
+
+import dataclasses
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, get_args, get_origin, get_type_hints
+
+import pytest
+from cyclopts import Parameter
+
+from shoal.launcher.run_config import RunConfig
+from shoal_client.cli import build_app, installed_commands, main, parse
+
+COMMANDS = sorted(installed_commands())
+
+
+def _loaded(reference: str) -> object:
+    module, _, name = reference.partition(":")
+    return getattr(import_module(module), name)
+
+
+def _options(config: type) -> list[tuple[str, object]]:
+    """Option and default of each field of a config, and of the configs in it."""
+    found: list[tuple[str, object]] = []
+    hints = get_type_hints(config, include_extras=True)
+    assert dataclasses.is_dataclass(config)
+    for field in dataclasses.fields(config):
+        hint = hints[field.name]
+        marks = [each for each in get_args(hint) if isinstance(each, Parameter)]
+        if any(each.parse is False for each in marks):
+            continue
+        kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+        names = [name for each in marks for name in each.name or ()]
+        inner = [each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each)]
+        if inner:
+            assert isinstance(inner[0], type)
+            found += [
+                (option, None if field.default is None else default)
+                for option, default in _options(inner[0])
+            ]
+            continue
+        option = names[0] if names else f"--{field.name.replace('_', '-')}"
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        found.append((option, default))
+    return found
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_shows_every_option_with_its_default(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fields of the config are the options, and each default stands in the config alone."""
+    monkeypatch.setenv("COLUMNS", "400")
+    assert main([name, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    config = _loaded(installed_commands()[name].config)
+    assert isinstance(config, type) and callable(_loaded(installed_commands()[name].run))
+    for option, default in _options(config):
+        shown = next(line for line in lines[1:] if option in line.split())
+        text = shown.strip().split("  ")[-1]
+        assert len(text) > 10, f"{option} says nothing: {shown}"
+        if default is dataclasses.MISSING:
+            assert "[required]" in shown
+        elif default not in (None, "", (), False) or isinstance(default, float):
+            value = f"{default:g}" if isinstance(default, float) else default
+            value = ",".join(map(str, value)) if isinstance(value, tuple) else value
+            assert f"[default: {value}]" in shown
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    """So `shoal --help` is quick, wherever it is installed."""
+    program = (
+        "import sys; from shoal_client.cli import main; main(['--help']);"
+        "print(sorted({'torch', 'grpc', 'httpx', 'fastapi', 'numpy'} & set(sys.modules)))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert shown.splitlines()[-1] == "[]"
+    assert all(name in shown for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["statsu"], 'Did you mean "status"?'),
+        (["coordinator", "--heartbeet-s", "1"], "Did you mean --heartbeat-s?"),
+        (["run", "--corodinator", "h:1", "train.py"], "Did you mean --coordinator?"),
+        (["drain", "m-0"], "--job is required"),
+        (["run"], "--script is required"),
+        (["status", "more"], "unexpected arguments: more"),
+        (["ps", "--bulk-port", "many"], "--bulk-port"),
+        (["ps", "--bulk-port", "70000"], "bad --bulk-port; saw 70000; expected 0 to 65535"),
+        (["ps", "--memory-limit-bytes", "0"], "bad --memory-limit-bytes; saw 0"),
+        (["ps", "--silence-s", "0.1"], "bad --silence-s"),
+        (["ps", "--id", "a b"], "bad --id"),
+        (["coordinator", "--copies", "0"], "bad --copies; saw 0; expected 1 or more"),
+        (["coordinator", "--snapshot-keep", "0"], "bad --snapshot-keep"),
+        (["coordinator", "--http", "x"], "bad --http; saw 'x'"),
+        (["coordinator", "--etcd", "nowhere"], "--etcd: bad etcd endpoint"),
+        (["coordinator", "--etcd-password-file", "/none"], "password file cannot be read"),
+        (["up", "--ps", "-1"], "bad --ps; saw -1; expected 0 or more"),
+        (["rm", "a b"], "bad name of a job"),
+        (["drain", "m", "--job", "j", "--timeout", "0"], "bad --timeout; saw 0; expected above 0"),
+        (["snapshot", "j", "--timeout", "-1"], "bad --timeout"),
+        (["restore", "j", "--number", "-1"], "bad --number"),
+        (["completion", "fish"], '"bash", "zsh"'),
+    ],
+)
+def test_bad_arguments_are_one_line_that_names_the_option(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, and what is wrong; a word mistyped is answered with the one that is near."""
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err and len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["run", "--min", "3", "--max", "2", "t.py"], "--min is above --max"),
+        (["run", "--desired", "5", "--max", "2", "t.py"], "--desired is out of bounds"),
+        (["coordinator", "--snapshot-every-s", "5"], "Give --snapshot-url."),
+        (["coordinator", "--etcd-user", "me"], "both --etcd-user and --etcd-password-file"),
+        (["coordinator", "--etcd-cert", "a"], "both --etcd-cert and --etcd-key"),
+        (["config", "--heartbeat-s", "9", "--join-s", "30"], "Raise --join-s"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "script"),
+    [
+        (["-n", "2", "train.py", "-n", "4", "--lr=3"], ("train.py", "-n", "4", "--lr=3")),
+        (["-n2", "--", "train.py", "--lr", "3"], ("train.py", "--lr", "3")),
+        (["-n=2", "train.py", "--", "--help"], ("train.py", "--", "--help")),
+        (["--fresh", "-n", "2", "train.py", "--job", "x"], ("train.py", "--job", "x")),
+    ],
+)
+def test_what_follows_a_script_is_the_scripts(
+    arguments: list[str], script: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--` before it or without, and though the options have names of the launcher's own."""
+    seen: list[RunConfig] = []
+
+    def note(config: RunConfig) -> int:
+        seen.append(config)
+        return 7
+
+    monkeypatch.setattr("shoal.launcher.command.run", note)
+    assert main(["run", *arguments]) == 7
+    assert tuple(seen[0].target) == script
+    assert (seen[0].num_workers, seen[0].job) == (2, "train")
+
+
+def test_a_module_is_run_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[RunConfig] = []
+    monkeypatch.setattr("shoal.launcher.command.run", lambda config: seen.append(config) or 0)
+    assert parse(["run", "-m", "mine.train", "--epochs", "3"])() == 0
+    assert tuple(seen[0].target) == ("-m", "mine.train", "--epochs", "3")
+    assert seen[0].job == "train"
+
+
+def test_the_environment_stands_in_for_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that is given is stronger, and an empty variable counts as none."""
+    seen: list[RunConfig] = []
+    monkeypatch.setattr("shoal.launcher.command.run", lambda config: seen.append(config) or 0)
+    monkeypatch.setenv("SHOAL_COORDINATOR", "a:1,b:2")
+    main(["run", "t.py"])
+    main(["run", "--coordinator", "c:3", "t.py"])
+    monkeypatch.setenv("SHOAL_COORDINATOR", "")
+    main(["run", "t.py"])
+    assert [tuple(each.coordinators) for each in seen] == [("a:1", "b:2"), ("c:3",), ()]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """And their options; bash and zsh themselves read the script."""
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS)
+    assert all(option in script for option in ("--coordinator", "--heartbeat-s", "--restart-on"))
+
+
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`shoal co<TAB>` in a real bash."""
+    main(["completion", "bash"])
+    path = tmp_path / "shoal.bash"
+    path.write_text(capsys.readouterr().out)
+    asked = (
+        f"source {path}; COMP_WORDS=(shoal co); COMP_CWORD=1; COMP_LINE='shoal co'; COMP_POINT=8;"
+        " _shoal shoal co shoal; printf '%s\\n' \"${COMPREPLY[@]}\""
+    )
+    done = subprocess.run(
+        ["bash", "-c", asked], capture_output=True, text=True, timeout=30, check=True
+    )
+    assert sorted(done.stdout.split()) == ["completion", "config", "coordinator"], done.stderr
+
+
+def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "coordinator" in capsys.readouterr().out
+    assert build_app(installed_commands()).name[0] == "shoal"

@@ -1,0 +1,82 @@
+"""`shoal run`: the workers of one job on this host."""
+
+import signal
+import sys
+import tempfile
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from shoal.launcher.launcher import Launcher
+from shoal.launcher.run_config import RunConfig, threads_per_worker
+from shoal_client.commands.jobs import check_not_finished, reset_job
+from shoal_client.host.reports import check_reachable
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.keeper import RestartPolicy
+from shoal_client.local.options import ClusterOptions
+
+REACH_TIMEOUT_S = 3.0
+BAD_ARGUMENTS = 2
+
+
+def run(config: RunConfig) -> int:
+    """Run the workers and return the exit code for the shell; 2 for a script that is not there."""
+    if not config.module and not Path(config.script[0]).is_file():
+        _say(
+            f"no such script; saw {config.script[0]}; expected a Python file."
+            " With -m it is taken as the name of a module."
+        )
+        return BAD_ARGUMENTS
+    if "OMP_NUM_THREADS" not in config.environment and config.num_workers > 1:
+        threads = threads_per_worker(config.num_workers)
+        _say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
+    with ExitStack() as stack:
+        if config.coordinators:
+            check_reachable(config.coordinators, REACH_TIMEOUT_S)
+            _check_job(config)
+            return Launcher(config).run()
+        # Before the launcher takes the signals over: a SIGTERM must undo what has started.
+        stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _leave))
+        cluster = _own_cluster(stack, config.cluster)
+        launcher = Launcher(
+            replace(
+                config,
+                coordinators=(cluster.coordinator,),
+                cluster=ClusterOptions(),
+                alone=True,
+            )
+        )
+        cluster.when_given_up(launcher.give_up)
+        return launcher.run()
+
+
+def _check_job(config: RunConfig) -> None:
+    """Before anything is started: a finished job is begun anew on request, and refused else."""
+    if not config.fresh:
+        check_not_finished(config.coordinators, config.job)
+    elif reset_job(config.coordinators, config.job):
+        _say(f"job {config.job} starts anew: what was kept of its last run is removed")
+
+
+def _own_cluster(stack: ExitStack, options: ClusterOptions) -> LocalCluster:
+    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-run-")))
+    _say("no --coordinator given: starting a cluster on this machine for this run")
+    config = LocalClusterConfig(
+        directory=directory,
+        num_parameter_servers=options.num_parameter_servers,
+        limits=options.limits,
+        restart=RestartPolicy(),
+    )
+    cluster = stack.enter_context(LocalCluster(config, say=_say))
+    _say(f"coordinator at {cluster.coordinator}, status page at {cluster.http_url}")
+    return cluster
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _say(text: str) -> None:
+    print(f"shoal run: {text}", file=sys.stderr, flush=True)
