@@ -7,10 +7,6 @@ class Unavailable(Exception):
     """Nobody who leads answered; asked again."""
 
 
-class DeadlineExceeded(Exception):
-    """A limit of the client's own passed."""
-
-
 class RefusedCall(Exception):
     """The coordinator refused, or ended the membership."""
 
@@ -21,7 +17,3 @@ class RefusedCall(Exception):
 
 class CollectiveFailed(Exception):
     """A peer is gone, or the collective was cut."""
-
-
-class Drained(Exception):
-    """Nobody needs this member any more: it may go."""

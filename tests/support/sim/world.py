@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from support.sim.errors import CollectiveFailed, RefusedCall, Unavailable
+from support.sim.errors import CollectiveFailed, Unavailable
 from support.sim.etcd import SimEtcd
 from support.sim.leader import Connection, Leader
 from support.sim.member import SimMember
 from support.sim.virtual_time import Box, Clock
 
+from shoal_proto.errors import BringUpFailed, ShoalError
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import (
     JobSpec,
@@ -20,7 +21,6 @@ from shoal_server.core.generations.roster import (
 )
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}
@@ -399,24 +399,22 @@ class SimWorld:
                     f"{number}: {member.name} keeps step {member.step}, {source.name} {source.step}"
                 )
 
-    def source_step(self, record: Record) -> int:
-        return self.groups[record.roster.generation].source_step
+    def source_step(self, generation: int) -> int:
+        return self.groups[generation].source_step
 
-    def entered(self, member: SimMember, record: Record) -> None:
-        assert self.groups[record.roster.generation].up
+    def entered(self, member: SimMember, generation: int) -> None:
+        assert self.groups[generation].up
 
     def ended(self, member: SimMember) -> None:
         self.note(f"{member.name} ends: {member.end!r}")
         # Who answers does all that is asked of it long before anybody loses patience, whether or
         # not the store is away meanwhile.
         untroubled = self.clock.now_s - self.leaderless_s > self.limits.collective_s + 1.0
-        if isinstance(member.end, RefusedCall) and not member.is_clumsy:
-            assert member.end.refusal.kind != RefusalKind.BRING_UP or untroubled is False, (
-                member.end
-            )
-        if isinstance(member.end, RefusedCall) and not member.process.was_halted and untroubled:
+        if untroubled and not member.is_clumsy:
+            assert not isinstance(member.end, BringUpFailed), member.end
+        if untroubled and not member.process.was_halted and isinstance(member.end, ShoalError):
             for task in ("come to a stand", "accept or reject", "bring the generation up"):
-                assert task not in member.end.refusal.what, member.end
+                assert task not in str(member.end), member.end
         for number, group in self.groups.items():
             if member.is_in(group.record.roster):
                 self.part(member, number)
@@ -501,7 +499,7 @@ class SimWorld:
         together = len(training) == len(job.running.entries)
         return (
             together
-            and all(m.generation == number and number not in m._broken for m in training)
+            and all(m.generation == number and not m.is_broken(number) for m in training)
             and all(m.stands_by for m in surplus)
             and (not surplus or len(training) == job.spec.max_members)
         )

@@ -21,8 +21,9 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipServicer
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.jobs.requests import MAX_ERROR, MemberRequest, attended, event_of
 from shoal_server.coordinator.persistence import codec
-from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
@@ -31,7 +32,6 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 MAX_WAIT_S = 60.0
-MAX_ERROR = 500
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
 """Begins a job anew: whether there was one, and its last generation."""
@@ -61,14 +61,7 @@ class MembershipService(MembershipServicer):
         _check_not_expelled(actor, token)
         stream = actor.open(token.member_id, token.incarnation, keeps_prepare=request.keeps_prepare)
         try:
-            await actor.submit(
-                events.Attended(
-                    member_id=token.member_id,
-                    incarnation=token.incarnation,
-                    spec=spec,
-                    info=codec.info_from_pb(request.info),
-                )
-            )
+            await actor.submit(attended(request))
             yield self._admitted(actor)
             while (notice := await stream.notices.get()) is not None:
                 yield notice
@@ -84,75 +77,28 @@ class MembershipService(MembershipServicer):
         return pb.Notice(reason=f"admitted: {actor.job.reason}", admitted=admitted)
 
     async def Propose(self, request: pb.ProposeRequest, context: Context) -> pb.Ack:
-        proposal = codec.proposal_from_pb(request.proposal)
-        who = _identity(request.token)
-        return await self._submit(request.token, events.Proposed(**who, proposal=proposal))
+        return await self._submit(request)
 
     async def Answer(self, request: pb.AnswerRequest, context: Context) -> pb.Ack:
-        rejections = tuple(
-            events.Rejection(field=r.field, seen=r.seen, expected=r.expected)
-            for r in request.rejections
-        )
-        event = events.Answered(
-            **_identity(request.token),
-            generation=Generation(request.generation),
-            digest=request.digest,
-            rejections=rejections,
-            unreachable=tuple((u.member_id, u.error[:MAX_ERROR]) for u in request.unreachable),
-            checkpoint_steps=tuple(Step(step) for step in request.checkpoint_steps),
-        )
-        return await self._submit(request.token, event)
+        return await self._submit(request)
 
     async def Settle(self, request: pb.SettleRequest, context: Context) -> pb.Ack:
-        event = events.Settled(
-            **_identity(request.token),
-            step=Step(request.step),
-            has_state=request.has_state,
-            left=Generation(request.token.generation),
-        )
-        return await self._submit(request.token, event)
+        return await self._submit(request)
 
     async def Offer(self, request: pb.OfferRequest, context: Context) -> pb.Ack:
-        event = events.Offered(
-            **_identity(request.token),
-            generation=Generation(request.generation),
-            next_step=Step(request.next_step),
-        )
-        return await self._submit(request.token, event)
+        return await self._submit(request)
 
     async def Ready(self, request: pb.ReadyRequest, context: Context) -> pb.Ack:
-        generation = Generation(request.token.generation)
-        step = Step(request.step) if request.HasField("step") else None
-        event = events.BecameReady(**_identity(request.token), generation=generation, step=step)
-        return await self._submit(request.token, event)
+        return await self._submit(request)
 
     async def ReportBroken(self, request: pb.ReportBrokenRequest, context: Context) -> pb.Ack:
-        event = events.Broke(
-            **_identity(request.token),
-            generation=Generation(request.token.generation),
-            error=request.error[:1000],
-            own=request.own,
-            state_lost=request.state_lost,
-        )
-        return await self._submit(request.token, event)
+        return await self._submit(request)
 
     async def Pause(self, request: pb.PauseRequest, context: Context) -> pb.Ack:
-        who = _identity(request.token)
-        if not request.paused:
-            return await self._submit(request.token, events.Resumed(**who))
-        event = events.Paused(
-            **who,
-            reason=request.reason[:MAX_ERROR],
-            limit_s=_seconds("limit_s", request.limit_s, above=0.0),
-            elapsed_s=_seconds("elapsed_s", request.elapsed_s),
-        )
-        return await self._submit(request.token, event)
+        return await self._submit(request)
 
     async def Leave(self, request: pb.LeaveRequest, context: Context) -> pb.Ack:
-        event = events.Left(
-            **_identity(request.token), completed=request.completed, reason=request.reason
-        )
-        return await self._submit(request.token, event)
+        return await self._submit(request)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
         """Only the process that the launcher names is declared lost, not one that replaced it.
@@ -223,8 +169,9 @@ class MembershipService(MembershipServicer):
         existed, last_generation = await self._reset(request.job)
         return pb.ResetJobReply(existed=existed, last_generation=last_generation)
 
-    async def _submit(self, token: Token, event: events.Event) -> pb.Ack:
-        actor = self._registry.find_for(token)
+    async def _submit(self, request: MemberRequest) -> pb.Ack:
+        event = event_of(request)
+        actor = self._registry.find_for(request.token)
         await actor.submit(event)
         return _ack(actor)
 
@@ -248,13 +195,6 @@ def _check_attendance(request: pb.AttendRequest) -> None:
         )
     if not request.token.incarnation:
         raise Fenced("the token has no incarnation", expected="a fresh UUID for each process start")
-
-
-def _seconds(name: str, value: float, above: float = -1.0) -> float:
-    """A time that a member states; raises InvalidSpec for one that is none."""
-    if not (math.isfinite(value) and value > above):
-        raise InvalidSpec(f"{name} is out of range", seen=f"{value:g}", expected="seconds")
-    return max(value, 0.0)
 
 
 def _beaten(beat: pb.Beat) -> events.Beaten:

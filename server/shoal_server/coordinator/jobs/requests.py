@@ -1,0 +1,108 @@
+"""What members' calls mean to the core of their job."""
+
+import math
+
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.coordinator.persistence import codec
+from shoal_server.core.generations.roster import Generation, Step
+from shoal_server.core.membership import events
+
+MAX_ERROR = 500
+MAX_REPORT = 1000
+
+MemberRequest = (
+    pb.ProposeRequest
+    | pb.AnswerRequest
+    | pb.SettleRequest
+    | pb.OfferRequest
+    | pb.ReadyRequest
+    | pb.ReportBrokenRequest
+    | pb.PauseRequest
+    | pb.LeaveRequest
+)
+
+
+def attended(request: pb.AttendRequest) -> events.Attended:
+    """The member that opens a stream."""
+    return events.Attended(
+        **_who(request.token),
+        spec=codec.spec_from_pb(request.spec),
+        info=codec.info_from_pb(request.info),
+    )
+
+
+def event_of(request: MemberRequest) -> events.Event:
+    """What the member says of itself. Raises InvalidSpec for numbers that make no sense."""
+    who, generation = _who(request.token), Generation(request.token.generation)
+    event: events.Event
+    match request:
+        case pb.ProposeRequest():
+            event = events.Proposed(**who, proposal=codec.proposal_from_pb(request.proposal))
+        case pb.AnswerRequest():
+            event = _answered(who, request)
+        case pb.SettleRequest():
+            step = Step(request.step)
+            event = events.Settled(**who, step=step, has_state=request.has_state, left=generation)
+        case pb.OfferRequest():
+            event = events.Offered(
+                **who,
+                generation=Generation(request.generation),
+                next_step=Step(request.next_step),
+            )
+        case pb.ReadyRequest():
+            at = Step(request.step) if request.HasField("step") else None
+            event = events.BecameReady(**who, generation=generation, step=at)
+        case pb.ReportBrokenRequest():
+            event = events.Broke(
+                **who,
+                generation=generation,
+                error=request.error[:MAX_REPORT],
+                own=request.own,
+                state_lost=request.state_lost,
+            )
+        case pb.PauseRequest():
+            event = _paused(who, request) if request.paused else events.Resumed(**who)
+        case pb.LeaveRequest():
+            event = events.Left(**who, completed=request.completed, reason=request.reason)
+        case _:
+            raise AssertionError(f"no event for {type(request).__name__}")
+    return event
+
+
+def _answered(who: dict[str, str], request: pb.AnswerRequest) -> events.Answered:
+    return events.Answered(
+        **who,
+        generation=Generation(request.generation),
+        digest=request.digest,
+        rejections=tuple(
+            events.Rejection(field=r.field, seen=r.seen, expected=r.expected)
+            for r in request.rejections
+        ),
+        unreachable=tuple((u.member_id, u.error[:MAX_ERROR]) for u in request.unreachable),
+        checkpoint_steps=tuple(Step(step) for step in request.checkpoint_steps),
+    )
+
+
+def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.Paused:
+    return events.Paused(
+        **who,
+        reason=request.reason[:MAX_ERROR],
+        limit_s=_seconds("limit_s", request.limit_s, above=0.0),
+        elapsed_s=_seconds("elapsed_s", request.elapsed_s),
+    )
+
+
+def _seconds(name: str, value: float, above: float = -1.0) -> float:
+    """A time that a member states; raises InvalidSpec for one that is none."""
+    if not (math.isfinite(value) and value > above):
+        raise InvalidSpec(f"{name} is out of range", seen=f"{value:g}", expected="seconds")
+    return max(value, 0.0)
+
+
+def _who(token: Token) -> dict[str, str]:
+    return {"member_id": token.member_id, "incarnation": token.incarnation}
+
+
+__all__ = ["MAX_ERROR", "MemberRequest", "attended", "event_of"]

@@ -1,0 +1,236 @@
+"""The member's real core in virtual time: what MemberSession is with threads, calls and a clock.
+
+Nothing is decided here. A thread there is a generator here, a wait on the condition a `yield`.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from support.sim.errors import RefusedCall
+from support.sim.errors import Unavailable as NobodyAnswers
+from support.sim.leader import Connection, Leader
+from support.sim.virtual_time import FOREVER_S, Box, Clock, Process, Steps, Wait, sleep
+
+from shoal_client.connection.back_off import BackOff
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.identity import Identity
+from shoal_client.membership.member_core import MemberCore
+from shoal_proto.errors import DeadlineExceeded, RetryError, ShoalError, Unavailable
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.coordinator.jobs.requests import attended, event_of
+from shoal_server.coordinator.persistence import codec
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership import events
+
+Decision = TypeVar("Decision")
+
+
+class Network(Protocol):
+    """Whoever leads, and the way there."""
+
+    clock: Clock
+    limits: Limits
+
+    def find_leader(self) -> Leader | None: ...
+    def request(self, leader: Leader | None, event: events.Event, box: Box) -> None: ...
+    def open(self, leader: Leader | None, stream: Connection, event: events.Attended) -> None: ...
+    def lose(self) -> bool: ...
+
+
+class SimSession:
+    """Steps the core with what happens in a simulated process, and carries out what follows."""
+
+    def __init__(
+        self,
+        process: Process,
+        network: Network,
+        identity: Identity,
+        *,
+        judge: Callable[[ev.Judge], Steps[ev.Judged]],
+        on_break: Callable[[int], None],
+        on_record: Callable[[events.OutcomeNotice], None] = lambda notice: None,
+    ) -> None:
+        self.core = MemberCore(identity)
+        self.stream: Connection | None = None
+        self._process, self._network = process, network
+        self._judge, self._on_break, self._on_record = judge, on_break, on_record
+        self._leader = self._stream_leader = network.find_leader()
+        self._num_events = 0
+        self._drain_wishes: list[str] = []
+        self._shown = ""
+        """The digest of the newest roster that this very stream has shown."""
+
+    @property
+    def _clock(self) -> Clock:
+        return self._network.clock
+
+    @property
+    def to_leave(self) -> bool:
+        return bool(self.core.leaving.reason or self._drain_wishes)
+
+    def drain(self, reason: str) -> None:
+        self._drain_wishes.append(reason)
+        self._process.changed()
+
+    # --- the core ---
+
+    def decided(
+        self, decide: Callable[[float], Decision | ev.WaitUntil | ev.Raise]
+    ) -> Steps[Decision]:
+        while True:
+            seen, now_s = self._num_events, self._clock.now_s
+            decision = decide(now_s)
+            if isinstance(decision, ev.Raise):
+                raise decision.error
+            if not isinstance(decision, ev.WaitUntil):
+                return decision
+            left_s = min(decision.until_s - now_s, FOREVER_S)
+            yield Wait(lambda seen=seen: self._num_events != seen, left_s)
+
+    def do(self, event: ev.Event) -> Steps[None]:
+        due = deque(self._step(event))
+        while due:
+            follows = yield from self._carry_out(due.popleft())
+            if follows is not None:
+                due.extendleft(reversed(self._step(follows)))
+
+    def _step(self, event: ev.Event) -> list[ev.Effect]:
+        effects = self.core.step(event, self._clock.now_s)
+        self._num_events += 1
+        self._process.changed()
+        return effects
+
+    def _carry_out(self, effect: ev.Effect) -> Steps[ev.Event | None]:
+        match effect:
+            case ev.Raise():
+                raise effect.error
+            case ev.Call():
+                return (yield from self._call(effect))
+            case ev.OpenStream():
+                return (yield from self._hold_stream(effect))
+            case ev.Judge():
+                return (yield from self._judge(effect))
+            case ev.CancelStream() if self.stream is not None:
+                self.stream.break_off()
+            case ev.FindLeader():
+                self._move_on(self._stream_leader)
+            case ev.Break():
+                self._on_break(effect.generation)
+            case ev.AskDrain():
+                self.drain(effect.reason)
+            case _:
+                pass
+        return None
+
+    # --- calls, as Coordinators makes them ---
+
+    def _call(self, call: ev.Call) -> Steps[ev.Event]:
+        if call.after_s:
+            yield sleep(call.after_s)
+        request, token = call.request, self.core.token
+        event: events.Event
+        if isinstance(request, pb.DrainRequest):
+            event = events.DrainAsked(
+                member_id=token.member_id, incarnation=token.incarnation, reason=request.reason
+            )
+        else:
+            assert not isinstance(request, pb.HeartbeatRequest)
+            event = event_of(request)
+        try:
+            yield from self._send(event, call.timeout_s)
+        except ShoalError as error:
+            return ev.CallEnded(call=call, error=error, chance=self._clock.random.random())
+        return ev.CallEnded(call=call)
+
+    def _send(self, event: events.Event, timeout_s: float) -> Steps[None]:
+        clock, back_off = self._clock, BackOff()
+        give_up_s = clock.now_s + timeout_s
+        while True:
+            leader, box = self._leader, Box(self._process.changed)
+            self._network.request(leader, event, box)
+            # As a default: the loop binds the box anew.
+            if not (yield Wait(lambda box=box: box.done, give_up_s - clock.now_s)):
+                raise DeadlineExceeded("no answer")
+            if box.error is None:
+                return
+            error, pause_s = self._error(box.error), back_off.pause_s(clock.random.random())
+            if not isinstance(error, RetryError) or clock.now_s + pause_s >= give_up_s:
+                raise error
+            self._move_on(leader)
+            yield sleep(pause_s)
+
+    def _move_on(self, failed: Leader | None) -> None:
+        if self._leader is failed:
+            self._leader = self._network.find_leader()
+
+    def _error(self, error: Exception) -> ShoalError:
+        """What the client makes of what the server raised."""
+        if isinstance(error, RefusedCall):
+            return codec.refusal_to_error(error.refusal, self._last_generation())
+        assert isinstance(error, NobodyAnswers), error
+        return Unavailable(str(error))
+
+    def _last_generation(self) -> int:
+        return self._leader.job.last_generation if self._leader is not None else 0
+
+    # --- the stream ---
+
+    def listen(self) -> Steps[None]:
+        """The thread that holds one stream after another."""
+        yield from self.do(ev.JoinWished())
+
+    def _hold_stream(self, opening: ev.OpenStream) -> Steps[ev.Event | None]:
+        if opening.after_s:
+            yield sleep(opening.after_s)
+        if self.core.closed:
+            return None
+        token, clock = opening.request.token, self._clock
+        stream = Connection(
+            clock,
+            token.member_id,
+            token.incarnation,
+            self._process.changed,
+            self._network.lose,
+        )
+        self.stream, self._shown, self._stream_leader = stream, "", self._leader
+        self._network.open(self._leader, stream, attended(opening.request))
+        error: ShoalError
+        while True:
+            yield Wait(lambda: bool(stream.inbox) or stream.broken)
+            item = stream.inbox.pop(0) if stream.inbox else NobodyAnswers("the stream broke")
+            if isinstance(item, Exception):
+                error = self._error(item)
+                break
+            try:
+                yield from self.do(self._heard(item))
+            except ShoalError as answer_error:
+                error = answer_error
+                break
+        return ev.StreamEnded(error=error, chance=clock.random.random())
+
+    def _heard(self, notice: events.Notice | None) -> ev.NoticeCame:
+        """As coordinator/jobs/streams.py encodes it; None: admitted."""
+        if notice is None:
+            admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))
+            return ev.NoticeCame(notice=pb.Notice(reason="admitted", admitted=admitted))
+        known = isinstance(notice, events.OutcomeNotice) and notice.record.digest == self._shown
+        message = codec.notice_to_pb(notice, self._last_generation(), with_roster=not known)
+        if isinstance(notice, events.PrepareNotice):
+            self._shown = notice.digest
+        if isinstance(notice, events.OutcomeNotice):
+            self._on_record(notice)
+        refusal = None
+        if isinstance(notice, events.RefusedNotice):
+            refusal = codec.refusal_to_error(notice.refusal, self._last_generation())
+        return ev.NoticeCame(notice=message, refusal=refusal)
+
+    def pass_drains(self) -> Steps[None]:
+        """The thread that passes wishes to drain on."""
+        yield Wait(lambda: self.core.admitted)
+        while True:
+            yield Wait(lambda: bool(self._drain_wishes))
+            yield from self.do(ev.DrainWished(reason=self._drain_wishes.pop(0)))
+
+
+__all__ = ["Network", "SimSession"]
