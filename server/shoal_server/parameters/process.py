@@ -49,6 +49,7 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.workers import Workers
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
+from shoal_server.serving import tasks
 from shoal_server.serving.listening import advertised, warn_of_reach
 from shoal_server.serving.rpc import bind, new_server
 
@@ -217,12 +218,8 @@ async def _journal(
                 replicas.keep_in_journal([(each.job, each.state.shard_id) for each in recovered])
                 recovery = JournalRecovery(store, replicas, recovered)
                 await recovery.at_once(LEASES_TO_WAIT_FOR * config.lease_ttl_s)
-                later = asyncio.create_task(recovery.later(), name="journal-recovery")
-                try:
+                async with tasks.running(recovery.later()):
                     yield
-                finally:
-                    later.cancel()
-                    await asyncio.gather(later, return_exceptions=True)
 
 
 async def _until(stop: asyncio.Event, server: RunningServer) -> None:
@@ -241,9 +238,7 @@ async def _until(stop: asyncio.Event, server: RunningServer) -> None:
         for wait in done:
             wait.result()
     finally:
-        for wait in waits:
-            wait.cancel()
-        await asyncio.gather(*waits, return_exceptions=True)
+        await tasks.cancel(*waits)
 
 
 def _id_of(address: str) -> str:

@@ -15,6 +15,7 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, KeyValue, KeyValueStore, Put, Revision, unchanged_since
+from shoal_server.etcd.mirror import Item
 
 Change = Callable[[JobAssignments], JobAssignments]
 
@@ -90,7 +91,7 @@ def encode(assignments: JobAssignments) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def parse(entry: KeyValue) -> StoredAssignments:
+def parse(entry: Item | KeyValue) -> StoredAssignments:
     """Raises InternalError for bytes that are no such record."""
     try:
         message = pb.ShardHoldings.FromString(entry.value)

@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import aclosing
 
 import structlog
 
-from shoal_proto.errors import RetryError, ShoalError
+from shoal_proto.errors import RetryError
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import EventKind, KeyValue, KeyValueStore, Revision
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.mirror import Item, PrefixMirror
 from shoal_server.etcd.records import assignments as records
 
 log = structlog.get_logger(__name__)
@@ -30,26 +30,25 @@ class AssignmentTable:
         self._store = store
         self._on_change = on_change
         self._on_gone = on_gone
-        self._entries: dict[str, records.StoredAssignments] = {}
+        self._records: PrefixMirror[records.StoredAssignments] = PrefixMirror(
+            store,
+            keys.ASSIGNMENTS,
+            records.parse,
+            on_put=self._put,
+            on_delete=lambda job, old: self._forget(job),
+        )
         self._assignments: dict[str, dict[int, ShardAssignment]] = {}
-        self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "AssignmentTable":
-        snapshot = await self._store.range(keys.ASSIGNMENTS)
-        for item in snapshot.items:
-            self._note_item(item)
-        self._task = asyncio.create_task(self._follow(snapshot.revision), name="assignments")
+        await self._records.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._records.__aexit__(*exc)
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the watch."""
-        assert self._task is not None
-        await asyncio.shield(self._task)
+        await self._records.wait_failed()
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
         """Who holds a shard."""
@@ -61,18 +60,20 @@ class AssignmentTable:
 
     @property
     def jobs(self) -> Iterator[str]:
-        return iter(tuple(self._entries))
+        """Jobs that have a record."""
+        return iter(tuple(self._assignments))
 
     async def refresh(self, job: str) -> None:
         """Read the job's record anew. Raises what the store raises."""
-        entry = await records.read(self._store, job)
-        if entry is not None:
-            self._note(entry)
+        found = await self._store.get(keys.assignments(job))
+        # That it is gone, the watch tells: until then what it told before must not come back.
+        if found is not None:
+            self._records.note(found)
 
     async def change(self, job: str, change: Callable[[JobAssignments], JobAssignments]) -> bool:
         """Make a change, however often etcd has to be asked; whether there still is a record."""
         while True:
-            entry = self._entries.get(job)
+            entry = self._records.get(job)
             if entry is None:
                 return False
             try:
@@ -82,47 +83,21 @@ class AssignmentTable:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             if changed is None:
-                self._forget(job)
+                self._records.forget(job)
                 return False
-            self._note(changed)
+            key, value = keys.assignments(job), records.encode(changed.assignments)
+            self._records.note(Item(key, value, changed.revision))
             return True
 
-    async def _follow(self, revision: int) -> None:
-        watch = self._store.watch(keys.ASSIGNMENTS, Revision(revision + 1))
-        async with aclosing(watch) as batches:
-            async for batch in batches:
-                for event in batch.events:
-                    if event.kind is EventKind.PUT:
-                        at = Revision(event.mod_revision)
-                        self._note_item(KeyValue(event.key, event.value, at, at, 1))
-                        continue
-                    job = event.key.removeprefix(keys.ASSIGNMENTS)
-                    known = self._entries.get(job)
-                    # One that was written anew since may have been read already.
-                    if known is None or known.revision < event.mod_revision:
-                        self._forget(job)
-
-    def _note_item(self, item: KeyValue) -> None:
-        try:
-            entry = records.parse(item)
-        except ShoalError:
-            log.exception("assignments_unreadable", key=item.key)
-            return
-        self._note(entry)
-
-    def _note(self, entry: records.StoredAssignments) -> None:
-        job = entry.assignments.job
-        known = self._entries.get(job)
-        if known is not None and known.revision >= entry.revision:
-            return
-        if known is not None and known.assignments.run != entry.assignments.run:
+    def _put(
+        self, job: str, new: records.StoredAssignments, old: records.StoredAssignments | None
+    ) -> None:
+        if old is not None and old.assignments.run != new.assignments.run:
             # The job was begun anew, and word of the end of its last run may still be on its way.
             self._forget(job)
-        self._entries[job] = entry
-        self._assignments[job] = {h.shard_id: h for h in entry.assignments.shards}
+        self._assignments[job] = {h.shard_id: h for h in new.assignments.shards}
         self._on_change(job)
 
     def _forget(self, job: str) -> None:
-        self._entries.pop(job, None)
         self._assignments.pop(job, None)
         self._on_gone(job)

@@ -1,9 +1,7 @@
 """Who may still push: members whose incarnation is the one that etcd names."""
 
-import asyncio
 import json
 from collections.abc import Callable
-from contextlib import aclosing
 
 import structlog
 
@@ -12,7 +10,9 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import EventKind, KeyValueStore, Revision
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
@@ -30,26 +30,22 @@ class Fence:
     ) -> None:
         self._store = store
         self._on_finished = on_finished
-        self._incarnations: dict[str, str] = {}
-        self._revisions: dict[str, Revision] = {}
-        self._task: asyncio.Task[None] | None = None
+        self._incarnations: PrefixMirror[str] = PrefixMirror(
+            store, keys.MEMBERS, _incarnation_of, on_delete=self._gone
+        )
+        self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "Fence":
-        snapshot = await self._store.range(keys.MEMBERS)
-        for item in snapshot.items:
-            self._put(item.key, item.value, item.mod_revision)
-        self._task = asyncio.create_task(self._follow(snapshot.revision))
+        await self._incarnations.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await self._incarnations.__aexit__(*exc)
+        await self._tasks.close()
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the watch."""
-        assert self._task is not None
-        await asyncio.shield(self._task)
+        await self._incarnations.wait_failed()
 
     async def check(self, token: Token) -> str:
         """The session of the token's holder: its job, name and the public id of its process.
@@ -64,9 +60,9 @@ class Fence:
                 expected=f"an incarnation, and names of {NAME_RULE}",
             )
         key = keys.member(token.job, token.member_id)
-        if self._incarnations.get(key) != token.incarnation:
-            await self._ask(key)
-            current = self._incarnations.get(key)
+        name = key.removeprefix(keys.MEMBERS)
+        if self._incarnations.get(name) != token.incarnation:
+            current = await self._incarnations.look_up(name)
             if current != token.incarnation:
                 raise await self._fenced(token, current)
         return f"{key}#{public_id(token.incarnation)}"
@@ -74,15 +70,8 @@ class Fence:
     def is_live(self, session: str) -> bool:
         """Whether a session's incarnation is known as not fenced. Any thread."""
         key, _, process = session.partition("#")
-        incarnation = self._incarnations.get(key)
+        incarnation = self._incarnations.get(key.removeprefix(keys.MEMBERS))
         return incarnation is not None and public_id(incarnation) == process
-
-    async def _ask(self, key: str) -> None:
-        found = await self._store.get(key)
-        if found is None:
-            self._forget(key)
-        else:
-            self._put(key, found.value, found.mod_revision)
 
     async def _fenced(self, token: Token, current: str | None) -> Fenced:
         state = await self._store.get(keys.job_state(token.job))
@@ -95,44 +84,31 @@ class Fence:
             details={"generation": str(generation)},
         )
 
-    async def _follow(self, revision: int) -> None:
-        watch = self._store.watch(keys.MEMBERS, Revision(revision + 1))
-        async with aclosing(watch) as batches:
-            async for batch in batches:
-                for event in batch.events:
-                    # What was asked for directly may be newer than what the watch has reached.
-                    if event.mod_revision < self._revisions.get(event.key, 0):
-                        continue
-                    if event.kind is EventKind.DELETE:
-                        self._forget(event.key)
-                        await self._look_for_the_end(event.key)
-                    else:
-                        self._put(event.key, event.value, event.mod_revision)
+    def _gone(self, name: str, incarnation: str) -> None:
+        job = name.partition("/")[0]
+        self._tasks.start(self._look_for_the_end(job), name=f"end of job {job}")
 
-    async def _look_for_the_end(self, key: str) -> None:
-        job = key.removeprefix(keys.MEMBERS).partition("/")[0]
-        if any(known.startswith(keys.members(job)) for known in self._incarnations):
+    async def _look_for_the_end(self, job: str) -> None:
+        if self._has_members(job):
             return
         try:
             state = await self._store.get(keys.job_state(job))
         except RetryError as error:
             log.warning("end_of_job_not_looked_up", job=job, reason=str(error))
             return
-        if state is not None and _field(state.value, "finished") is True:
+        is_finished = state is not None and _field(state.value, "finished") is True
+        if is_finished and not self._has_members(job):
             self._on_finished(job)
 
-    def _put(self, key: str, value: bytes, revision: Revision) -> None:
-        incarnation = _text(value, "incarnation")
-        if not incarnation:
-            log.error("member_record_unreadable", key=key)
-            self._forget(key)
-            return
-        self._incarnations[key] = incarnation
-        self._revisions[key] = revision
+    def _has_members(self, job: str) -> bool:
+        return any(name.startswith(f"{job}/") for name in self._incarnations.records)
 
-    def _forget(self, key: str) -> None:
-        self._incarnations.pop(key, None)
-        self._revisions.pop(key, None)
+
+def _incarnation_of(item: Item) -> str | None:
+    incarnation = _text(item.value, "incarnation")
+    if not incarnation:
+        log.error("member_record_unreadable", key=item.key)
+    return incarnation or None
 
 
 def _field(value: bytes, name: str) -> object:

@@ -8,6 +8,7 @@ import structlog
 
 from shoal_proto.errors import Overloaded
 from shoal_server.core.shards.assignments import Holder
+from shoal_server.serving.backoff import BackOff
 
 log = structlog.get_logger(__name__)
 
@@ -18,7 +19,7 @@ LONGEST = 8
 @dataclass(slots=True)
 class _Full:
     reason: str
-    pause_s: float
+    pauses: BackOff
     timer: asyncio.TimerHandle | None = None
     """While it runs, nothing is offered."""
 
@@ -52,19 +53,18 @@ class FullPeers:
         """It had no room; what was on its way to it meanwhile makes no pause longer."""
         full = self._full.get(holder)
         if full is None:
-            full = self._full[holder] = _Full(str(error), self._first_pause_s)
+            pauses = BackOff(self._first_pause_s, LONGEST * self._first_pause_s)
+            full = self._full[holder] = _Full(str(error), pauses)
             log.warning(
                 "copies_refused",
                 server=holder.server_id,
                 why=str(error),
                 again_in_s=self._first_pause_s,
             )
-        elif full.timer is None:
-            full.pause_s = min(2 * full.pause_s, LONGEST * self._first_pause_s)
         full.reason = str(error)
         if full.timer is None:
             loop = asyncio.get_running_loop()
-            full.timer = loop.call_later(full.pause_s, self._pause_over, holder)
+            full.timer = loop.call_later(full.pauses.next_s(), self._pause_over, holder)
 
     def took(self, holder: Holder) -> None:
         """It has taken a copy."""

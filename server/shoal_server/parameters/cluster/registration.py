@@ -10,16 +10,10 @@ import structlog
 from shoal_proto.errors import AddressInUse, LeaseExpired, RetryError
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import (
-    NO_LEASE,
-    EventKind,
-    Get,
-    KeyValueStore,
-    LeaseId,
-    Put,
-    Revision,
-)
+from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, LeaseId, Put
 from shoal_server.etcd.api import absent as is_absent
+from shoal_server.etcd.mirror import follow_key
+from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +54,6 @@ class Registration:
         self._lease_ttl_s = lease_ttl_s
         self._lease: LeaseId = NO_LEASE
         self._leaving = False
-        self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "Registration":
@@ -69,10 +62,8 @@ class Registration:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._stopping.set()
         assert self._task is not None
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancel(self._task)
         try:
             await self._store.revoke(self._lease)
         except RetryError as error:
@@ -119,23 +110,14 @@ class Registration:
         return result.succeeded or any(item.lease == self._lease for item in result.reads[0])
 
     async def _wait_vanished(self, key: str) -> None:
-        snapshot = await self._store.range(key)
-        if not any(item.key == key for item in snapshot.items):
-            return
-        watch = self._store.watch(key, Revision(snapshot.revision + 1))
-        async with aclosing(watch) as batches:
-            async for batch in batches:
-                if any(e.key == key and e.kind is EventKind.DELETE for e in batch.events):
+        async with aclosing(follow_key(self._store, key)) as states:
+            async for item in states:
+                if item is None:
                     return
 
     async def _keep(self) -> None:
         while True:
-            try:
-                async with asyncio.timeout(self._lease_ttl_s / 3):
-                    await self._stopping.wait()
-                return
-            except TimeoutError:
-                pass
+            await asyncio.sleep(self._lease_ttl_s / 3)
             try:
                 if await self._store.keep_alive(self._lease) <= 0.0:
                     log.warning("lease_lost", server_id=self._identity.server_id)

@@ -21,6 +21,7 @@ from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
@@ -56,19 +57,14 @@ class ShardJournal:
         self._led: dict[Key, _Led] = {}
         self._for_others: set[Key] = set()
         self._imaged: list[tuple[_Led, Image]] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._saying: asyncio.Task[None] | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
-        self._looking = asyncio.create_task(self._look_for_ever(), name="journal")
+        self._tasks.start(self._look_for_ever(), name="journal")
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        tasks = [*self._tasks, *filter(None, [self._looking, self._saying])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     # --- shards that are led here ---
 
@@ -79,9 +75,7 @@ class ShardJournal:
         self._for_others.discard(_key(replica))
         replica.disk.require([DISK])
         replica.check_disk = self._check_room
-        task = asyncio.create_task(self._begin(led))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._begin(led))
 
     def tell(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """A push was applied. To be called for each, in order."""
@@ -111,8 +105,7 @@ class ShardJournal:
             return
         if self._led.get(key) is led:
             self._imaged.append((led, image))
-            if self._saying is None or self._saying.done():
-                self._saying = asyncio.create_task(self._say_on_disk(), name="journal-record")
+            self._tasks.start(self._say_on_disk(), key="on disk", name="journal-record")
         elif key not in self._led:
             self._for_others.add(key)
 

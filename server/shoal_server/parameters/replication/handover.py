@@ -12,8 +12,8 @@ from functools import partial
 from shoal_proto.errors import WrongEpoch
 from shoal_server.core.shards.assignments import Holder, JobAssignments, handed_over
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
-from shoal_server.parameters.cluster.background import Background
 from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.serving.tasks import SupervisedTasks
 
 
 class ShardHandover:
@@ -22,17 +22,17 @@ class ShardHandover:
     def __init__(self, me: Holder, record: AssignmentTable) -> None:
         self._me = me
         self._record = record
-        self._background = Background()
+        self._tasks = SupervisedTasks()
         self._level: dict[str, list[ShardReplica]] = defaultdict(list)
         """By job: those that stopped, and whose backups have all that was applied."""
 
     async def close(self) -> None:
-        await self._background.close()
+        await self._tasks.close()
 
     def begin(self, replica: ShardReplica) -> None:
         """The record names a successor."""
         if not replica.is_handing_over:
-            self._background.start(replica, self._stop(replica))
+            self._tasks.start(self._stop(replica), key=replica)
 
     async def _stop(self, replica: ShardReplica) -> None:
         """Apply nothing more, and let every backup draw level."""
@@ -48,7 +48,7 @@ class ShardHandover:
         except WrongEpoch:
             return  # Somebody else leads it already.
         self._level[replica.job].append(replica)
-        self._background.start(replica.job, self._write(replica.job))
+        self._tasks.start(self._write(replica.job), key=replica.job)
 
     def _is_wanted(self, replica: ShardReplica) -> bool:
         assignment = self._record.assignment(replica.job, replica.shard_id)

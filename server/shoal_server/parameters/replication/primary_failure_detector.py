@@ -8,11 +8,11 @@ import structlog
 
 from shoal_server.core.shards.assignments import Holder, JobAssignments, promoted
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
-from shoal_server.parameters.cluster.background import Background
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.serving.identify import answers
+from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
@@ -35,11 +35,11 @@ class PrimaryFailureDetector:
         self._catalog = catalog
         self._directory = directory
         self._timeouts = timeouts
-        self._background = Background()
+        self._tasks = SupervisedTasks()
         self._streams: dict[Holder, int] = defaultdict(int)
 
     async def close(self) -> None:
-        await self._background.close()
+        await self._tasks.close()
 
     def stream_opened(self, primary: Holder) -> None:
         self._streams[primary] += 1
@@ -55,7 +55,7 @@ class PrimaryFailureDetector:
         """See after every primary of the job that is silent."""
         for assignment in self._record.of_job(job).values():
             if self._me in assignment.backups and assignment.primary not in self._streams:
-                self._background.start(assignment.primary, self._see_after(assignment.primary))
+                self._tasks.start(self._see_after(assignment.primary), key=assignment.primary)
 
     async def _see_after(self, primary: Holder) -> None:
         """Return once its stream is there, or this server is its backup no longer; else, once it

@@ -19,7 +19,6 @@ from shoal_server.core.shards.assignments import (
     without_backup,
 )
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
-from shoal_server.parameters.cluster.background import Background
 from shoal_server.parameters.cluster.full_peers import FullPeers
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
@@ -29,6 +28,7 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import Role, ShardReplica, num_bytes_of
 from shoal_server.parameters.shard.workers import Runner
+from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +53,7 @@ class PrimaryReplicator:
         self._directory = directory
         self._run = run
         self._timeouts = timeouts
-        self._background = Background()
+        self._tasks = SupervisedTasks()
         self._streams: dict[Holder, ReplicationStream] = {}
         self._full = FullPeers(timeouts.full_s, self._offer_again)
         self._level: dict[str, dict[tuple[int, Holder], object]] = defaultdict(dict)
@@ -66,7 +66,7 @@ class PrimaryReplicator:
 
     async def close(self) -> None:
         self._full.close()
-        await self._background.close()
+        await self._tasks.close()
         for stream in list(self._streams.values()):
             await stream.close()
 
@@ -106,10 +106,10 @@ class PrimaryReplicator:
             return
         if assignment.content is ShardContent.PRESENT:
             replica.is_forming = False
-            self._background.start(("notify", replica), self._catalog.notify())
+            self._tasks.start(self._catalog.notify(), key=("notify", replica))
         else:
             self._formed[replica.job].add(replica)
-            self._background.start(("fill", replica.job), self._fill(replica.job))
+            self._tasks.start(self._fill(replica.job), key=("fill", replica.job))
 
     async def _fill(self, job: str) -> None:
         """Write down that shards have values, before anybody sees them or pushes to them: for as
@@ -169,7 +169,7 @@ class PrimaryReplicator:
             return
         if assignment.joining == stream.to:
             self._level[replica.job][replica.shard_id, stream.to] = object()
-            self._background.start(("admit", replica.job), self._admit(replica.job))
+            self._tasks.start(self._admit(replica.job), key=("admit", replica.job))
         self.follow_as_written(replica, assignment)
 
     async def _admit(self, job: str) -> None:
@@ -230,7 +230,7 @@ class PrimaryReplicator:
 
     def _give_up(self, holder: Holder, replica: ShardReplica) -> None:
         work = self._go_on_without(holder, replica.job, [replica.shard_id])
-        self._background.start(("refused", replica, holder), work)
+        self._tasks.start(work, key=("refused", replica, holder))
 
     def _waiting_for(self, stream: ReplicationStream) -> list[ShardReplica]:
         """Shards that the other end is to get, and that were not sent yet. Once they are out of
@@ -271,7 +271,7 @@ class PrimaryReplicator:
         jobs = frozenset(replica.job for replica in stream.end())
         if jobs:
             log.warning("backup_lost", server=stream.to.server_id, reason=reason)
-        self._background.start(("lost", stream.to, jobs), self._lost(stream.to, jobs))
+        self._tasks.start(self._lost(stream.to, jobs), key=("lost", stream.to, jobs))
 
     async def _lost(self, lost: Holder, jobs: Collection[str]) -> None:
         for job in jobs:

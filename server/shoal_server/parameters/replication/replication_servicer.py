@@ -34,6 +34,7 @@ from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.rpc import Context
+from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -162,9 +163,7 @@ class ReplicationServicer:
                 )
             await answering
         finally:
-            for task in (answering, silent):
-                task.cancel()
-            await asyncio.gather(answering, silent, return_exceptions=True)
+            await cancel(answering, silent)
 
     async def _answer_all(
         self,

@@ -22,6 +22,7 @@ from shoal_server.parameters.replication.streams import open_stream
 from shoal_server.parameters.replication.watched_stream import WatchedStream
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica, num_bytes_of
+from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -80,8 +81,7 @@ class ReplicationStream:
 
     async def close(self) -> None:
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel(self._task)
         self.end()
 
     @property

@@ -27,7 +27,6 @@ from shoal_server.core.shards.assignments import (
 )
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
-from shoal_server.parameters.cluster.background import Background
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.journal.log import Journal
@@ -39,6 +38,7 @@ from shoal_server.parameters.replication.primary_replicator import PrimaryReplic
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.replica import Receipts, Role, ShardReplica
 from shoal_server.parameters.shard.workers import Runner
+from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
@@ -62,18 +62,25 @@ class ShardReplicas:
         self._catalog = catalog
         self._directory = ServerDirectory(store, self._look_whether_empty)
         self._record = AssignmentTable(store, self._carry_out, self._record_gone)
-        parts: dict[str, Any] = {
-            "record": self._record,
-            "catalog": catalog,
-            "directory": self._directory,
-            "timeouts": timeouts,
-        }
-        self._replicator = PrimaryReplicator(me, run=run, **parts)
-        self._failure_detector = PrimaryFailureDetector(me, **parts)
+        self._replicator = PrimaryReplicator(
+            me,
+            record=self._record,
+            catalog=catalog,
+            directory=self._directory,
+            run=run,
+            timeouts=timeouts,
+        )
+        self._failure_detector = PrimaryFailureDetector(
+            me,
+            record=self._record,
+            catalog=catalog,
+            directory=self._directory,
+            timeouts=timeouts,
+        )
         self._handover = ShardHandover(me, self._record)
         catalog.route = self._route
         catalog.is_kept = self._is_kept
-        self._background = Background()
+        self._tasks = SupervisedTasks()
         self._empty = asyncio.Event()
 
     async def __aenter__(self) -> "ShardReplicas":
@@ -83,7 +90,7 @@ class ShardReplicas:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._record.__aexit__(*exc)
-        for part in (self._background, self._handover, self._replicator, self._failure_detector):
+        for part in (self._tasks, self._handover, self._replicator, self._failure_detector):
             await part.close()
         await self._directory.__aexit__(*exc)
 
@@ -234,7 +241,7 @@ class ShardReplicas:
 
     def _lead(self, replica: ShardReplica, assignment: ShardAssignment) -> None:
         if replica.role is Role.BACKUP or replica.epoch != assignment.epoch:
-            self._background.start(("promote", replica), self._promote(replica))
+            self._tasks.start(self._promote(replica), key=("promote", replica))
             return
         self._replicator.follow_as_written(replica, assignment)
         if assignment.successor is not None:

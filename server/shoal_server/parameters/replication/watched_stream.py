@@ -17,6 +17,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.streams import PeerStream
+from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -71,9 +72,7 @@ class WatchedStream:
         try:
             done, _ = await asyncio.wait(tasks, return_when=FIRST_COMPLETED)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel(*tasks)
         errors = [error for task in done if (error := task.exception()) is not None]
         # The reader has the reason, where the writer found the call over.
         for error in sorted(errors, key=lambda error: not isinstance(error, ShoalError)):

@@ -22,6 +22,7 @@ from shoal_server.parameters.replication.replication_servicer import Replication
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 from shoal_server.parameters.shard.reply_writer import CopyOut
 from shoal_server.serving.rpc import refusal_of
+from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -72,8 +73,7 @@ class BulkServerConnection:
             log.warning("bulk_connection_ended", kind=type(error).__name__, reason=str(error))
             await self._fail(error)
         finally:
-            beats.cancel()
-            await asyncio.gather(beats, return_exceptions=True)
+            await cancel(beats)
 
     async def _answer(self, opening: Frame) -> None:
         call = _BulkCall(self._wire, self._arena)

@@ -16,6 +16,7 @@ from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.service.bulk_connection import BulkServerConnection, BulkServices
 from shoal_server.parameters.shard.memory import Memory
+from shoal_server.serving.tasks import SupervisedTasks, running
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +34,7 @@ class BulkListener:
         self._calls = calls
         self._offers = offers
         self._memory = memory
-        self._connections: set[asyncio.Task[None]] = set()
+        self._connections = SupervisedTasks()
 
     @asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[None]:
@@ -45,19 +46,13 @@ class BulkListener:
             for listener in listeners:
                 listener.listen(128)
                 listener.setblocking(False)
-            accepting = [
-                asyncio.create_task(self._accept(listener), name="bulk-accept")
-                for listener in listeners
-            ]
+            accepting = [self._accept(listener) for listener in listeners]
             self._offers.listening(name, remote.getsockname()[1])
-            try:
-                yield
-            finally:
-                self._offers.listening("", 0)
-                ending = [*accepting, *self._connections]
-                for task in ending:
-                    task.cancel()
-                await asyncio.gather(*ending, return_exceptions=True)
+            async with self._connections, running(*accepting):
+                try:
+                    yield
+                finally:
+                    self._offers.listening("", 0)
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -73,9 +68,7 @@ class BulkListener:
                 log.warning("bulk_connection_refused", num_connections=len(self._connections))
                 connected.close()
                 continue
-            task = asyncio.create_task(self._serve(connected), name="bulk-connection")
-            self._connections.add(task)
-            task.add_done_callback(self._connections.discard)
+            self._connections.start(self._serve(connected), name="bulk-connection")
 
     async def _serve(self, connected: socket.socket) -> None:
         with connected, ExitStack() as stack:

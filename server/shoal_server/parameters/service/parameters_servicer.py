@@ -52,6 +52,7 @@ from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA,
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.serving.rpc import Context
+from shoal_server.serving.tasks import cancel
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
@@ -237,8 +238,7 @@ class ParametersServicer:
                     yield reply
                 await taking
             finally:
-                taking.cancel()
-                await asyncio.gather(taking, return_exceptions=True)
+                await cancel(taking)
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
         self._memory.refresh()
