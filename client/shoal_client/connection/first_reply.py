@@ -16,7 +16,7 @@ class Cancellable(Protocol):
     def cancel(self) -> bool: ...
 
 
-class Patience:
+class FirstReplyTimeout:
     """Cancels a stream on which nothing came in time. Waits twice as long after each silence.
 
     A replica may live and yet answer nothing, because its process is stopped or starved; a

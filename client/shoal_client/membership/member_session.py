@@ -18,7 +18,7 @@ import grpc
 import structlog
 
 from shoal_client.connection.coordinators import Coordinators, chance
-from shoal_client.connection.first_reply import Patience
+from shoal_client.connection.first_reply import FirstReplyTimeout
 from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
@@ -100,7 +100,7 @@ class MemberSession:
         self._threads = _Threads()
         self._stream: grpc.Call | None = None
         self._stream_address = ""
-        self._patience = Patience(FIRST_ANSWER_S)
+        self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
         self._doing = Doing()
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -470,12 +470,12 @@ class MemberSession:
                 if self._threads.closing.is_set():
                     # `close` came in between, and found no stream that it could cancel.
                     stream.cancel()
-            with self._patience.until_answered(stream):
+            with self._first_reply.until_answered(stream):
                 for notice in stream:
-                    self._patience.answered()
+                    self._first_reply.answered()
                     self._do(_heard(notice))
         except grpc.RpcError as rpc_error:
-            error = self._patience.error(address) or from_rpc_error(rpc_error, address)
+            error = self._first_reply.error(address) or from_rpc_error(rpc_error, address)
         except ShoalError as answer_error:
             # An answer to a notice did not get through, or came too late to count.
             error = answer_error

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from support.clusters.coordinator_world import served
 
-from shoal_client.connection.first_reply import Patience
+from shoal_client.connection.first_reply import FirstReplyTimeout
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Unavailable
 from shoal_server.etcd.memory import MemoryStore
@@ -36,23 +36,23 @@ class Stream:
 
 def test_each_silence_doubles_the_patience_and_an_answer_restores_it() -> None:
     """A leader under load is not asked again and again, and a bound remains."""
-    patience = Patience(0.001)
+    timeout = FirstReplyTimeout(0.001)
     waited = []
     for _ in range(6):
         stream = Stream()
-        with patience.until_answered(stream):
-            assert patience._timer is not None
-            patience._timer.join(30)
+        with timeout.until_answered(stream):
+            assert timeout._timer is not None
+            timeout._timer.join(30)
         assert stream.cancelled.is_set()
-        error = patience.error("host:1")
+        error = timeout.error("host:1")
         assert isinstance(error, Unavailable)
-        waited.append(patience._waited_s)
+        waited.append(timeout._waited_s)
     assert waited == [0.001, 0.002, 0.004, 0.008, 0.008, 0.008]
-    with patience.until_answered(Stream()):
-        patience.answered()
-    assert patience.error("host:1") is None
-    with patience.until_answered(Stream()):
-        assert patience._timer is not None
-        patience._timer.join(30)
-    assert patience.error("host:1") is not None
-    assert patience._waited_s == 0.001
+    with timeout.until_answered(Stream()):
+        timeout.answered()
+    assert timeout.error("host:1") is None
+    with timeout.until_answered(Stream()):
+        assert timeout._timer is not None
+        timeout._timer.join(30)
+    assert timeout.error("host:1") is not None
+    assert timeout._waited_s == 0.001
