@@ -2,28 +2,15 @@
 
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.members.async_members import trained
 from support.processes.ranks import Rank, Ranks
 from support.training import async_bodies, rank_bodies
 from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
 
 from shoal_client.local.cluster import LocalCluster
-
-
-def counts(ranks: list[Rank]) -> Counter[tuple[int, int]]:
-    """How often each sample of each epoch was in a step that was committed."""
-    found: Counter[tuple[int, int]] = Counter()
-    for rank in ranks:
-        batch: list[tuple[int, int]] = []
-        for kind, data in rank.seen:
-            if kind == "tried":
-                batch = [(data["epoch"], index) for index in data["indices"]]
-            elif kind == "committed":
-                found.update(batch)
-    return found
 
 
 def start(
@@ -56,7 +43,7 @@ def test_members_share_out_each_sample_once_an_epoch(cluster: LocalCluster, stra
         crew = [start(ranks, cluster, f"{strategy}-once", name, strategy=strategy) for name in "ab"]
         for rank in crew:
             rank.expect("finished")
-        found = counts(crew)
+        found = trained(crew)
     assert len(found) == NUM_SAMPLES * EPOCHS
     assert set(found.values()) == {1}
 
@@ -69,7 +56,7 @@ def test_what_a_killed_member_held_is_trained_on_by_the_other(cluster: LocalClus
         survivor.expect("finished")
         assert killed.join() == -signal.SIGKILL
         killed.drain()
-        found = counts([survivor, killed])
+        found = trained([survivor, killed])
     assert len(found) == NUM_SAMPLES * EPOCHS
     assert found.total() <= NUM_SAMPLES * EPOCHS + BATCH_SIZE
 
@@ -85,7 +72,7 @@ def test_a_drained_member_gives_back_what_it_did_not_train_on(cluster: LocalClus
         assert drained.expect("exits") == {"code": 143, "reason": "SIGTERM"}
         assert drained.join() == 143
         stays.expect("finished")
-        found = counts([stays, drained])
+        found = trained([stays, drained])
     assert len(found) == NUM_SAMPLES * epochs
     assert set(found.values()) == {1}
 
@@ -115,7 +102,7 @@ def test_a_step_that_was_too_stale_comes_again(cluster: LocalCluster, tmp_path: 
         again = late.expect("tried")
         assert late.expect("finished")["rejected"] >= 1
         other.expect("finished")
-        found = counts([late, other])
+        found = trained([late, other])
     assert next(data for kind, data in late.seen if kind == "tried") == again
     assert len(found) == NUM_SAMPLES * EPOCHS
     assert set(found.values()) == {1}

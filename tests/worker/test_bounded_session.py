@@ -2,11 +2,11 @@
 
 import os
 import signal
-from collections import Counter
 from pathlib import Path
 
 import httpx
 import pytest
+from support.members.async_members import trained
 from support.processes.ranks import Rank, Ranks
 from support.training import rank_bodies
 from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
@@ -15,19 +15,6 @@ from shoal_client.local.cluster import LocalCluster
 
 IN_FLIGHT = 3
 """Batches that one member may hold: trained on but not reported, trained on now, leased ahead."""
-
-
-def trained(ranks: list[Rank]) -> Counter[tuple[int, int]]:
-    """How often each sample of each epoch was in a step that was committed."""
-    found: Counter[tuple[int, int]] = Counter()
-    for rank in ranks:
-        batch: list[tuple[int, int]] = []
-        for kind, data in rank.seen:
-            if kind == "tried":
-                batch = [(data["epoch"], index) for index in data["indices"]]
-            elif kind == "committed":
-                found.update(batch)
-    return found
 
 
 @pytest.mark.parametrize("strategy", ["ssp", "bsp"])

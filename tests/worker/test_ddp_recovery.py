@@ -3,7 +3,6 @@
 Whatever happens, the final weights are those of one process and each sample counts once an epoch.
 """
 
-import os
 import random
 import secrets
 import signal
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.members.held_members import HeldMembers
 from support.processes.ranks import Rank, Ranks
 from support.training import rank_bodies
 from support.training.rank_bodies import EPOCHS, NUM_SAMPLES, NUM_STEPS, Run
@@ -114,21 +114,12 @@ def test_a_stopped_member_is_left_behind_and_fenced_when_it_wakes(cluster: Local
 
 def test_a_joiner_gets_the_state_and_takes_its_share(cluster: LocalCluster, tmp_path: Path) -> None:
     """Momentum included, and nobody trains a step less or more for it."""
-    gates = {name: tmp_path / name for name in "ab"}
-    for gate in gates.values():
-        os.mkfifo(gate)
     with Ranks() as ranks:
         run = run_of(cluster, "joiner", desired_members=2)
-        crew = [
-            *start(ranks, replace(run, hold_at=6, gate=str(gates["a"])), "a"),
-            *start(ranks, replace(run, hold_at=6, gate=str(gates["b"])), "b"),
-        ]
-        for rank in crew:
-            rank.expect("holds")
-        crew += start(ranks, run, "c")
+        held = HeldMembers(ranks, rank_bodies.train, run, tmp_path, at_step=6)
+        crew = [*held.crew, *start(ranks, run, "c")]
         crew[2].expect("entering")
-        for gate in gates.values():
-            gate.write_bytes(b"")
+        held.let_go()
         finished = [rank.expect("finished") for rank in crew]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)
         check_each_sample_once(crew, NUM_STEPS)
@@ -201,21 +192,13 @@ def test_a_joiner_that_dies_while_it_is_taken_in_costs_the_others_nothing(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """They had stopped for it; they go on from the same step without it."""
-    gates = {name: tmp_path / name for name in "ab"}
-    for gate in gates.values():
-        os.mkfifo(gate)
     with Ranks() as ranks:
         run = run_of(cluster, "dying-joiner", desired_members=2)
-        crew = [
-            *start(ranks, replace(run, hold_at=6, gate=str(gates["a"])), "a"),
-            *start(ranks, replace(run, hold_at=6, gate=str(gates["b"])), "b"),
-        ]
-        for rank in crew:
-            rank.expect("holds")
+        held = HeldMembers(ranks, rank_bodies.train, run, tmp_path, at_step=6)
+        crew = held.crew
         joiner = start(ranks, replace(run, fault="kill in bring-up"), "c")[0]
         joiner.expect("entering")
-        for gate in gates.values():
-            gate.write_bytes(b"")
+        held.let_go()
         assert joiner.join() == -signal.SIGKILL
         finished = [rank.expect("finished") for rank in crew]
         check_equal_to_one_process(finished, rank_bodies.BATCH_SIZE)

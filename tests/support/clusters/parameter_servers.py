@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -74,12 +73,7 @@ class ParameterServers:
         self.run(self._start())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
             for name in list(self._stacks):
                 self.stop(name)

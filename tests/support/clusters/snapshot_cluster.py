@@ -3,6 +3,7 @@
 import threading
 from array import array
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -129,9 +130,19 @@ class Pusher:
             self._failure = error
 
 
+def start(
+    opened: ExitStack, directory: Path, num_servers: int
+) -> tuple[ParameterServers, Snapshots]:
+    """So many servers, and what takes their snapshots, until the stack is closed."""
+    servers = opened.enter_context(ParameterServers(num_servers))
+    snapshots = Snapshots(servers, directory)
+    opened.callback(snapshots.close)
+    return servers, snapshots
+
+
 def elements(values: Mapping[str, memoryview]) -> set[float]:
     """Every different number in the buffers."""
     return {value for data in values.values() for value in data.cast("d")}
 
 
-__all__ = ["ADAM", "SGD", "Pusher", "Snapshots", "buffers", "elements"]
+__all__ = ["ADAM", "SGD", "Pusher", "Snapshots", "buffers", "elements", "start"]

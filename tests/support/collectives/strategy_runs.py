@@ -165,10 +165,8 @@ def by_one_process(run: Run) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
-def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
-    """The body of a rank: what its strategy says the weights are, after all steps."""
-    strategy = made()
-    assert isinstance(strategy, SynchronousStrategy)
+def entered(run: Run, strategy: SynchronousStrategy) -> tuple[int, int]:
+    """Let this rank's strategy enter a generation of all ranks; its share of each batch."""
     over_the_run(strategy)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = run.build(rank)
@@ -176,7 +174,14 @@ def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
     names = [f"m{each}" for each in range(world_size)]
     generation = generation_of(names, names[rank])
     strategy.enter(generation)
-    loader, share_of_rank = run.loader(), strategy.data_share(generation)
+    return strategy.data_share(generation)
+
+
+def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
+    """The body of a rank: what its strategy says the weights are, after all steps."""
+    strategy = made()
+    assert isinstance(strategy, SynchronousStrategy)
+    share_of_rank, loader = entered(run, strategy), run.loader()
     for step in range(run.num_steps):
         take_step(strategy, loader.synchronous(step, *share_of_rank), run.loss, run.manner)
     strategy.finish()

@@ -1,7 +1,11 @@
 """Members at their own pace, without a session around them: a small model to train."""
 
+from collections import Counter
+from collections.abc import Iterable
+
 import torch
 from support.clusters.parameter_servers import ParameterServers
+from support.processes.ranks import Rank
 from torch import nn
 
 from shoal.membership.generation import Context, Generation
@@ -77,3 +81,16 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
         {"params": [p for n, p in named if "bias" not in n]},
         {"params": [p for n, p in named if "bias" in n], "weight_decay": 0.0, "lr": 0.05},
     ]
+
+
+def trained(ranks: Iterable[Rank]) -> Counter[tuple[int, int]]:
+    """How often each sample of each epoch was in a step that was committed."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank in ranks:
+        batch: list[tuple[int, int]] = []
+        for kind, data in rank.seen:
+            if kind == "tried":
+                batch = [(data["epoch"], index) for index in data["indices"]]
+            elif kind == "committed":
+                found.update(batch)
+    return found

@@ -4,7 +4,6 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from support.network.etcd_gate import Gate, open_gate
@@ -61,12 +60,7 @@ class Network:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.run(self._open.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

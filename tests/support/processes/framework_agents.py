@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 
 from shoal_client.local.process import Command, Process, Supervisor
 
@@ -43,12 +42,7 @@ class Agents:
         self.supervisor.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.supervisor.close()
         # Workers are sessions of their own and outlive an agent that is killed.
         for pid in self._workers:

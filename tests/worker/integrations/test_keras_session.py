@@ -1,9 +1,6 @@
 """`fit` of a Keras model in a session: a member may be lost, and the weights are those of one
 process that fits the same model."""
 
-import os
-import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,7 @@ from support.training import keras_session_bodies as bodies  # before keras: it 
 import keras  # isort: skip
 import pytest
 import torch
-from support.members.standing_by import await_standby
-from support.processes.ranks import Ranks
+from support.members.held_members import replaced_in_step_6
 from support.training.keras_session_bodies import STEPS, Fit
 
 import shoal
@@ -51,37 +47,19 @@ def test_fit_goes_on_without_a_lost_member(
 ) -> None:
     """One of two is killed in the midst of step 6; a third, who stood by, goes on in its place:
     with that step, or with the first one that is in no copy. Keras counts each step once."""
-    gates = {name: tmp_path / name for name in "ab"}
-    for gate in gates.values():
-        os.mkfifo(gate)
     run = Fit(
         coordinator=cluster.coordinator,
         job=f"keras-{strategy}",
         member_id="",
         strategy=strategy,
         num_members=2,
-        hold_at=6,
     )
-    with Ranks() as ranks:
-        a, b = (
-            ranks.start(bodies.fit, replace(run, member_id=name, gate=str(gates[name])))
-            for name in "ab"
-        )
-        for rank in (a, b):
-            rank.expect("holds")
-        c = ranks.start(bodies.fit, replace(run, member_id="c", hold_at=bodies.NEVER))
-        await_standby(cluster.http_url, run.job, "c")
-        b.send_signal(signal.SIGKILL)
-        gates["a"].write_bytes(b"")
-
-        assert c.expect("tried") == {"step": back_to, "world_size": 2}
-        assert a.expect("tried") == {"step": back_to, "world_size": 2}
-        ended = {"a": a.expect("finished"), "c": c.expect("finished")}
-    assert [each["step"] for each in ended.values()] == [STEPS] * 2
-    assert [each["iterations"] for each in ended.values()] == [STEPS] * 2
-    assert [each["steps"] for each in ended.values()] == [STEPS, STEPS - back_to]
-    assert len(ended["a"]["losses"]) == bodies.EPOCHS
-    for each in ended.values():
+    a, c, _ = replaced_in_step_6(cluster, bodies.fit, run, tmp_path, back_to)
+    assert [each["step"] for each in (a, c)] == [STEPS] * 2
+    assert [each["iterations"] for each in (a, c)] == [STEPS] * 2
+    assert [each["steps"] for each in (a, c)] == [STEPS, STEPS - back_to]
+    assert len(a["losses"]) == bodies.EPOCHS
+    for each in (a, c):
         check(each, "adamw")
 
 

@@ -8,13 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.members.standing_by import await_standby
+from support.members.held_members import replaced_in_step_6
 from support.processes.framework_agents import EXAMPLES, Agents
 from support.processes.ranks import Ranks
 from support.training import lightning_bodies
@@ -89,40 +88,22 @@ def test_a_session_goes_on_without_a_lost_member(
     """One of two is killed in the midst of step 6; a third, who stood by, goes on in its place:
     with that step, or with the first one that is in no copy. Lightning counts committed steps, and
     the weights are those of a plain loop."""
-    gates = {name: tmp_path / name for name in "ab"}
-    for gate in gates.values():
-        os.mkfifo(gate)
     run = Run(
         coordinator=cluster.coordinator,
         job=f"lightning-{strategy}",
         member_id="",
         strategy=strategy,
-        hold_at=6,
         validates=strategy == "ddp",
     )
-    with Ranks() as ranks:
-        a, b = (
-            ranks.start(lightning_bodies.train, replace(run, member_id=name, gate=str(gates[name])))
-            for name in "ab"
-        )
-        for rank in (a, b):
-            rank.expect("holds")
-        c = ranks.start(lightning_bodies.train, replace(run, member_id="c", hold_at=-1))
-        await_standby(cluster.http_url, run.job, "c")
-        b.send_signal(signal.SIGKILL)
-        gates["a"].write_bytes(b"")
-
-        assert c.expect("tried") == {"step": back_to, "world_size": 2}
-        assert a.expect("tried") == {"step": back_to, "world_size": 2}
-        ended = {name: rank.expect("finished") for name, rank in (("a", a), ("c", c))}
-    assert [each["step"] for each in ended.values()] == [ORDER.num_steps] * 2
-    assert ended["a"]["trainer_steps"] == ORDER.num_steps + 6 - back_to
-    assert ended["c"]["trainer_steps"] == ORDER.num_steps - back_to
+    a, c, rank = replaced_in_step_6(cluster, lightning_bodies.train, run, tmp_path, back_to)
+    assert [each["step"] for each in (a, c)] == [ORDER.num_steps] * 2
+    assert a["trainer_steps"] == ORDER.num_steps + 6 - back_to
+    assert c["trainer_steps"] == ORDER.num_steps - back_to
     if run.validates:
-        validated = [told for kind, told in a.seen if kind == "validated"]
+        validated = [told for kind, told in rank.seen if kind == "validated"]
         # Before the first step, as Lightning does to see that it works, and behind each epoch.
         assert validated == [{"step": step, "trains": False} for step in (0, 5, 10, 15)]
-    for each in ended.values():
+    for each in (a, c):
         assert distance(each["weights"]) <= TOLERANCE
 
 

@@ -45,6 +45,16 @@ def told(schedule: Schedule, error: str) -> list[str]:
     return found
 
 
+def all_refused(run: Steps, directory: Path, error: str) -> tuple[str, set[int]]:
+    """What all three members are told, and the steps that any of them committed before."""
+    with Ranks() as ranks:
+        schedule = Schedule(ranks, run, directory, seed=1, body=step_bodies.train)
+        for _ in range(3):
+            schedule.add()
+        text, *_ = told(schedule, error)
+        return text, committed(schedule.all)
+
+
 def committed(ranks: list[Rank]) -> set[int]:
     return {data["step"] for rank in ranks for kind, data in rank.seen if kind == "committed"}
 
@@ -64,15 +74,11 @@ def test_unequal_numbers_of_passes_are_refused_by_name(
     """With how many each made. Nobody commits the step: without the further passes of one member
     its gradients are others."""
     run = steps(cluster, strategy, parts="more on the first")
-    with Ranks() as ranks:
-        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
-        for _ in range(3):
-            schedule.add()
-        text, *_ = told(schedule, "UnequalPasses")
-        assert "4 or more by" in text
-        assert "3 by" in text
-        assert "tensor_split" in text
-        assert not committed(schedule.all)
+    text, steps_before = all_refused(run, tmp_path, "UnequalPasses")
+    assert "4 or more by" in text
+    assert "3 by" in text
+    assert "tensor_split" in text
+    assert not steps_before
 
 
 @pytest.mark.sampled()
@@ -82,12 +88,9 @@ def test_parts_of_a_fixed_size_are_refused_where_shares_differ(
 ) -> None:
     """100 samples on 3 members, 11 in each part: 4, 3 and 3 passes."""
     run = steps(cluster, strategy, parts="fixed size", in_one_call=False)
-    with Ranks() as ranks:
-        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
-        for _ in range(3):
-            schedule.add()
-        assert "4 or more by" in told(schedule, "UnequalPasses")[0]
-        assert not committed(schedule.all)
+    text, steps_before = all_refused(run, tmp_path, "UnequalPasses")
+    assert "4 or more by" in text
+    assert not steps_before
 
 
 @pytest.mark.sampled()
@@ -116,17 +119,13 @@ def test_hyperparameters_that_differ_are_refused_by_field_and_member(
 ) -> None:
     """In the first step (under local SGD: round) in which they do, which nobody commits."""
     run = steps(cluster, strategy, rates="own")
-    with Ranks() as ranks:
-        schedule = Schedule(ranks, run, tmp_path, seed=1, body=step_bodies.train)
-        for _ in range(3):
-            schedule.add()
-        text, *_ = told(schedule, "HyperparametersDiffer")
-        assert "in step 5;" in text
-        assert "lr of group 0: 0.02 by" in text
-        assert "0.0125 by" in text
-        assert "batch.step" in text
-        round_ends = 7 if strategy == "local-sgd" else 99
-        assert max(committed(schedule.all)) <= (4 if strategy in STRATEGIES else round_ends)
+    text, steps_before = all_refused(run, tmp_path, "HyperparametersDiffer")
+    assert "in step 5;" in text
+    assert "lr of group 0: 0.02 by" in text
+    assert "0.0125 by" in text
+    assert "batch.step" in text
+    round_ends = 7 if strategy == "local-sgd" else 99
+    assert max(steps_before) <= (4 if strategy in STRATEGIES else round_ends)
 
 
 @pytest.mark.sampled()

@@ -1,6 +1,5 @@
 """Local SGD over losses, joins and drains: real members, a real coordinator, real signals."""
 
-import os
 import secrets
 import signal
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.members.elastic_schedule import Schedule, check_each_sample_once
+from support.members.held_members import HeldMembers
 from support.oracles.local_sgd_twin import EPOCHS, order
 from support.processes.ranks import Rank, Ranks
 from support.training import local_sgd_bodies
@@ -119,21 +119,12 @@ def test_a_planned_change_ends_the_round_where_the_generation_stops(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
     """One joins, another drains, within one long round: no step is trained twice."""
-    gates = {name: tmp_path / name for name in "ab"}
-    for gate in gates.values():
-        os.mkfifo(gate)
     with Ranks() as ranks:
         run = run_of(cluster, desired_members=2, every_steps=10_000, epochs=60)
-        crew = [
-            *start(ranks, replace(run, hold_at=7, gate=str(gates["a"])), "a"),
-            *start(ranks, replace(run, hold_at=7, gate=str(gates["b"])), "b"),
-        ]
-        for rank in crew:
-            rank.expect("holds")
-        crew += start(ranks, run, "c")
+        held = HeldMembers(ranks, local_sgd_bodies.train, run, tmp_path, at_step=7)
+        crew = [*held.crew, *start(ranks, run, "c")]
         crew[2].expect("entering")
-        for gate in gates.values():
-            gate.write_bytes(b"")
+        held.let_go()
         for _ in range(5):
             crew[2].expect("committed")
         crew[0].send_signal(signal.SIGTERM)

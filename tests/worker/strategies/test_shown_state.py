@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import Run, generation_of, over_the_run, take_step
+from support.collectives.strategy_runs import Run, entered, take_step
 from torch import Tensor, nn
 
 import shoal
@@ -47,14 +47,7 @@ def shown(made: Callable[[], Strategy]) -> tuple[dict[str, Tensor], dict[str, Te
     own in between, as of a script that forgets `model.eval()`."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
-    over_the_run(strategy)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    model, optimizer = RUN.build(rank)
-    strategy.distribute(model, optimizer)
-    names = [f"m{each}" for each in range(world_size)]
-    generation = generation_of(names, names[rank])
-    strategy.enter(generation)
-    share = strategy.data_share(generation)
+    rank, share = dist.get_rank(), entered(RUN, strategy)
     for step in range(RUN.num_steps):
         take_step(strategy, loader().synchronous(step, *share), RUN.loss)
     found = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}

@@ -1,7 +1,6 @@
 """A step that pushes to parameters and to a table is in a snapshot as a whole, or not at all."""
 
 import threading
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from history.joint_steps import LR, PARAMETERS, StepClient, StepWork, compare_pa
 from history.row_replay import compare, everything
 from history.rows import RowWorker
 from support.clusters.parameter_servers import ParameterServers
-from support.clusters.snapshot_cluster import Snapshots
+from support.clusters.snapshot_cluster import start
 from support.models.table_specs import OPTIMIZERS
 from support.processes.served_process import awaited
 
@@ -35,21 +34,6 @@ TABLE = TableSpec(
     num_shards=6,
 )
 NUM_IDS, NUM_WORKERS, NUM_SNAPSHOTS, LIMIT_S = 40, 3, 4, 60.0
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def start(
-    opened: ExitStack, directory: Path, num_servers: int
-) -> tuple[ParameterServers, Snapshots]:
-    servers = opened.enter_context(ParameterServers(num_servers))
-    snapshots = Snapshots(servers, directory)
-    opened.callback(snapshots.close)
-    return servers, snapshots
 
 
 def work_on(servers: ParameterServers) -> StepWork:

@@ -1,7 +1,6 @@
 """Snapshots of tables that are pushed to all the time: whole, and restored on other servers."""
 
 from collections import defaultdict
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -11,7 +10,7 @@ import pytest
 from history.row_replay import compare, everything
 from history.rows import RowClient, RowHistory, RowWork, RowWorker
 from support.clusters.parameter_servers import ParameterServers
-from support.clusters.snapshot_cluster import Snapshots
+from support.clusters.snapshot_cluster import start
 from support.models.table_specs import OPTIMIZERS
 from support.processes.served_process import awaited
 
@@ -28,21 +27,6 @@ TABLE = TableSpec(
     num_shards=6,
 )
 NUM_IDS, NUM_WORKERS, LIMIT_S = 60, 3, 30.0
-
-
-@pytest.fixture
-def opened() -> Iterator[ExitStack]:
-    with ExitStack() as stack:
-        yield stack
-
-
-def start(
-    opened: ExitStack, directory: Path, num_servers: int
-) -> tuple[ParameterServers, Snapshots]:
-    servers = opened.enter_context(ParameterServers(num_servers))
-    snapshots = Snapshots(servers, directory)
-    opened.callback(snapshots.close)
-    return servers, snapshots
 
 
 def client(servers: ParameterServers, work: RowWork, name: str) -> RowClient:

@@ -1,0 +1,63 @@
+"""Members that wait in the midst of a step until the test lets them go."""
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from support.members.standing_by import await_standby
+from support.processes.ranks import Rank, Ranks
+
+from shoal_client.local.cluster import LocalCluster
+
+
+class HeldMembers:
+    """`crew`: by name, members with this body, each held before the step `at_step`."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        body: Callable[..., None],
+        run: Any,
+        directory: Path,
+        *,
+        names: str = "ab",
+        at_step: int,
+    ) -> None:
+        self._gates = {name: directory / name for name in names}
+        for gate in self._gates.values():
+            os.mkfifo(gate)
+        runs = (
+            replace(run, member_id=name, hold_at=at_step, gate=str(gate))
+            for name, gate in self._gates.items()
+        )
+        self.crew: list[Rank] = [ranks.start(body, run) for run in runs]
+        for rank in self.crew:
+            rank.expect("holds")
+
+    def let_go(self, names: str = "") -> None:
+        """These, or all."""
+        for name in names or self._gates:
+            self._gates[name].write_bytes(b"")
+
+
+def replaced_in_step_6(
+    cluster: LocalCluster, body: Callable[..., None], run: Any, directory: Path, back_to: int
+) -> tuple[Mapping[str, Any], Mapping[str, Any], Rank]:
+    """What "a" and "c" report at their end, and "a" itself. "b" was killed in the midst of step 6,
+    and "c", who had stood by, went on in its place with the step `back_to`."""
+    with Ranks() as ranks:
+        held = HeldMembers(ranks, body, run, directory, at_step=6)
+        a, b = held.crew
+        c = ranks.start(body, replace(run, member_id="c"))
+        await_standby(cluster.http_url, run.job, "c")
+        b.send_signal(signal.SIGKILL)
+        held.let_go("a")
+        for rank in (c, a):
+            assert rank.expect("tried") == {"step": back_to, "world_size": 2}
+        return a.expect("finished"), c.expect("finished"), a
+
+
+__all__ = ["HeldMembers", "replaced_in_step_6"]
