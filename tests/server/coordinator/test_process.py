@@ -140,7 +140,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--etcd", "nowhere"], "bad etcd endpoint"),
-        (["--heartbeat-s", "0"], "heartbeat_s"),
+        (["--heartbeat-s", "0"], "bad --heartbeat-s; saw 0"),
         (["--join-s", "1"], "Raise --join-s"),
         (["--listen", "somewhere"], "expected host:port"),
         (["--etcd-user", "u"], "password"),
