@@ -32,9 +32,9 @@ from shoal_client.local.process import Command, Supervisor
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.persistence import codec
 from shoal_server.core.generations.roster import JobSpec, MemberInfo, Proposal
+from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.phases import Phase
 
 DEFAULT_RUNS = 3

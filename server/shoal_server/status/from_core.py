@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 
 from shoal_proto.incarnation import public_id
 from shoal_server.core.generations.roster import Record, Roster
-from shoal_server.core.membership.job import Job
+from shoal_server.core.job.job import Job
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.pauses import Pause
 from shoal_server.core.membership.phases import Phase
@@ -55,7 +55,7 @@ def job_view(
         job=job.spec.job,
         phase=job.phase.value,
         reason=job.reason,
-        since_unix_s=to_unix_s(job.phase_since_s),
+        since_unix_s=to_unix_s(job.state.stage.since_s),
         min_members=job.spec.min_members,
         max_members=job.spec.max_members,
         desired_members=job.spec.desired_members,

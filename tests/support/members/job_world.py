@@ -17,9 +17,9 @@ from shoal_server.core.generations.roster import (
     Step,
     Verdict,
 )
+from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.phases import Phase
 
 FIELDS = {"strategy": "ddp", "schema": "s1"}

@@ -13,8 +13,8 @@ from shoal_proto.errors import Unavailable
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_jobs import StoredJob, StoredJobs
 from shoal_server.core.generations.roster import Generation, JobSpec, Record
+from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership.job import Job
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,

@@ -24,9 +24,9 @@ from shoal_server.core.driver.actions import (
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
 from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.job import Job
 
 MAX_TICKS_AT_ONCE = 5
 MAY_BE_REFUSED = (events.Attended, events.Proposed, events.Settled)

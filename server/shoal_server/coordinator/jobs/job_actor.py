@@ -40,8 +40,8 @@ from shoal_server.core.driver.actions import (
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
 from shoal_server.core.generations.roster import Record
+from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Beaten, Event, Log, Refused
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.phases import Phase
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.from_core import LastSeen

@@ -26,9 +26,9 @@ from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, Stor
 from shoal_server.core.clocks import Who
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import JobSpec
+from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.job import Job
 from shoal_server.etcd.api import Delete
 from shoal_server.serving.tasks import gather_bounded
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from shoal_server.coordinator.persistence import codec
+from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Notice, OutcomeNotice, PrepareNotice
-from shoal_server.core.membership.job import Job
 
 log = structlog.get_logger(__name__)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from shoal_proto.errors import InternalError, JobInUse
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.core.generations.roster import Generation
+from shoal_server.core.job.job import Job
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import Refusal
-from shoal_server.core.membership.job import Job
 from shoal_server.etcd.json_fields import Fields, Unreadable
 
 MAX_EXPELLED = 1000
@@ -47,7 +47,7 @@ class EarlierRuns:
 
     def continued_by(self, job: Job) -> None:
         """Let a new run of the job begin where these ended."""
-        job.last_generation = max(job.last_generation, self.last_generation)
+        job.state.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)
             job.attendance.expelled.setdefault(incarnation, over)

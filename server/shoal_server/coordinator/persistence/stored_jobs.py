@@ -24,10 +24,10 @@ from shoal_server.core.generations.roster import (
     Record,
     Verdict,
 )
+from shoal_server.core.job.job import Job
+from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.member import Member
-from shoal_server.core.membership.restore import Saved, restored
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, Put
 from shoal_server.etcd.json_fields import Unreadable

@@ -15,6 +15,7 @@ from typing import Generic
 
 from shoal_server.core.driver.actions import CallT, Persist, Publish, Reply
 from shoal_server.core.driver.job_write import JobWrite, PendingWrite
+from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import (
     Admit,
     Effect,
@@ -25,7 +26,6 @@ from shoal_server.core.membership.events import (
     Tell,
     Write,
 )
-from shoal_server.core.membership.job import Job
 
 Carried = Persist | Publish | Expel | Tell | Log
 

@@ -24,6 +24,7 @@ from shoal_server.core.driver.actions import (
 from shoal_server.core.driver.effect_queue import Carried, EffectQueue, Entry
 from shoal_server.core.driver.liveness import Liveness
 from shoal_server.core.generations.roster import Step
+from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import (
     Beaten,
     Disconnected,
@@ -35,7 +36,6 @@ from shoal_server.core.membership.events import (
     Refused,
     Tell,
 )
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.phases import Phase
 
 

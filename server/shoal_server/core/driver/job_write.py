@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import Generation, JobSpec, Record
-from shoal_server.core.membership.job import Job
+from shoal_server.core.job.job import Job
 from shoal_server.core.membership.member import Member
 
 

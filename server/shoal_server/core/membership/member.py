@@ -1,5 +1,6 @@
 """One member of a job, as the coordinator knows it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal_server.core.generations.roster import (
@@ -10,6 +11,8 @@ from shoal_server.core.generations.roster import (
     Proposal,
     Roster,
 )
+
+MAX_NAMES = 10
 
 
 @dataclass(kw_only=True)
@@ -67,3 +70,11 @@ class Member:
             info=self.info,
             proposal=self.proposal,
         )
+
+
+def names_of(members: Iterable[Member]) -> str:
+    """In order, the first ten of them; "nobody" for none."""
+    names = sorted(m.member_id for m in members)
+    shown = ", ".join(names[:MAX_NAMES])
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return shown + more or "nobody"

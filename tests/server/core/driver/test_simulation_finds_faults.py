@@ -10,8 +10,8 @@ from shoal_server.core.driver.effect_queue import Carried, EffectQueue
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import PendingWrite
 from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.job.arrivals import Arrivals
 from shoal_server.core.membership.events import Effect, Event, Refused, Tell, Write
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd.api import Operation
 
@@ -61,27 +61,27 @@ def a_deposed_leader_writes(patch: pytest.MonkeyPatch) -> None:
 
 def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
     """The word of a process that was replaced is refused, and yet shows its successor alive."""
-    real = Job._known
+    real = Arrivals.known
 
-    def known(job: Job, event: Event) -> Member:
+    def known(arrivals: Arrivals, event: Event) -> Member:
         try:
-            return real(job, event)
+            return real(arrivals, event)
         except Refused:
-            if member := job.members.get(event.member_id):
-                member.failed_in = job.last_generation
+            if member := arrivals._state.members.get(event.member_id):
+                member.failed_in = arrivals._state.last_generation
             raise
 
-    patch.setattr(Job, "_known", known)
+    patch.setattr(Arrivals, "known", known)
 
 
 def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
     """Names count, and not the processes that have them."""
-    real = Job._known
+    real = Arrivals.known
 
-    def known(job: Job, event: Event) -> Member:
-        return job.members.get(event.member_id) or real(job, event)
+    def known(arrivals: Arrivals, event: Event) -> Member:
+        return arrivals._state.members.get(event.member_id) or real(arrivals, event)
 
-    patch.setattr(Job, "_known", known)
+    patch.setattr(Arrivals, "known", known)
 
 
 def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:

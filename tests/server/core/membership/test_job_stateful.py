@@ -17,9 +17,9 @@ from shoal_server.core.generations.roster import (
     Step,
     Verdict,
 )
+from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.phases import Phase as JobPhase
 
 NUM_EXAMPLES = int(os.environ.get("SHOAL_STATEFUL_EXAMPLES", "200"))
@@ -60,11 +60,11 @@ class JobMachine(RuleBasedStateMachine):
     # --- what happens ---
 
     def hear(self, event: events.Event) -> None:
-        before, fenced = copy.deepcopy(self.job), set(self.expelled)
+        before, fenced = copy.deepcopy(self.job.state), set(self.expelled)
         try:
             self.take(self.job.handle(event, self.now_s))
         except events.Refused:
-            assert self.job == before, f"refused, and yet it changed the job: {event}"
+            assert self.job.state == before, f"refused, and yet it changed the job: {event}"
         else:
             assert event.incarnation not in fenced, f"taken from one that was expelled: {event}"
 

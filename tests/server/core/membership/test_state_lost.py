@@ -15,13 +15,13 @@ from shoal_server.core.generations.roster import (
     Step,
     Verdict,
 )
+from shoal_server.core.job.job import Job
+from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.events import RefusalKind
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
-from shoal_server.core.membership.restore import Saved, restored
 
 
 def running(*names: str, low: int = 1) -> World:

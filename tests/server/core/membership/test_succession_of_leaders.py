@@ -16,12 +16,12 @@ from shoal_server.core.generations.roster import (
     Verdict,
     draw_up,
 )
+from shoal_server.core.job.job import Job
+from shoal_server.core.job.restore import Saved, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
-from shoal_server.core.membership.restore import Saved, restored
 
 SPEC = JobSpec(job="j", max_members=8)
 FIELDS = {"schema": "s1"}

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.generations.progress import Progress
 from shoal_server.core.generations.roster import Generation, JobSpec, Record, Roster
+from shoal_server.core.job.job import Job
+from shoal_server.core.job.job_state import JobState
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.job import Job
 from shoal_server.core.membership.member import Member
 from shoal_server.core.membership.phases import Phase
 
@@ -47,42 +48,47 @@ def restored(
     replica that they ask first may be the one that hangs.
     """
     job = Job(spec=spec, limits=limits, digest_of=digest_of, phase_since_s=now_s)
-    job.last_generation, job.reason = saved.last_generation, "a new leader took over"
-    job.progress = saved.progress
+    state = job.state
+    state.last_generation, state.stage.reason = saved.last_generation, "a new leader took over"
+    state.progress = saved.progress
     if saved.lost is not None:
-        job.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
-        job.phase, job.completing, job.reason = Phase.LOST, True, job.lost.what
+        state.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
+        state.end.completing = True
+        state.stage.phase, state.stage.reason = Phase.LOST, state.end.lost.what
         return job
     if saved.finished:
-        job.phase, job.completing, job.reason = Phase.FINISHED, True, saved.reason
+        state.end.completing = True
+        state.stage.phase, state.stage.reason = Phase.FINISHED, saved.reason
         return job
     for member in saved.members:
-        job.attendance.admit(member)
-        job.attendance.unheard.add(member.member_id)
-        job.attendance.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
+        state.attendance.admit(member)
+        state.attendance.unheard.add(member.member_id)
+        state.attendance.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
     if saved.record is not None:
-        _continue_generation(job, saved.record, saved.before, now_s)
+        _continue_generation(state, saved.record, saved.before, now_s)
     return job
 
 
-def _continue_generation(job: Job, record: Record, before: Record | None, now_s: float) -> None:
+def _continue_generation(
+    state: JobState, record: Record, before: Record | None, now_s: float
+) -> None:
     roster = record.roster
-    job.record, job.previous = record, roster
-    if job.progress.has_trained and roster.synchronous:
+    state.record, state.previous = record, roster
+    if state.progress.has_trained and roster.synchronous:
         # It most likely ran: nothing is written when one does, but for the first.
-        job.progress.trained_in = max(job.progress.trained_in, roster.generation)
-    present = job.members_of(roster)
-    job.attendance.settle(present, settled=not roster.synchronous)
+        state.progress.trained_in = max(state.progress.trained_in, roster.generation)
+    present = state.members_of(roster)
+    state.attendance.settle(present, settled=not roster.synchronous)
     if len(present) == len(roster.entries):
         old = before.roster if before is not None and roster.planned else None
-        if old is not None and len(job.members_of(old)) == len(old.entries):
+        if old is not None and len(state.members_of(old)) == len(old.entries):
             # It may be that the members still train in it, on their way to the boundary.
-            job.running = old
-            job.attendance.settle(job.members_of(old), settled=not old.synchronous)
-        stopping = job.running.member_ids if job.running is not None else ()
-        job.phase = Phase.COMMITTED
-        job.agreement = Agreement.on(roster, record.digest, stopping=stopping)
-        job.deadline_s = now_s + job.limits.collective_s + job.limits.bring_up_s
+            state.running = old
+            state.attendance.settle(state.members_of(old), settled=not old.synchronous)
+        stopping = state.running.member_ids if state.running is not None else ()
+        state.stage.phase = Phase.COMMITTED
+        state.agreement = Agreement.on(roster, record.digest, stopping=stopping)
+        state.deadlines.deadline_s = now_s + state.limits.collective_s + state.limits.bring_up_s
     elif roster.synchronous and present:
         # One of them was lost while nobody led: those who are left hear of it when they attend.
-        job.broken_since_s = now_s
+        state.deadlines.broken_since_s = now_s

@@ -359,7 +359,7 @@ def test_loss_of_the_joiner_before_the_boundary_leaves_the_old_generation_alone(
         member_id="b",
         incarnation=b.incarnation,
         generation=Generation(2),
-        digest=w.job.digest_of(w.job.attempt) if w.job.attempt else "",
+        digest=w.job.agreement.digest if w.job.agreement else "",
     )
     b.paused = True
     w.send(b, answer)

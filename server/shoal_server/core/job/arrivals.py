@@ -1,0 +1,130 @@
+"""Who comes, comes back or is away: what each process that has a member's name is told."""
+
+from shoal_server.core.generations.incarnations import is_older
+from shoal_server.core.generations.ranges import device_problem
+from shoal_server.core.job.job_state import JobState
+from shoal_server.core.job.pause_keeper import PauseKeeper
+from shoal_server.core.job.removal import Removal
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import (
+    Admit,
+    Attended,
+    Continued,
+    Event,
+    Halted,
+    OutcomeNotice,
+    Refusal,
+    Refused,
+    RunningNotice,
+)
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.setbacks import MAX_TRIES
+
+
+class Arrivals:
+    """Lets members in, and knows those that are in from those that were."""
+
+    def __init__(self, state: JobState, pause_keeper: PauseKeeper, removal: Removal) -> None:
+        self._state = state
+        self._pause_keeper = pause_keeper
+        self._removal = removal
+
+    def known(self, event: Event) -> Member:
+        member = self._state.members.get(event.member_id)
+        if refusal := self._state.attendance.expelled.get(event.incarnation):
+            # The notice that says so is on its way; whichever comes first, the reason is one.
+            raise Refused(refusal)
+        if member is None or member.incarnation != event.incarnation:
+            raise Refused(self._fenced(member, event))
+        return member
+
+    def _fenced(self, holder: Member | None, event: Event) -> Refusal:
+        """To a process that is no member, where `holder` has its name now."""
+        if holder is None:
+            return refusals.not_a_member(self._state.spec.job, event, self._state.last_generation)
+        return refusals.replaced(event, holder.incarnation, self._state.last_generation)
+
+    def attended(self, event: Attended, now_s: float) -> None:
+        self._state.refuse_if_over()
+        if problem := event.spec.problem():
+            raise Refused(refusals.bad_spec(self._state.spec.job, problem))
+        if problem := device_problem(event.info):
+            raise Refused(refusals.bad_devices(event.member_id, problem))
+        known = self._state.members.get(event.member_id)
+        if known is not None and known.incarnation == event.incarnation:
+            self._state.attendance.show_life(known)
+            self._tell_again(known)
+            return
+        if event.incarnation in self._state.attendance.expelled:
+            refusal = self._state.attendance.expelled[event.incarnation]
+            raise Refused(refusal or self._fenced(known, event))
+        if known is not None and is_older(event.incarnation, known.incarnation):
+            raise Refused(self._fenced(known, event))
+        if error := self._state.setbacks.left_out(event.member_id, now_s):
+            raise Refused(
+                refusals.cannot_bring_up(self._state.spec.job, event.member_id, MAX_TRIES, error)
+            )
+        if event.spec != self._state.spec and self._state.members:
+            raise Refused(refusals.other_bounds(event.spec, self._state.spec))
+        self._state.spec = event.spec
+        if known is not None:
+            self._removal.remove(known, "a new process took its place", now_s)
+        member = Member(
+            member_id=event.member_id,
+            incarnation=event.incarnation,
+            info=event.info,
+            attended_s=now_s,
+            waiting_since_s=now_s,
+        )
+        self._state.attendance.admit(member)
+        self._state.do(Admit(member_id=member.member_id, incarnation=member.incarnation))
+        self._state.log(
+            "member_attended", f"{member.member_id} attends from {event.info.host}", member
+        )
+        if self._pause_keeper.told_paused:
+            self._state.tell(member, self._pause_keeper.notice())
+
+    def disconnected(self, member: Member, now_s: float) -> None:
+        self._state.attendance.disconnect(member, now_s)
+        if self._state.deadlines.suspect_since_s is not None and member.is_in(self._state.running):
+            self._removal.remove(member, "its stream broke, and so did a collective", now_s)
+
+    def halted(self, member: Member, event: Halted | Continued, now_s: float) -> None:
+        if isinstance(event, Halted):
+            self._state.attendance.halt(member, now_s)
+            self._state.log("member_halted", f"a signal halted {member.member_id}", member)
+        else:
+            self._state.attendance.go_on(member)
+            self._state.log("member_continued", f"{member.member_id} goes on", member)
+
+    def _tell_again(self, member: Member) -> None:
+        """What a member that was away may have missed and has to act on."""
+        agreement, running = self._state.agreement, self._state.running
+        attempted = agreement is not None and member.is_in(agreement.roster)
+        trains = running is not None and member.is_in(running)
+        if agreement is not None and attempted and self._state.stage.phase is Phase.PREPARE:
+            self._state.tell(member, self._state.prepare_notice(agreement))
+        elif (
+            agreement is not None
+            and self._state.stage.phase is Phase.COMMITTED
+            and (attempted or trains)
+        ):
+            assert self._state.record is not None
+            self._state.tell(
+                member, OutcomeNotice(reason=self._state.record.reason, record=self._state.record)
+            )
+            if agreement.stop_at is not None:
+                self._state.tell(
+                    member, self._state.stop_notice(agreement.generation, agreement.stop_at)
+                )
+        elif running is not None and trains:
+            self._state.tell(
+                member,
+                RunningNotice(reason=self._state.stage.reason, generation=running.generation),
+            )
+        elif not member.settled:
+            # It missed the break of the last generation it was part of.
+            self._state.tell(member, self._state.break_notice(self._state.last_generation))
+        if self._pause_keeper.told_paused:
+            self._state.tell(member, self._pause_keeper.notice())

@@ -1,0 +1,257 @@
+"""PREPARE and COMMITTED: a roster is shown to its members, agreed on, and brought up."""
+
+from collections.abc import Callable
+
+from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.generations.ranges import confined_members
+from shoal_server.core.generations.roster import (
+    Candidate,
+    Conflict,
+    Generation,
+    Roster,
+    Verdict,
+    draw_up,
+    find_conflicts,
+)
+from shoal_server.core.job.drains import Drains
+from shoal_server.core.job.endings import Endings
+from shoal_server.core.job.job_state import JobState
+from shoal_server.core.job.removal import Removal
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import (
+    Answered,
+    BecameReady,
+    Offered,
+    OutcomeNotice,
+    RunningNotice,
+    Save,
+    Write,
+)
+from shoal_server.core.membership.member import Member, names_of
+from shoal_server.core.membership.phases import Phase, Trigger
+from shoal_server.core.membership.reach import whom_to_exclude
+
+
+class Attempts:
+    """The attempt under way, from its roster to its first collective."""
+
+    def __init__(
+        self,
+        state: JobState,
+        endings: Endings,
+        removal: Removal,
+        drains: Drains,
+        digest_of: Callable[[Roster], str],
+    ) -> None:
+        self._state = state
+        self._endings = endings
+        self._removal = removal
+        self._drains = drains
+        self._digest_of = digest_of
+
+    def freeze(self, chosen: list[Member], now_s: float) -> bool:
+        """Draw the roster up and show it to its members; False if some were refused instead."""
+        candidates = [m.as_candidate() for m in chosen]
+        if blamed := self._confined(candidates):
+            self._refuse_confined(blamed, candidates, now_s)
+            return False
+        generation = Generation(self._state.last_generation + 1)
+        roster = draw_up(
+            generation,
+            candidates,
+            previous=self._state.previous,
+            running=self._state.running,
+            trained=self._state.progress.has_trained
+            and not any(c.proposal.stateless for c in candidates),
+        )
+        old = self._state.running.member_ids if self._state.running is not None else ()
+        self._state.last_generation = generation
+        self._state.agreement = Agreement.on(roster, self._digest_of(roster), stopping=old)
+        self._state.to(Trigger.FROZEN, f"{names_of(chosen)} form generation {generation}", now_s)
+        if conflicts := find_conflicts(candidates):
+            self._removal.abort_conflicting(conflicts, now_s)
+            return True
+        self._state.deadlines.deadline_s = now_s + self._state.limits.prepare_s
+        notice = self._state.prepare_notice(self._state.agreement)
+        for member in chosen:
+            member.waits(f"all members to accept generation {generation}", now_s)
+            self._state.tell(member, notice)
+        return True
+
+    def _confined(self, candidates: list[Candidate]) -> list[Candidate]:
+        """Who cannot train with members on other hosts, for its address or for theirs."""
+        confined = confined_members(candidates)
+        if self._state.running is None:
+            return confined
+        trainers = self._state.members_of(self._state.running)
+        hosts = {m.info.host for m in trainers}
+        names = {m.member_id for m in trainers}
+        if any(c.member_id in names for c in confined):
+            # Who trains stays, on its own host: nobody comes in from another.
+            confined += [c for c in candidates if c.info.host not in hosts]
+        return [c for c in confined if c.member_id not in names]
+
+    def _refuse_confined(
+        self, blamed: list[Candidate], candidates: list[Candidate], now_s: float
+    ) -> None:
+        addresses: dict[str, list[str]] = {}
+        for c in candidates:
+            addresses.setdefault(c.info.address or "(none)", []).append(c.member_id)
+        values = tuple((address, tuple(sorted(who))) for address, who in sorted(addresses.items()))
+        refusal = refusals.confined(self._state.spec.job, Conflict(field="address", values=values))
+        names = dict.fromkeys(c.member_id for c in blamed)
+        self._state.tries.num_excluded += len(names)
+        for name in names:
+            self._removal.refuse(self._state.members[name], refusal, now_s)
+
+    def answered(self, member: Member, event: Answered, now_s: float) -> None:
+        agreement = self._state.agreement_of(member, event.generation, Phase.PREPARE)
+        if agreement is None:
+            return  # Late: the attempt was decided without this answer.
+        if event.rejections:
+            held = member.member_id
+            conflicts = tuple(
+                Conflict(field=r.field, values=((r.seen, (held,)), (r.expected, ("roster",))))
+                for r in event.rejections
+            )
+            self._removal.abort_conflicting(conflicts, now_s)
+        elif event.digest != agreement.digest:
+            self._endings.abort(f"{member.member_id} accepted another roster than was sent", now_s)
+        elif agreement.accept(member.member_id, dict(event.unreachable), event.checkpoint_steps):
+            if agreement.unreachable:
+                self._exclude_unreachable(agreement, now_s)
+            else:
+                self._commit_if_there_is_state(agreement, now_s)
+
+    def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
+        """Members that cannot reach each other never start: the fewest go, the rest try again."""
+        members = self._state.members_of(agreement.roster)
+        newest_last = sorted(
+            members, key=lambda m: (not m.is_in(self._state.previous), m.attended_s)
+        )
+        excluded = whom_to_exclude(
+            agreement.unreachable,
+            newest_last=[m.member_id for m in newest_last],
+            kept={m.member_id for m in members if m.is_in(self._state.running)},
+        )
+        if not excluded:
+            self._commit_if_there_is_state(agreement, now_s)
+            return
+        self._endings.abort(f"unreachable: {'; '.join(excluded.values())}", now_s)
+        self._state.tries.num_excluded += len(excluded)
+        for name, seen in excluded.items():
+            self._removal.refuse(
+                self._state.members[name],
+                refusals.unreachable(self._state.spec.job, name, seen),
+                now_s,
+            )
+
+    def _commit_if_there_is_state(self, agreement: Agreement, now_s: float) -> None:
+        """Whoever trained here before: a job never starts from initial values a second time."""
+        if not agreement.roster.from_checkpoint:
+            self._commit(agreement, now_s)
+            return
+        step = agreement.best_checkpoint()
+        if step is None:
+            names = names_of(self._state.members_of(agreement.roster))
+            self._removal.lose_state(f"{names}, who hold no state and see no checkpoint", now_s)
+            return
+        seeing = {name for name, steps in agreement.checkpoint_steps.items() if step in steps}
+        blind = [m for m in self._state.members_of(agreement.roster) if m.member_id not in seeing]
+        if not blind:
+            self._commit(agreement, now_s)
+            return
+        others = names_of([m for m in self._state.members_of(agreement.roster) if m not in blind])
+        reason = f"{names_of(blind)} sees no checkpoint of step {step}, as {others} does"
+        self._endings.abort(reason, now_s)
+        self._state.tries.num_excluded += len(blind)
+        for member in blind:
+            self._removal.refuse(
+                member, refusals.no_checkpoint(member.member_id, step, others), now_s
+            )
+
+    def _commit(self, agreement: Agreement, now_s: float) -> None:
+        roster = agreement.roster
+        reason = f"all {len(roster.entries)} members accepted generation {roster.generation}"
+        self._state.to(Trigger.ACCEPTED, reason, now_s)
+        record = self._state.record_of(Verdict.COMMITTED, reason, now_s)
+        self._state.previous, self._state.record = roster, record
+        # Who was waited for after a break has settled or is gone.
+        self._state.deadlines.broken_since_s = None
+        self._state.do(Write(record=record))
+        to_boundary_s = self._state.limits.collective_s if agreement.has_boundary else 0.0
+        self._state.deadlines.deadline_s = now_s + to_boundary_s + self._state.limits.bring_up_s
+        self._state.attendance.settle(
+            self._state.members_of(roster), settled=not roster.synchronous
+        )
+        notice = OutcomeNotice(reason=reason, record=record)
+        for member in self._state.concerned(roster):
+            member.waits(f"the first collective of generation {roster.generation}", now_s)
+            self._state.tell(member, notice)
+
+    def offered(self, member: Member, event: Offered) -> None:
+        agreement = self._state.agreement
+        if (
+            agreement is None
+            or self._state.stage.phase is not Phase.COMMITTED
+            or self._state.running is None
+        ):
+            return
+        if event.generation != agreement.generation or not member.is_in(self._state.running):
+            return
+        if agreement.stop_at is not None:
+            self._state.tell(
+                member, self._state.stop_notice(agreement.generation, agreement.stop_at)
+            )
+        elif agreement.offer(member.member_id, event.next_step):
+            assert agreement.stop_at is not None
+            stop_at = agreement.stop_at
+            self._state.log("boundary_agreed", f"the old generation stops at step {stop_at}")
+            for old_member in self._state.members_of(self._state.running):
+                self._state.tell(old_member, self._state.stop_notice(agreement.generation, stop_at))
+
+    def became_ready(self, member: Member, event: BecameReady, now_s: float) -> None:
+        agreement = self._state.agreement_of(member, event.generation, Phase.COMMITTED)
+        if agreement is None:
+            return
+        member.entered = agreement.generation
+        if not agreement.ready(member.member_id, event.step):
+            member.waits(f"the others' first collective in {agreement.generation}", now_s)
+            return
+        roster, old = agreement.roster, self._state.running
+        self._state.running, self._state.agreement = roster, None
+        self._state.deadlines.deadline_s = self._state.deadlines.broken_since_s = (
+            self._state.deadlines.suspect_since_s
+        ) = None
+        (
+            self._state.deadlines.overdue_check_s,
+            self._state.tries.failures,
+            self._state.tries.num_excluded,
+        ) = None, 0, 0
+        self._state.setbacks.succeeded(roster.member_ids)
+        reason = f"generation {roster.generation} runs with {len(roster.entries)} members"
+        self._state.to(Trigger.READY, reason, now_s)
+        trainers = self._state.members_of(roster)
+        if roster.synchronous:
+            self._note_start(agreement, trainers)
+        notice = RunningNotice(reason=reason, generation=roster.generation)
+        for trainer in trainers:
+            trainer.waits("nothing: it trains", now_s)
+            self._state.tell(trainer, notice)
+        if old is not None and roster.synchronous:
+            self._drains.part_leavers(old, roster, now_s)
+
+    def _note_start(self, agreement: Agreement, trainers: list[Member]) -> None:
+        """A synchronous generation runs: whatever its members came with, all hold one state."""
+        start, reached = agreement.starts_at, self._state.progress.reached
+        if start is None:
+            start = max(agreement.stop_at or agreement.roster.step, reached)
+        self._state.attendance.hold_state(trainers, start)
+        if any(m.proposal is not None and m.proposal.stateless for m in trainers):
+            return
+        if start < reached:
+            reason = f"generation {agreement.generation} goes on from step {start}"
+            self._state.log("went_back", f"{reason}; the job had come to step {reached}")
+        if self._state.progress.ran(agreement.generation, start):
+            # Before anybody takes a step: nobody does until all have an answer to their Ready.
+            self._state.do(Save())

@@ -1,0 +1,89 @@
+"""Members under which a generation could not be brought up: tried again later, or left out."""
+
+from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.generations.roster import Generation
+from shoal_server.core.job.endings import Endings
+from shoal_server.core.job.job_state import JobState
+from shoal_server.core.job.removal import Removal
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import Broke, Refusal
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.phases import Phase
+from shoal_server.core.membership.setbacks import MAX_TRIES
+
+
+class BringUps:
+    """Whose failure it was, and what follows for the next tries."""
+
+    def __init__(self, state: JobState, endings: Endings, removal: Removal) -> None:
+        self._state = state
+        self._endings = endings
+        self._removal = removal
+
+    def failed_under(self, member: Member, event: Broke, now_s: float) -> bool:
+        """Whether that was all there is to it: an attempt failed, or a member was left out."""
+        own = event.own and self._shares_failure(member, event.generation)
+        if self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
+            self._put_off_newcomers(member, now_s, own=own)
+            self._endings.abort(f"{member.member_id} could not bring it up: {event.error}", now_s)
+            if own:
+                self.blame(member, event.generation, event.error, now_s)
+            return True
+        if own:
+            # Another's word came first, which may have been a consequence of this.
+            self.blame(member, event.generation, event.error, now_s)
+        return self._state.members.get(member.member_id) is not member
+
+    def _shares_failure(self, member: Member, generation: Generation) -> bool:
+        """Whether the member says for the first time what it failed with in the newest bring-up."""
+        if member.failed_in >= generation:
+            return False
+        brought_up = (
+            self._state.attempt
+            if self._state.stage.phase is Phase.COMMITTED
+            else self._state.tries.failed_roster
+        )
+        known = brought_up is not None and brought_up.generation == generation
+        return (
+            known and brought_up is not None and brought_up.synchronous and member.is_in(brought_up)
+        )
+
+    def _put_off_newcomers(self, member: Member, now_s: float, *, own: bool) -> None:
+        """Those who train go on without them for now, whose coming they stopped for in vain."""
+        roster, running = self._state.attempt, self._state.running
+        if roster is None or running is None or (own and not member.is_in(running)):
+            return
+        for newcomer in self._state.members_of(roster):
+            if not newcomer.is_in(running):
+                self._state.setbacks.shared(newcomer.member_id, now_s)
+                newcomer.waits("another try: the last one failed under others", now_s)
+
+    def blame(self, member: Member, generation: Generation, error: str, now_s: float) -> None:
+        """It failed by itself: it is tried again later, or left out for good."""
+        member.failed_in = generation
+        num_tries = self._state.setbacks.failed(member.member_id, error, now_s)
+        reason = (
+            f"{member.member_id} could not bring up generation {generation}"
+            f" (try {num_tries} of {MAX_TRIES}): {error}"
+        )
+        self._state.log("bring_up_failed", reason, member)
+        member.waits(f"another try: {reason}", now_s)
+        if num_tries >= MAX_TRIES:
+            self._state.tries.num_excluded += 1
+            self._removal.refuse(member, self.left_out(member.member_id, error), now_s)
+
+    def left_out(self, member_id: str, error: str) -> Refusal:
+        return refusals.cannot_bring_up(self._state.spec.job, member_id, MAX_TRIES, error)
+
+    def has_no_way_back(self, member: Member, generation: Generation) -> bool:
+        """Whether an attempt that the member is in is all that there is."""
+        agreement = self._state.agreement_of(member, generation, Phase.COMMITTED)
+        intact = (
+            self._state.running is not None and agreement is not None and agreement.stop_at is None
+        )
+        return agreement is not None and agreement.roster.synchronous and not intact
+
+    def lost_its_old(self, agreement: Agreement, member: Member) -> bool:
+        """Whether a member on its way to a planned generation comes from none that runs."""
+        waits = self._state.stage.phase is Phase.COMMITTED and agreement.has_boundary
+        return waits and self._state.running is None and member.member_id in agreement.unready

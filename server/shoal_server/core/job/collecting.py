@@ -1,0 +1,141 @@
+"""COLLECT: who would be in a roster drawn up now, and whether it may be."""
+
+from dataclasses import replace
+
+from shoal_server.core.generations.roster import Conflict, Proposal, find_conflicts
+from shoal_server.core.job.deadlines import passed
+from shoal_server.core.job.drains import Drains
+from shoal_server.core.job.job_state import JobState
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.events import Refused, StandbyNotice
+from shoal_server.core.membership.member import Member, names_of
+
+
+class Collecting:
+    """Whom the next roster takes in."""
+
+    def __init__(self, state: JobState, drains: Drains) -> None:
+        self._state = state
+        self._drains = drains
+
+    def proposed(self, member: Member, proposal: Proposal, now_s: float) -> None:
+        self._state.refuse_if_over()
+        if not proposal.fields:
+            raise Refused(refusals.empty_proposal(member.member_id))
+        if conflicts := self._conflicts_with_trainers(member, proposal):
+            raise Refused(refusals.conflict(self._state.spec.job, conflicts))
+        known = member.proposal
+        if known is not None and known.fields == proposal.fields:
+            # Said again after a reconnection, or a call that comes late: what it said since stands.
+            step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
+            proposal = replace(proposal, step=step, has_state=has_state)
+        self._state.attendance.propose(member, proposal)
+        if self._state.deadlines.first_proposal_s is None:
+            self._state.deadlines.first_proposal_s = now_s
+        if self._state.deadlines.overdue_check_s is None:
+            self._state.deadlines.overdue_check_s = now_s + self._state.limits.join_s
+        if known is None:
+            member.waits("other members", now_s)
+            self._state.log("member_proposed", f"{member.member_id} is ready to train", member)
+
+    def _conflicts_with_trainers(self, member: Member, proposal: Proposal) -> tuple[Conflict, ...]:
+        """A newcomer that differs from those who train, or did before a break, is refused here:
+        it must not disturb them."""
+        roster = self._state.running or self._state.previous
+        if roster is None or member.is_in(roster) or proposal.fields == roster.fields:
+            return ()
+        trainers = [m.as_candidate() for m in self._state.members_of(roster) if m.proposal]
+        newcomer = replace(member, proposal=proposal).as_candidate()
+        return find_conflicts([*trainers, newcomer])
+
+    def change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
+        """Why the running generation is to be changed ("": it is not), and to whom."""
+        assert self._state.running is not None
+        newcomer = any(m.settled and not m.is_in(self._state.running) for m in self._state.able)
+        if not newcomer and not self._state.attendance.draining:
+            return "", []
+        if any(m.proposal is None for m in self._state.members_of(self._state.running)):
+            # After a change of leaders: a roster without them would leave behind who trains.
+            return "", []
+        chosen = self.chosen(now_s)
+        joiners = [m for m in chosen if not m.is_in(self._state.running)]
+        leavers = self._drains.leavers(chosen)
+        if len(chosen) < self._state.spec.min_members or not (joiners or leavers):
+            return "", []
+        texts = [f"{names_of(joiners)} joins"] if joiners else []
+        texts += [f"{names_of(leavers)} leaves"] if leavers else []
+        return ", ".join(texts), chosen
+
+    def chosen(self, now_s: float) -> list[Member]:
+        """Who would be in a roster drawn up now: who trained before first, then by arrival."""
+        # Who has still to settle may have missed what it was told: it would go on where it was.
+        candidates = [m for m in self._state.able if m.settled or m.is_in(self._state.running)]
+        if self._state.running is not None and not any(
+            m.is_in(self._state.running) for m in candidates
+        ):
+            # All who train are to leave: first they hand over to those who came.
+            candidates += [
+                m for m in self._state.members_of(self._state.running) if m.proposal is not None
+            ]
+        if self._state.lacks_state(candidates):
+            # Who is to leave hands over first, to whom it can.
+            candidates += [m for m in self._state.attendance.draining.values() if m.holds_state]
+        ranks = (
+            {e.member_id: e.rank for e in self._state.previous.entries}
+            if self._state.previous
+            else {}
+        )
+        candidates.sort(
+            key=lambda m: (
+                self._state.running is None and not m.holds_state,
+                ranks.get(m.member_id, len(ranks)),
+                m.attended_s,
+            )
+        )
+        for position, member in enumerate(candidates[self._state.spec.max_members :], start=1):
+            reason = (
+                f"standing by: the job has its maximum of {self._state.spec.max_members} members"
+            )
+            if member.waiting_for != reason:
+                member.waits(reason, now_s)
+                self._state.tell(member, StandbyNotice(reason=reason, position=position))
+        return candidates[: self._state.spec.max_members]
+
+    def may_form(self, now_s: float) -> bool:
+        """Whether a roster can be drawn up, where nothing runs."""
+        num_ready = len(self._state.able)
+        # Survivors that still have to settle are worth waiting for.
+        if num_ready < self._state.spec.min_members or not self._state.attendance.all_settled:
+            return False
+        if self.awaits_state:
+            return False
+        if (
+            num_ready + self._state.tries.num_excluded >= self._state.spec.desired_members
+            or self._has_survivors
+        ):
+            return True
+        return passed(self._state.deadlines.first_proposal_s, self.last_call_s, now_s)
+
+    @property
+    def awaits_state(self) -> bool:
+        """Whether the state that is missing may be with somebody who has not spoken yet, or is with
+        one whose next try is put off."""
+        if not self._state.lacks_state(self._state.able):
+            return False
+        candidates = self._state.attendance.candidates.values()
+        return bool(self._state.attendance.unheard) or not self._state.lacks_state(candidates)
+
+    @property
+    def last_call_s(self) -> float:
+        return self._state.spec.last_call_s or self._state.limits.last_call_s
+
+    @property
+    def _has_survivors(self) -> bool:
+        """Whether somebody is there who trained before: then nobody waits for a last call."""
+        if self._state.previous is None:
+            return False
+        staying = self._state.able
+        leaving = self._state.attendance.draining.values()
+        return any(m.is_in(self._state.previous) for m in staying) or any(
+            m.holds_state for m in leaving
+        )

@@ -1,0 +1,82 @@
+"""Members that are to leave: by a planned change where one can spare the others, else at once."""
+
+from shoal_server.core.generations.roster import Roster
+from shoal_server.core.job.deadlines import passed
+from shoal_server.core.job.job_state import JobState
+from shoal_server.core.job.removal import Removal
+from shoal_server.core.membership.events import DrainAsked, DrainNotice
+from shoal_server.core.membership.member import Member
+
+
+class Drains:
+    """Who is to leave, and when it is told to go."""
+
+    def __init__(self, state: JobState, removal: Removal) -> None:
+        self._state = state
+        self._removal = removal
+
+    def ask(self, member: Member, event: DrainAsked, now_s: float) -> None:
+        if member.draining_s is None:
+            self._state.attendance.drain(member, event.reason, now_s)
+            self._state.log(
+                "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
+            )
+        self._state.tell(member, DrainNotice(reason=event.reason, now=member.let_go))
+
+    def let_go(self, now_s: float) -> None:
+        """Tell those to leave now whom no planned change can spare the others."""
+        for member in list(self._state.attendance.draining.values()):
+            if member.let_go or self._is_worth_waiting(member, now_s):
+                continue
+            member.let_go = True
+            member.waits("nothing: it leaves at its next step boundary", now_s)
+            self._state.tell(member, DrainNotice(reason=member.drain_reason, now=True))
+
+    def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
+        """Whether a generation without the member may soon follow the one it trains in."""
+        if self._may_hand_over(member):
+            return not passed(member.draining_s, self._state.limits.drain_s, now_s)
+        roster = self._state.attempt if member.is_in(self._state.attempt) else self._state.running
+        if roster is None or not roster.synchronous or not member.is_in(roster):
+            return False
+        if self._state.end.completing or passed(
+            member.draining_s, self._state.limits.drain_s, now_s
+        ):
+            return False
+        candidates = self._state.attendance.candidates
+        if len(candidates) >= self._state.spec.min_members and any(
+            m.is_in(roster) for m in candidates.values()
+        ):
+            return True
+        # Else its state has to be handed to somebody who is only on the way.
+        return any(
+            m.draining_s is None and not m.is_in(roster) for m in self._state.members.values()
+        )
+
+    def _may_hand_over(self, member: Member) -> bool:
+        """Whether nobody but who is to leave holds the job's state, and somebody can take it."""
+        others = len(self._state.members) > len(self._state.attendance.draining)
+        return (
+            others
+            and member.holds_state
+            and self._state.lacks_state(self._state.attendance.candidates.values())
+        )
+
+    def leavers(self, chosen: list[Member]) -> list[Member]:
+        """Who trains and would not be in a roster of the chosen."""
+        if self._state.running is None or not self._state.attendance.draining:
+            return []
+        staying = {m.member_id for m in chosen}
+        draining = self._state.attendance.draining.values()
+        return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
+
+    def part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
+        """Let those go who trained in the old generation and are not in the one that runs now."""
+        for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
+            if leaver.draining_s is not None:
+                self._state.tell(leaver, DrainNotice(reason=leaver.drain_reason, now=True))
+                self._removal.remove(leaver, f"drained: {leaver.drain_reason}", now_s)
+            else:
+                # It asked a leader before this one, and will ask again: it waits at the boundary.
+                self._state.attendance.settle((leaver,), settled=False)
+                self._state.tell(leaver, self._state.break_notice(old.generation))

@@ -1,0 +1,328 @@
+"""One job's membership: how its members agree on each generation. The heart of Shoal.
+
+`Job.handle(event, now_s)` and `Job.tick(now_s)` return effects, in the order in which they must
+happen; a `Write` is durable before anything behind it leaves. `Job.next_deadline_s()` says when
+`tick` has something to do. A refused event raises `Refused` and leaves the state as it was.
+
+A generation forms in three moves. COLLECT waits until everybody who is wanted stands ready, then
+freezes the roster. PREPARE shows it to each of them; all must accept the same digest. COMMITTED is
+one durable record that all receive; they bring the generation up, and it runs when the last of
+them is ready. Anything that goes wrong ends in one durable ABORTED record with the same reason for
+all.
+
+A planned change (somebody joins) goes through COLLECT and PREPARE while the old generation trains
+on, and stops it at one step that all its members share: each member offers the first step that it
+has not begun and begins none from there on; the highest offer is where the old generation stops.
+Members of a synchronous generation are never more than one step apart, so this takes a step at the
+most, and since a member offers while its trainer computes, nobody holds up a collective.
+
+A loss breaks the generation at once. Its survivors settle (come to a stand and say at which step)
+and form the next one without waiting for anybody else.
+
+A member that is to leave (drain) is left out by a planned change too, and goes once the others
+train without it.
+
+Members of an asynchronous job never stop: they need neither boundary nor settling.
+"""
+
+from collections.abc import Callable
+
+from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.roster import Generation, JobSpec, Roster, Step
+from shoal_server.core.job.arrivals import Arrivals
+from shoal_server.core.job.attempts import Attempts
+from shoal_server.core.job.breaks import Breaks
+from shoal_server.core.job.bring_ups import BringUps
+from shoal_server.core.job.collecting import Collecting
+from shoal_server.core.job.deadlines import passed
+from shoal_server.core.job.drains import Drains
+from shoal_server.core.job.endings import Endings
+from shoal_server.core.job.job_state import JobState, Stage
+from shoal_server.core.job.pause_keeper import PauseKeeper
+from shoal_server.core.job.removal import Removal
+from shoal_server.core.job.timeouts import Timeouts
+from shoal_server.core.limits import Limits
+from shoal_server.core.membership.attendance import Attendance
+from shoal_server.core.membership.events import (
+    Answered,
+    Attended,
+    Beaten,
+    BecameReady,
+    Broke,
+    Continued,
+    Disconnected,
+    DrainAsked,
+    Effect,
+    Event,
+    Halted,
+    Left,
+    Lost,
+    Offered,
+    Paused,
+    Proposed,
+    Refusal,
+    Resumed,
+    Settled,
+)
+from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.pauses import Pause
+from shoal_server.core.membership.phases import Phase, Trigger
+from shoal_server.core.membership.setbacks import Setbacks
+
+
+class Job:
+    """One job's state machine. `handle` and `tick` change it; the edge only reads it."""
+
+    def __init__(
+        self,
+        *,
+        spec: JobSpec,
+        limits: Limits,
+        digest_of: Callable[[Roster], str],
+        phase_since_s: float = 0.0,
+    ) -> None:
+        attendance = Attendance(limits=limits)
+        stage = Stage(since_s=phase_since_s)
+        self.state = JobState(spec=spec, limits=limits, stage=stage, attendance=attendance)
+        self._pause_keeper = PauseKeeper(self.state)
+        self._endings = Endings(self.state)
+        self._removal = Removal(self.state, self._endings)
+        self._arrivals = Arrivals(self.state, self._pause_keeper, self._removal)
+        self._drains = Drains(self.state, self._removal)
+        self._bring_ups = BringUps(self.state, self._endings, self._removal)
+        self._breaks = Breaks(self.state, self._endings, self._removal, self._bring_ups)
+        self._collecting = Collecting(self.state, self._drains)
+        self._attempts = Attempts(self.state, self._endings, self._removal, self._drains, digest_of)
+        self._timeouts = Timeouts(
+            self.state,
+            pause_keeper=self._pause_keeper,
+            endings=self._endings,
+            removal=self._removal,
+            bring_ups=self._bring_ups,
+            collecting=self._collecting,
+        )
+
+    def __repr__(self) -> str:
+        return f"Job({self.state!r}, told_paused={self._pause_keeper.told_paused!r})"
+
+    # --- what the edge calls ---
+
+    def handle(self, event: Event, now_s: float) -> list[Effect]:
+        """Take one event in and say what follows from it."""
+        self._pause_keeper.keep_limits(now_s)
+        if isinstance(event, Attended):
+            self._arrivals.attended(event, now_s)
+        else:
+            self._heard(self._arrivals.known(event), event, now_s)
+        self._advance(now_s)
+        self._pause_keeper.tell(now_s)
+        return self.state.take_effects()
+
+    def tick(self, now_s: float) -> list[Effect]:
+        """Act on the deadlines that have passed."""
+        self._pause_keeper.keep_limits(now_s)
+        for member, reason in self.state.attendance.overdue(now_s):
+            if self.state.members.get(member.member_id) is member:
+                self._removal.remove(member, reason, now_s)
+        if passed(self.state.deadlines.suspect_since_s, self.state.limits.reconnect_s, now_s):
+            self._endings.break_off(
+                (), f"{self.state.stage.reason}; all members still answer", now_s
+            )
+        if passed(self.state.deadlines.broken_since_s, self.state.limits.collective_s, now_s):
+            self._breaks.drop_unsettled(now_s)
+        if (
+            self.state.deadlines.overdue_check_s is not None
+            and now_s >= self.state.deadlines.overdue_check_s
+        ):
+            self._timeouts.drop_overdue(now_s)
+        self._timeouts.drop_paused(now_s)
+        self._advance(now_s)
+        self._pause_keeper.tell(now_s)
+        return self.state.take_effects()
+
+    def beaten(self, event: Beaten, now_s: float) -> None:
+        """Take in what a heartbeat tells of the member's trainer. Nothing follows from it at once.
+
+        It is called for every beat, so it costs next to nothing.
+        """
+        member = self.state.members.get(event.member_id)
+        if member is None or member.incarnation != event.incarnation:
+            return
+        if event.moved != member.moved:
+            member.moved, member.moved_s = event.moved, now_s
+        member.waits_for_others = event.waits
+        member.own_code_since_s = now_s - event.own_code_s if event.own_code_s > 0 else None
+
+    def next_deadline_s(self) -> float | None:
+        """When `tick` should be called next, if no event comes before."""
+        return min(self._timeouts.deadlines(), default=None)
+
+    def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
+        """A heartbeat: one that trains has so many steps behind it. Costs next to nothing."""
+        self.state.heard_of_step(member_id, incarnation, step)
+
+    def postpone(self, by_s: float) -> None:
+        """Move every limit that runs: for so long nobody could be told anything."""
+        self.state.postpone(by_s)
+
+    # --- what the edge reads ---
+
+    @property
+    def spec(self) -> JobSpec:
+        return self.state.spec
+
+    @property
+    def limits(self) -> Limits:
+        return self.state.limits
+
+    @property
+    def phase(self) -> Phase:
+        return self.state.stage.phase
+
+    @property
+    def reason(self) -> str:
+        return self.state.stage.reason
+
+    @property
+    def last_generation(self) -> Generation:
+        return self.state.last_generation
+
+    @property
+    def running(self) -> Roster | None:
+        return self.state.running
+
+    @property
+    def previous(self) -> Roster | None:
+        return self.state.previous
+
+    @property
+    def attempt(self) -> Roster | None:
+        return self.state.attempt
+
+    @property
+    def members(self) -> dict[str, Member]:
+        return self.state.members
+
+    @property
+    def attendance(self) -> Attendance:
+        return self.state.attendance
+
+    @property
+    def setbacks(self) -> Setbacks:
+        return self.state.setbacks
+
+    @property
+    def progress(self) -> Progress:
+        return self.state.progress
+
+    @property
+    def completing(self) -> bool:
+        return self.state.end.completing
+
+    @property
+    def lost(self) -> Refusal | None:
+        return self.state.end.lost
+
+    @property
+    def agreement(self) -> Agreement | None:
+        return self.state.agreement
+
+    def members_of(self, roster: Roster) -> list[Member]:
+        """Those of the roster that are still here, by rank."""
+        return self.state.members_of(roster)
+
+    def pausing(self) -> list[tuple[Member, Pause]]:
+        """Who is paused, of those whom others wait for."""
+        return self._pause_keeper.pausing()
+
+    def why_paused(self, now_s: float | None = None) -> str:
+        """Whom all wait for, and until when at most; empty while nobody is paused."""
+        return self._pause_keeper.why_paused(now_s)
+
+    def rank_of(self, member: Member) -> int | None:
+        """The member's rank in what runs, is to run or ran last."""
+        return self.state.rank_of(member)
+
+    # --- what follows ---
+
+    def _heard(self, member: Member, event: Event, now_s: float) -> None:
+        match event:
+            case Proposed():
+                self._collecting.proposed(member, event.proposal, now_s)
+            case Answered():
+                self._attempts.answered(member, event, now_s)
+            case Settled():
+                self._breaks.settled(member, event, now_s)
+            case Offered():
+                self._attempts.offered(member, event)
+            case BecameReady():
+                self._attempts.became_ready(member, event, now_s)
+            case Broke():
+                self._breaks.broke(member, event, now_s)
+            case Disconnected():
+                self._arrivals.disconnected(member, now_s)
+            case Halted() | Continued():
+                self._arrivals.halted(member, event, now_s)
+            case DrainAsked() | Paused() | Resumed():
+                self._asked(member, event, now_s)
+            case Lost():
+                self._removal.remove(member, event.reason, now_s)
+            case Left():
+                self._left(member, event, now_s)
+            case _:
+                raise AssertionError(f"no handler for {event}")
+
+    def _left(self, member: Member, event: Left, now_s: float) -> None:
+        # Who comes with all its work behind it does not end the training of the others.
+        concerns_all = self.state.running is None or member.is_in(self.state.running)
+        if event.completed and concerns_all and not self.state.end.completing:
+            self._removal.complete(member, now_s)
+        self._removal.remove(member, f"left: {event.reason}", now_s, completed=event.completed)
+
+    def _advance(self, now_s: float) -> None:
+        """Go on as far as time and the members that are present allow."""
+        self.state.setbacks.release(now_s)
+        if self.state.attendance.draining:
+            self._drains.let_go(now_s)
+        if self.state.end.completing:
+            return
+        if self.state.deadlines.deadline_s is not None and now_s >= self.state.deadlines.deadline_s:
+            self._timeouts.deadline_passed(now_s)
+        if self.state.running is None:
+            if self.state.stage.phase is Phase.COLLECT and self._collecting.may_form(now_s):
+                self._freeze(self._collecting.chosen(now_s), now_s)
+        elif self.state.stage.phase in (Phase.RUNNING, Phase.COLLECT):
+            self._advance_change(now_s)
+
+    def _advance_change(self, now_s: float) -> None:
+        """A generation runs: who would join it, or leave it?"""
+        wanted, chosen = self._collecting.change_wanted(now_s)
+        if not wanted:
+            if self.state.stage.phase is Phase.COLLECT:
+                self.state.to(Trigger.CHANGE_DROPPED, "who wanted the change is gone", now_s)
+            return
+        if self._pause_keeper.pausing():
+            return  # they would stop for nothing: the change comes when all can take part in it
+        if self.state.stage.phase is Phase.RUNNING:
+            self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
+        # Members that have not proposed yet are on their way: one stop takes them along.
+        coming = len(self.state.attendance.candidates) + len(self.state.attendance.draining) < len(
+            self.state.members
+        )
+        if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
+            self._freeze(chosen, now_s)
+
+    def _freeze(self, chosen: list[Member], now_s: float) -> None:
+        if not self._attempts.freeze(chosen, now_s):
+            self._advance(now_s)
+
+    def _asked(self, member: Member, event: DrainAsked | Paused | Resumed, now_s: float) -> None:
+        """What a member, or an operator for it, asks of the others."""
+        match event:
+            case DrainAsked():
+                self._drains.ask(member, event, now_s)
+            case Paused():
+                self._pause_keeper.begin(member, event, now_s)
+            case Resumed():
+                self._pause_keeper.end(member, now_s)

@@ -1,0 +1,157 @@
+"""What is late, and when the next limit passes."""
+
+from collections.abc import Iterator
+
+from shoal_server.core.generations.agreement import Agreement
+from shoal_server.core.job.bring_ups import BringUps
+from shoal_server.core.job.collecting import Collecting
+from shoal_server.core.job.endings import Endings
+from shoal_server.core.job.job_state import JobState
+from shoal_server.core.job.pause_keeper import PauseKeeper
+from shoal_server.core.job.removal import Removal
+from shoal_server.core.membership import refusals
+from shoal_server.core.membership.member import Member, names_of
+from shoal_server.core.membership.pauses import told
+from shoal_server.core.membership.phases import Phase, Trigger
+
+
+class Timeouts:
+    """Acts on limits that have passed."""
+
+    def __init__(
+        self,
+        state: JobState,
+        *,
+        pause_keeper: PauseKeeper,
+        endings: Endings,
+        removal: Removal,
+        bring_ups: BringUps,
+        collecting: Collecting,
+    ) -> None:
+        self._state = state
+        self._pause_keeper = pause_keeper
+        self._endings = endings
+        self._removal = removal
+        self._bring_ups = bring_ups
+        self._collecting = collecting
+
+    def deadline_passed(self, now_s: float) -> None:
+        self._state.deadlines.deadline_s = None
+        agreement = self._state.agreement
+        if self._state.stage.phase is Phase.ABORTED:
+            intact = self._state.running is not None
+            self._state.to(
+                Trigger.INTACT if intact else Trigger.BACKED_OFF, self._state.stage.reason, now_s
+            )
+        elif self._state.stage.phase is Phase.PREPARE and agreement is not None:
+            self._expel_late(agreement.unanswered, "accept or reject the roster", now_s)
+        elif self._state.stage.phase is Phase.COMMITTED and agreement is not None:
+            self._bring_up_overdue(agreement, now_s)
+
+    def _bring_up_overdue(self, agreement: Agreement, now_s: float) -> None:
+        """A bring-up in which anything moves is never late, however long its state takes.
+
+        Where it stands still, who waits for others is not to blame.
+        """
+        concerned = self._state.concerned(agreement.roster)
+        moved_s = max((m.moved_s for m in concerned), default=float("-inf"))
+        if now_s < moved_s + self._state.limits.bring_up_s:
+            self._state.deadlines.deadline_s = moved_s + self._state.limits.bring_up_s
+            # Who waits for this one to end counts from now on.
+            self._pause_keeper.tell_all()
+            return
+        to_stop = self._state.running is not None and agreement.stop_at is None
+        late = agreement.unoffered if to_stop and agreement.unoffered else agreement.unready
+        waiting = {m.member_id for m in concerned if m.waits_for_others}
+        if late <= waiting:
+            names = names_of([m for m in concerned if m.member_id in late])
+            limit = f"{self._state.limits.bring_up_s:g} s"
+            self._endings.abort(
+                f"nothing moved for {limit}, and {names} wait for each other", now_s
+            )
+            return
+        self._expel_late(late - waiting, "bring the generation up", now_s)
+
+    def _expel_late(self, names: set[str], task: str, now_s: float) -> None:
+        late = [self._state.members[name] for name in sorted(names) if name in self._state.members]
+        attempt = self._state.attempt if self._state.stage.phase is Phase.COMMITTED else None
+        if attempt is not None and attempt.synchronous:
+            # Who holds the state waits for those who come to it, and is not put out with them. If
+            # it hangs too, it does not come to a stand.
+            late = [m for m in late if not attempt.keeps(m.member_id)] or late
+        reason = f"{names_of(late)} did not {task} in time"
+        self._endings.abort(reason, now_s)
+        for member in late:
+            if attempt is not None and attempt.synchronous:
+                self._bring_ups.blame(member, attempt.generation, reason, now_s)
+            if self._state.members.get(member.member_id) is member:
+                self._removal.refuse(member, refusals.timeout(reason), now_s)
+
+    def drop_overdue(self, now_s: float) -> None:
+        """Nobody waits for a generation for longer than the join limit."""
+        self._state.deadlines.overdue_check_s = None
+        if self._state.running is not None or self._state.stage.phase is not Phase.COLLECT:
+            return
+        ready = list(self._state.attendance.candidates.values())
+        left_out = self._state.setbacks.all_left_out(now_s)
+        without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
+        num_needed = self._state.spec.min_members
+        for member in [m for m in ready if now_s >= self._overdue_s(m)]:
+            reason = (
+                f"no generation formed within {self._state.limits.join_s:g} s:"
+                f" {len(ready)} of at least {num_needed} members were ready{without}"
+            )
+            self._removal.refuse(member, refusals.timeout(reason), now_s)
+        left = self._state.attendance.candidates.values()
+        self._state.deadlines.overdue_check_s = min(
+            (self._overdue_s(m) for m in left), default=None
+        )
+
+    def _overdue_s(self, member: Member) -> float:
+        since_s = max(
+            member.waiting_since_s,
+            self._state.stage.since_s,
+            self._state.attendance.pauses.released_s,
+        )
+        return since_s + self._state.limits.join_s
+
+    def drop_paused(self, now_s: float) -> None:
+        """Who is paused for longer than it said is taken for hung."""
+        for member, pause in self._state.attendance.pauses:
+            if now_s >= pause.ends_s and self._state.members.get(member.member_id) is member:
+                text = told(member, self._state.rank_of(member), pause, now_s)
+                self._removal.refuse(member, refusals.pause_over(text, pause.limit_s), now_s)
+
+    def deadlines(self) -> Iterator[float]:
+        yield from self._state.attendance.deadlines()
+        yield from self._state.setbacks.next_release_s(self._state.attendance.candidates)
+        yield from (pause.ends_s for _, pause in self._state.attendance.pauses)
+        if self._state.deadlines.suspect_since_s is not None:
+            yield self._state.deadlines.suspect_since_s + self._state.limits.reconnect_s
+        if not self._pause_keeper.pausing():
+            yield from self._limits_that_run()
+
+    def _limits_that_run(self) -> Iterator[float]:
+        """Those that a pause holds up."""
+        if self._state.deadlines.deadline_s is not None:
+            yield self._state.deadlines.deadline_s
+        if self._state.deadlines.broken_since_s is not None:
+            yield self._state.deadlines.broken_since_s + self._state.limits.collective_s
+        if self._state.deadlines.overdue_check_s is not None:
+            yield self._state.deadlines.overdue_check_s
+        for member in self._state.attendance.draining.values():
+            if not member.let_go and member.draining_s is not None:
+                yield member.draining_s + self._state.limits.drain_s
+        if self._state.stage.phase is Phase.COLLECT and not self._state.end.completing:
+            yield from self._collect_deadlines()
+
+    def _collect_deadlines(self) -> Iterator[float]:
+        if self._state.running is not None:
+            yield self._state.stage.since_s + self._state.limits.gather_s
+            return
+        formable = len(self._state.able) >= self._state.spec.min_members
+        formable = (
+            formable and self._state.attendance.all_settled and not self._collecting.awaits_state
+        )
+        if formable and self._state.deadlines.first_proposal_s is not None:
+            yield self._state.deadlines.first_proposal_s + self._collecting.last_call_s
