@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from shoal.checkpoint import names
 from shoal.checkpoint.write_plan import PlannedChunk
 from shoal.state.shards import Chunk
+from shoal.torch_private.checkpoint import StorageInfo
 
 Place = tuple[str, int, int]
 """Name of the file in the checkpoint, offset and length in bytes."""
@@ -109,7 +110,7 @@ def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, Place]]
     for entry, (file, offset, length) in stored:
         key = names.key_of(entry.path)
         paths[key] = entry.path
-        results.append(WriteResult(entry.index, length, _StorageInfo(file, offset, length)))
+        results.append(WriteResult(entry.index, length, StorageInfo(file, offset, length)))
         if entry.data is None:
             tensors[key] = BytesStorageMetadata()
             continue

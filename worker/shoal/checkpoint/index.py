@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -22,6 +21,7 @@ from shoal.checkpoint import names
 from shoal.checkpoint.directory import METADATA
 from shoal.checkpoint.entries import Place
 from shoal.state.shards import Chunk
+from shoal.torch_private.checkpoint import StorageInfo
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 _MODULES: Mapping[str, frozenset[str]] = {
@@ -141,7 +141,7 @@ def _chunks(
         yield chunk, _place(metadata.storage_data[MetadataIndex(key, stored.offsets)])
 
 
-def _place(stored: _StorageInfo) -> Place:
+def _place(stored: StorageInfo) -> Place:
     if getattr(stored, "transform_descriptors", None):
         raise ValueError("its files are compressed or encrypted by an extension")
     file = stored.relative_path

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
 from shoal.backends.abortable.waiter import Completion
 from shoal.compression.base import Averaging, Compressor, Packed
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic, Wire
+from shoal.torch_private.c10d import GradBucket
 
 
 @dataclass(frozen=True)

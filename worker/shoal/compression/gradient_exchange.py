@@ -6,11 +6,11 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
 
 from shoal.backends.abortable.waiter import AbortableWaiter, Completion
 from shoal.compression.wire import Traffic
 from shoal.model.gradients import is_finite
+from shoal.torch_private.c10d import GradBucket
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 

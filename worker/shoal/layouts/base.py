@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.model.gradients import watch_parameters
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import Chunk, TensorShard
+from shoal.torch_private.dtensor import local_shape_and_offset
 
 LossFunction = Callable[[Any, Any], Tensor]
 """(outputs, targets) -> the mean loss over the samples."""
@@ -218,9 +218,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _chunk_of(tensor: DTensor) -> Chunk:
-    sizes, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    sizes, offsets = local_shape_and_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.waiter import wait_abortable
+from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 from shoal_proto.errors import NonFiniteGradient
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def clip(layout: "Layout", max_norm: float) -> Tensor:
     gradients = _local_gradients(layout.parameters)
     counted = [gradient for name, gradient in gradients.items() if layout.counts(name)]
     message = torch.zeros(1, dtype=torch.float32, device=layout.world.device)
-    for norm in torch._foreach_norm(counted) if counted else ():
+    for norm in foreach_norm(counted) if counted else ():
         message += norm.float() ** 2
     non_finite_check = layout.non_finite_check
     if non_finite_check is not None:
@@ -37,7 +38,7 @@ def clip(layout: "Layout", max_norm: float) -> Tensor:
         non_finite_check.set_flags(message[1:])
     total = message[0].sqrt()
     # The same small number as in torch, and the same order: clipped runs stay equal to one process.
-    torch._foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
+    foreach_mul_(list(gradients.values()), torch.clamp(max_norm / (total + 1e-6), max=1.0))
     return total
 
 
@@ -93,7 +94,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
     """The first parameter whose gradient on this rank holds a NaN or Inf; empty if none does."""
     gradients = _local_gradients(parameters)
     # One pass over all. The norm of finite numbers can overflow, so only the exact test condemns.
-    norms = torch._foreach_norm(list(gradients.values())) if gradients else ()
+    norms = foreach_norm(list(gradients.values())) if gradients else ()
     if not norms or bool(torch.isfinite(torch.stack([n.float() for n in norms]).sum())):
         return ""
     return next((name for name, g in gradients.items() if not bool(torch.isfinite(g).all())), "")

@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 import grpc
-from torch._C._distributed_c10d import Store
 
+from shoal.torch_private.c10d import Store
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken
 from shoal_proto.v1 import rendezvous_pb2 as pb

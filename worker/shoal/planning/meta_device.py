@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.torch_private.tensors import pytree
+
 
 def on_meta(model: nn.Module) -> nn.Module:
     """A copy of the model on the meta device; not even its making takes the model's memory."""
@@ -20,4 +22,4 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 def to_meta(tree: Any) -> Any:
     """Tensors in tuples, lists and dicts, on the meta device."""
-    return torch.utils._pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)

@@ -14,6 +14,7 @@ from torch import Tensor
 from shoal.backends.process_group.collectives import CollectiveGroup, Count
 from shoal.backends.process_group.pending import Done
 from shoal.planning.figures import BACKWARD, FORWARD, Collective
+from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
 
@@ -77,7 +78,7 @@ class Rehearsed:
             with torch.enable_grad(), torch.device("meta"):
                 self.outputs = run()
             self._forward = group.taken()
-            leaves = torch.utils._pytree.tree_leaves(self.outputs)
+            leaves = pytree.tree_leaves(self.outputs)
             ends = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:

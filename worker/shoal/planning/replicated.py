@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from shoal.layouts.replicated import ALIGNMENT_BYTES, MAX_MESSAGE_BYTES, partition
 from shoal.model.tied_tensors import persistent_buffers
@@ -17,6 +16,7 @@ from shoal.planning.figures import (
     RankFigures,
     Subject,
 )
+from shoal.torch_private.c10d import bucket_assignment
 
 NOTE = "buckets are those from the second step on: torch learns their order in the first"
 
@@ -132,7 +132,7 @@ def _buckets(parameters: list[Tensor], bucket_mb: float) -> list[list[int]]:
     cap = int(bucket_mb * 1024 * 1024)
     sparse = [False] * len(parameters)
     indices: list[list[int]]
-    indices, _ = _compute_bucket_assignment_by_size(parameters, [cap, cap], sparse)
+    indices, _ = bucket_assignment(parameters, [cap, cap], sparse)
     return indices
 
 

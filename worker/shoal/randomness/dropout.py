@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.randomness import Place, digest, mix, present
+from shoal.torch_private.tensors import in_backward
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
@@ -63,7 +64,7 @@ def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: floa
     if layer is None:
         return None
     # A backward pass may run on another thread than the forward pass that it computes again.
-    place = present() or (layer.place if _in_backward() else None)
+    place = present() or (layer.place if in_backward() else None)
     if place is None:
         return None
     key = mix(place.seed, place.step, layer.key, layer.next_call(place))
@@ -87,7 +88,7 @@ class _Layer:
 
     def next_call(self, place: Place) -> int:
         """0 for the first call at a place, 1 for the second ..."""
-        if _in_backward():
+        if in_backward():
             # Forward passes that are computed again come in the order of the first time.
             call = self._again % max(self._calls, 1)
             self._again += 1
@@ -98,10 +99,6 @@ class _Layer:
         self._again = 0
         self._calls += 1
         return self._calls - 1
-
-
-def _in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torch.device) -> Tensor:

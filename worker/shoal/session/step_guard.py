@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
+from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
 _MARK = "_shoal_watched"

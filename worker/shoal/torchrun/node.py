@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 import structlog
 import torch
-from torch._C._distributed_c10d import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousStoreInfo
 
+from shoal.torch_private.c10d import TCPStore
 from shoal.torchrun.config import NodeConfig
 from shoal.torchrun.store import AgentStore
 from shoal_client.membership.member import Member

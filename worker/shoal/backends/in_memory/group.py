@@ -11,13 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from shoal.backends.in_memory.meeting import Complete, Hub, Meeting
 from shoal.backends.in_memory.worlds import RankWorld, bind, own_world
 from shoal.backends.process_group.collectives import CollectiveGroup
 from shoal.backends.process_group.pending import Done, Pending
 from shoal.backends.process_group.reductions import reduced
+from shoal.torch_private.c10d import HashStore
 from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_in_memory"

@@ -9,13 +9,13 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from shoal.backends.in_memory.group import open_world
 from shoal.backends.in_memory.meeting import Hub
 from shoal.backends.in_memory.worlds import own_world, unbind
 from shoal.backends.process_group.collectives import reset_counts
 from shoal.backends.process_group.interface import Seat
+from shoal.torch_private.c10d import Store
 from shoal_proto.errors import GenerationBroken
 
 _TOKEN = "in-memory"

@@ -7,7 +7,6 @@ torch has. And what DTensor keeps for a mesh must not pass from one rank to anot
 are told apart by their world. All is put back when the last such thread is done.
 """
 
-import contextlib
 import itertools
 import sys
 import threading
@@ -16,19 +15,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
 from shoal.backends.in_memory.meeting import Hub
+from shoal.torch_private import c10d, dtensor
 from shoal_proto.errors import InvalidSpec
 
 
 class RankWorld:
     """torch's tables as one rank sees them. The fields are those of torch's own."""
 
-    pg_config_info = c10d._World.pg_config_info
+    pg_config_info = c10d.pg_config_info
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self.hub = hub
@@ -79,10 +75,7 @@ class _MeshWorld:
 
 _numbers = itertools.count(1)
 _own = _Own()
-_torchs: Any = c10d._world
-_native: Any = _distributed_c10d
-_mesh_class: Any = DeviceMesh
-_propagator: Any = ShardingPropagator
+_torchs: Any = c10d.groups_table()
 _lock = threading.Lock()
 _bound: list[RankWorld] = []
 _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to_tag")
@@ -139,15 +132,14 @@ def _release() -> None:
 
 
 def _install() -> None:
-    c10d._world = _WorldOfThread()  # type: ignore[assignment]
-    _native._set_thread_isolation_mode(True)
-    _mesh_class._thread_id = _MeshWorld()
-    # Shapes are worked out in a mode of torch that two threads must not enter at once.
-    _propagator._fake_mode_lock = threading.Lock()
+    c10d.replace_groups_table(_WorldOfThread())
+    c10d.isolate_threads(True)
+    dtensor.mark_meshes_by(_MeshWorld())
+    dtensor.serialise_shape_derivation(True)
 
 
 def _uninstall() -> None:
-    c10d._world = _torchs
-    _native._set_thread_isolation_mode(False)
-    del _mesh_class._thread_id
-    _propagator._fake_mode_lock = contextlib.nullcontext()
+    c10d.replace_groups_table(_torchs)
+    c10d.isolate_threads(False)
+    dtensor.mark_meshes_by(None)
+    dtensor.serialise_shape_derivation(False)

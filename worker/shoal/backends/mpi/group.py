@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
-from torch._C._distributed_c10d import HashStore
 
 from shoal.backends.mpi.buffers import (
     Staged,
@@ -27,6 +26,7 @@ from shoal.backends.mpi.buffers import (
 from shoal.backends.mpi.world import Flight, MpiWorld
 from shoal.backends.process_group.collectives import CollectiveGroup
 from shoal.backends.process_group.pending import Pending
+from shoal.torch_private.c10d import HashStore
 from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"

@@ -19,12 +19,12 @@ from typing import Any
 
 import structlog
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from shoal.backends.network.sockets import listening, shut_connections
 from shoal.backends.network.stores import AddressStore, AnnouncingStore
 from shoal.backends.process_group.collectives import CollectiveGroup
 from shoal.backends.process_group.interface import Seat, refuse_default_group
+from shoal.torch_private.c10d import ProcessGroupGloo, Store
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
 from shoal.backends.network.sockets import shut_connections
 from shoal.backends.network.stores import AnnouncingStore
 from shoal.backends.process_group.interface import Seat, refuse_default_group
+from shoal.torch_private.c10d import Store, abort_process_group
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog", "gloo", "closed by peer")
@@ -107,7 +107,7 @@ class NcclGroup:
             return
         if self._reason:
             # Destroying would wait for operations that never end.
-            dist.distributed_c10d._abort_process_group()
+            abort_process_group()
         else:
             dist.destroy_process_group()
 

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import Store
-
+from shoal.torch_private.c10d import Store
 from shoal_proto.errors import GenerationBroken
 
 MAX_ANNOUNCED_BYTES = 1 << 16

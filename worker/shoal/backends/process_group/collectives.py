@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.torch_private.c10d import all_groups
 from shoal_proto.errors import ShapeMismatch
 
 
@@ -248,7 +249,7 @@ def reset_counts(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _counting(group: dist.ProcessGroup | None) -> list[CollectiveGroup]:
-    groups = [group] if group is not None else list(dist.distributed_c10d._world.pg_map)
+    groups = [group] if group is not None else list(all_groups())
     return [each for each in groups if isinstance(each, CollectiveGroup)]
 
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
 
+from shoal.torch_private.c10d import Store
 from shoal_proto.errors import InvalidSpec
 
 LONGEST_S = 24 * 3600.0

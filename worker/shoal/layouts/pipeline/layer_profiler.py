@@ -13,6 +13,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.base import World, materialise
 from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.stages import Stage
+from shoal.torch_private.tensors import pytree
 
 REPEATS = 5
 """The fastest of so many passes counts: whatever else the machine does only adds."""
@@ -73,7 +74,7 @@ def _measure(
         _finish(device)
         started_ns = time.perf_counter_ns()
         outputs = stage.run(inputs, fresh)
-        leaves = [t for t in torch.utils._pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
+        leaves = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
         trained = [t for t in leaves if t.requires_grad]
         torch.autograd.backward(trained, [torch.ones_like(t) for t in trained])
         _finish(device)

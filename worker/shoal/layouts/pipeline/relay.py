@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.state.dtypes import DTYPES, name_of
+from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 MAX_DESCRIPTION_BYTES = 1024 * 1024

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.utils import _pytree as pytree
 
 from shoal import randomness
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.layouts.base import LossFunction
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.stages import Stage
+from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
 SCHEDULES: Mapping[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.proxy import TraceError
-from torch.utils import _pytree as pytree
 
+from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
 
 # fx replaces nn.Module's methods for the whole process while it traces.

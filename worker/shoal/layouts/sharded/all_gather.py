@@ -6,10 +6,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.sharded.shared_slots import SharedSlots
+from shoal.torch_private.fsdp import DefaultAllGather
 
 
 class SharedMemoryAllGather(DefaultAllGather):

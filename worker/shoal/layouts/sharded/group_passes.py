@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
-from torch.utils import _pytree as pytree
+
+from shoal.torch_private.fsdp import PRE_BACKWARD, groups_of, state_of
+from shoal.torch_private.tensors import pytree
 
 
 class GroupPasses:
     """Counts the passes through the modules of one group that backward has not gone back yet."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        first: Any = modules[0]
-        self._state: Any = first._get_fsdp_state()
-        self._group: Any = self._state._fsdp_param_groups[0]
+        self._state: Any = state_of(modules[0])
+        self._group: Any = groups_of(self._state)[0]
         self._group._register_post_backward_hook = _leave_out
         self.begin()
         for module in modules:
@@ -45,7 +45,7 @@ class GroupPasses:
     @property
     def _recomputes(self) -> bool:
         """A forward pass within backward, of a checkpointed activation."""
-        return bool(self._state._training_state == TrainingState.PRE_BACKWARD)
+        return bool(self._state._training_state == PRE_BACKWARD)
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if not torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 """Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,14 @@ from shoal.layouts.sharded.nan_propagating_reduce_scatter import NanPropagatingR
 from shoal.layouts.sharded.shared_slots import SharedSlots
 from shoal.model.tied_tensors import persistent_buffers
 from shoal.state.shards import MODEL
+from shoal.torch_private.fsdp import (
+    fsdp_parameters,
+    give_memory,
+    has_run,
+    has_unreduced_gradient,
+    heads_of,
+    parameters_of,
+)
 from shoal_proto.errors import GenerationBroken
 
 
@@ -52,7 +60,7 @@ class ShardedLayout(Layout):
         self._shard(model, options)
         self._slots = self._share(model, options)
         for part in fsdp_parameters(model):
-            _give_memory(part, world.device)
+            give_memory(part, world.device)
         move_buffers(model, world.device)
         self.module = model
         self._parameters = dict(model.named_parameters())
@@ -88,7 +96,7 @@ class ShardedLayout(Layout):
         if world.world_size == 1 or world.device.type != "cpu" or not is_gloo(world.group):
             return None
         backend: Any = world.group._get_backend(world.device)
-        heads = [head for head in _heads(model) if any(_parts_of(head))]
+        heads = [head for head in heads_of(model) if any(parameters_of(head))]
         slots = SharedSlots.open(
             world.group,
             max(_whole_bytes(head, world.world_size, options.param_dtype) for head in heads),
@@ -104,7 +112,7 @@ class ShardedLayout(Layout):
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
         if names:
             reduction = NanPropagatingReduceScatter(names[0])
-            trained = (each for each in _parts_of(module) if each.sharded_param.requires_grad)
+            trained = (each for each in parameters_of(module) if each.sharded_param.requires_grad)
             reduction.blind = not all(each.sharded_size.numel() for each in trained)
             self._reductions.append(reduction)
             module.set_custom_reduce_scatter(reduction)
@@ -168,13 +176,13 @@ class ShardedLayout(Layout):
         Else the next pass would compute with it, though the optimizer has stepped meanwhile.
         """
         root: Any = self.module
-        if root._get_fsdp_state()._is_root:  # None before the first pass
+        if has_run(root):  # None before the first pass
             root.reset_iter_state()
 
     def synchronised(self) -> bool:
         """Whether there are gradients and all of them are reduced."""
         reduced = any(parameter.grad is not None for parameter in self._parameters.values())
-        return reduced and not any(map(_left_over, self._fsdp_parameters))
+        return reduced and not any(map(has_unreduced_gradient, self._fsdp_parameters))
 
     def cut(self, reason: str) -> None:
         if self._slots is not None:
@@ -187,65 +195,14 @@ class ShardedLayout(Layout):
             part.mesh_info.shard_process_group = None
 
 
-def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
-    """What torch keeps of each parameter: its `sharded_param`, `all_gather_outputs` and others."""
-    for head in _heads(module):
-        yield from _parts_of(head)
-
-
-def _heads(module: nn.Module) -> list[Any]:
-    """Of the modules that are gathered together, one each."""
-    heads: dict[int, Any] = {}
-    for part in module.modules():
-        if state := _state_of(part):
-            heads.setdefault(id(state), part)
-    return list(heads.values())
-
-
-def _give_memory(part: Any, device: torch.device) -> None:
-    """Memory with nothing in it for what the rank has of a parameter that is on the meta device.
-
-    What `Module.to_empty` comes to, which takes three times as long: DTensor derives for each
-    parameter anew what it means to be empty. What fills the part up to the size of the others'
-    is zero.
-    """
-    meta: Any = part.sharded_param
-    padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)
-    dim, length = part.fsdp_placement.dim, part.sharded_size[part.fsdp_placement.dim]
-    padded.narrow(dim, length, padded.size(dim) - length).zero_()
-    own = padded.narrow(dim, 0, length)
-    parameter = nn.Parameter(part.to_sharded_dtensor(own), requires_grad=meta.requires_grad)
-    part._setattr_on_modules(parameter)
-    part._sharded_param_data = padded.view(-1)
-    part.reset_sharded_param()
-
-
-def _parts_of(module: nn.Module) -> Iterator[Any]:
-    """The same of what is gathered with this module, and no other."""
-    for group in _state_of(module)._fsdp_param_groups:
-        yield from group.fsdp_params
-
-
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
     """What is gathered with this module, at most: in its own dtype, if that is wider."""
     return sum(
         world_size
         * part.padded_sharded_param_size.numel()
         * max(part.sharded_param.element_size(), dtype.itemsize if dtype else 0)
-        for part in _parts_of(module)
+        for part in parameters_of(module)
     )
-
-
-def _state_of(module: nn.Module) -> Any:
-    find: Any = getattr(module, "_get_fsdp_state", None)
-    return find() if find else None
-
-
-def _left_over(parameter: Any) -> bool:
-    """A gradient that came and was not reduced."""
-    whole = getattr(parameter, "_unsharded_param", None)
-    accumulated = parameter.unsharded_accumulated_grad
-    return accumulated is not None or (whole is not None and whole.grad is not None)
 
 
 def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

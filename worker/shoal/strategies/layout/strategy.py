@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.optim import Optimizer
 
 from shoal.layouts import local_step
@@ -29,6 +28,7 @@ from shoal.strategies.synchronous.strategy import (
     receivers_of,
     refuse_lbfgs,
 )
+from shoal.torch_private.dtensor import clear_sharding_cache
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 
@@ -111,7 +111,7 @@ class LayoutStrategy(SynchronousStrategy):
             generation=generation.number,
         )
         # What DTensor has derived for the meshes of old generations is of no use any more.
-        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+        clear_sharding_cache()  # type: ignore[no-untyped-call]
         binding = OptimizerBinding(
             self._meta_model, self._optimizer, self.lay_out(self._meta_model.copy(), world)
         )

@@ -1,0 +1,72 @@
+"""Which modules may name what torch keeps to itself."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shoal
+
+ROOT = Path(shoal.__file__).parent
+ROOM = ROOT / "torch_private"
+
+
+def private_names(tree: ast.Module) -> Iterator[str]:
+    """Dotted names of torch with a part that begins with an underscore, imported or reached."""
+    aliases: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = {a.asname or "torch": a.name for a in node.names if is_torch(a.name)}
+            aliases |= {k: v if k != "torch" else "torch" for k, v in found.items()}
+            yield from (name for name in found.values() if is_private(name))
+        elif isinstance(node, ast.ImportFrom) and is_torch(node.module or ""):
+            found = {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            aliases |= found
+            yield from (name for name in found.values() if is_private(name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            dotted = name_of(node, aliases)
+            if dotted is not None and is_private(dotted):
+                yield dotted
+
+
+def name_of(node: ast.expr, aliases: dict[str, str]) -> str | None:
+    if isinstance(node, ast.Name):
+        return aliases.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = name_of(node.value, aliases)
+    return None if owner is None else f"{owner}.{node.attr}"
+
+
+def is_torch(name: str) -> bool:
+    return name.split(".", maxsplit=1)[0] == "torch"
+
+
+def is_private(name: str) -> bool:
+    return any(p.startswith("_") and not p.startswith("__") for p in name.split("."))
+
+
+def test_only_one_room_names_what_is_private_to_torch() -> None:
+    files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(ROOM)]
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in files
+        for name in private_names(ast.parse(path.read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch\ntorch._foreach_norm([])",
+        "import torch.distributed as dist\ndist.distributed_c10d._world",
+        "from torch._C import x",
+        "from torch.distributed.tensor.debug import _clear_sharding_prop_cache",
+        "import torch.utils._pytree",
+    ],
+)
+def test_a_private_name_is_found(code: str) -> None:
+    assert list(private_names(ast.parse(code)))

@@ -1,0 +1,30 @@
+"""Of DTensor: where a rank's part lies, and what is kept of a mesh."""
+
+import contextlib
+import threading
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+clear_sharding_cache = _clear_sharding_prop_cache
+"""Forget what was derived for meshes that are gone."""
+local_shape_and_offset = compute_local_shape_and_global_offset
+"""Sizes and offsets of this rank's part of a DTensor."""
+
+
+def mark_meshes_by(descriptor: Any | None) -> None:
+    """By what torch tells equal meshes of its own test threads apart; None: by its own mark."""
+    mesh_class: Any = DeviceMesh
+    if descriptor is None:
+        del mesh_class._thread_id
+    else:
+        mesh_class._thread_id = descriptor
+
+
+def serialise_shape_derivation(on: bool) -> None:
+    """Shapes are worked out in a mode of torch that two threads must not enter at once."""
+    propagator: Any = ShardingPropagator
+    propagator._fake_mode_lock = threading.Lock() if on else contextlib.nullcontext()

@@ -1,0 +1,80 @@
+"""Of fully_shard: its collectives to replace, and what it keeps of modules and parameters."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultReduceScatter,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+__all__ = ["DefaultAllGather", "DefaultReduceScatter"]
+
+PRE_BACKWARD = TrainingState.PRE_BACKWARD
+"""The training state of a module's group whose backward pass has begun."""
+
+
+def state_of(module: nn.Module) -> Any:
+    """What fully_shard keeps of a module that it wraps; None of any other."""
+    find: Any = getattr(module, "_get_fsdp_state", None)
+    return find() if find else None
+
+
+def groups_of(state: Any) -> Any:
+    """The groups of parameters that are gathered together, of a module's state."""
+    return state._fsdp_param_groups
+
+
+def has_run(module: nn.Module) -> bool:
+    """Whether the root module has had a pass."""
+    return bool(state_of(module)._is_root)
+
+
+def heads_of(module: nn.Module) -> list[Any]:
+    """Of the modules that are gathered together, one each."""
+    heads: dict[int, Any] = {}
+    for part in module.modules():
+        if state := state_of(part):
+            heads.setdefault(id(state), part)
+    return list(heads.values())
+
+
+def parameters_of(head: nn.Module) -> Iterator[Any]:
+    """What torch keeps of each parameter that is gathered with this module, and no other: its
+    `sharded_param`, `all_gather_outputs` and others."""
+    for group in groups_of(state_of(head)):
+        yield from group.fsdp_params
+
+
+def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
+    """The same of all parameters within the module."""
+    for head in heads_of(module):
+        yield from parameters_of(head)
+
+
+def give_memory(part: Any, device: torch.device) -> None:
+    """Memory with nothing in it for what the rank has of a parameter that is on the meta device.
+
+    What `Module.to_empty` comes to, which takes three times as long: DTensor derives for each
+    parameter anew what it means to be empty. What fills the part up to the size of the others'
+    is zero.
+    """
+    meta: Any = part.sharded_param
+    padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)
+    dim, length = part.fsdp_placement.dim, part.sharded_size[part.fsdp_placement.dim]
+    padded.narrow(dim, length, padded.size(dim) - length).zero_()
+    own = padded.narrow(dim, 0, length)
+    parameter = nn.Parameter(part.to_sharded_dtensor(own), requires_grad=meta.requires_grad)
+    part._setattr_on_modules(parameter)
+    part._sharded_param_data = padded.view(-1)
+    part.reset_sharded_param()
+
+
+def has_unreduced_gradient(parameter: Any) -> bool:
+    """Whether a gradient came and was not reduced."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    accumulated = parameter.unsharded_accumulated_grad
+    return accumulated is not None or (whole is not None and whole.grad is not None)
