@@ -1,0 +1,464 @@
+"""The member's core as transcripts: what it hears, and what follows."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.identity import Identity
+from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
+from shoal_proto.digest import roster_digest
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    Fenced,
+    JobFinished,
+    MemberDrained,
+    ProposalConflict,
+    ShoalError,
+    Unavailable,
+)
+from shoal_proto.v1 import membership_pb2 as pb
+
+LIMITS = pb.Limits(
+    heartbeat_s=1, lease_s=4, prepare_s=8, bring_up_s=30, collective_s=10, join_s=60, drain_s=20
+)
+NOBODY = Unavailable("nobody is there")
+
+
+def roster(generation: int, *names: str, planned: bool = False, synchronous: bool = True) -> Any:
+    entries = [
+        pb.RosterEntry(member_id=name, public_id=f"p-{name}", rank=rank)
+        for rank, name in enumerate(names)
+    ]
+    return pb.Roster(
+        generation=generation, entries=entries, planned=planned, synchronous=synchronous
+    )
+
+
+def committed(generation: int, *names: str, planned: bool = False) -> pb.Notice:
+    record = pb.GenerationRecord(
+        roster=roster(generation, *names, planned=planned), verdict=pb.VERDICT_COMMITTED
+    )
+    return pb.Notice(reason="all accepted", outcome=record)
+
+
+def aborted(generation: int, *names: str) -> pb.Notice:
+    record = pb.GenerationRecord(
+        roster=roster(generation, *names), verdict=pb.VERDICT_ABORTED, reason="b was lost"
+    )
+    return pb.Notice(outcome=record)
+
+
+def stop_at(generation: int, step: int) -> pb.Notice:
+    return pb.Notice(stop_at=pb.StopAt(generation=generation, step=step))
+
+
+def broken(generation: int) -> pb.Notice:
+    notice = pb.Notice(reason="b was lost")
+    getattr(notice, "break").generation = generation
+    return notice
+
+
+ADMITTED = pb.Notice(reason="admitted", admitted=pb.Admitted(limits=LIMITS))
+
+
+@dataclass
+class Member:
+    """Steps the core, and keeps the time."""
+
+    core: MemberCore = field(
+        default_factory=lambda: MemberCore(
+            Identity(
+                spec=pb.JobSpec(job="j"),
+                member_id="a",
+                incarnation="i-a",
+                public_id="p-a",
+                info=pb.MemberInfo(host="h"),
+            )
+        )
+    )
+    now_s: float = 0.0
+
+    def hears(self, *notices: pb.Notice) -> list[str]:
+        """What follows from notices, in words."""
+        return [word for notice in notices for word in self.does(ev.NoticeCame(notice=notice))]
+
+    def does(self, event: ev.Event) -> list[str]:
+        return [told(effect) for effect in self.core.step(event, self.now_s)]
+
+    def begins(self, step: int, **options: bool) -> object:
+        decision = self.core.begin_step(step, self.now_s, **options)
+        return decision.record.roster.generation if isinstance(decision, ev.BringUp) else decision
+
+    def enters(self, above: int) -> int:
+        decision = self.core.next_generation(above, self.now_s, self.now_s)
+        assert isinstance(decision, ev.BringUp)
+        return decision.record.roster.generation
+
+
+def told(effect: ev.Effect) -> str:
+    match effect:
+        case ev.Call(request=request):
+            return f"{type(request).__name__.removesuffix('Request')}{_numbers(request)}"
+        case ev.Break():
+            return f"Break {effect.generation}"
+        case ev.Raise() | ev.TellEnding() | ev.FindLeader():
+            return f"{type(effect).__name__} {type(effect.error).__name__}"
+        case ev.Log():
+            return effect.event
+        case _:
+            return type(effect).__name__
+
+
+def _numbers(request: ev.Request) -> str:
+    match request:
+        case pb.OfferRequest():
+            return f" {request.next_step} for {request.generation}"
+        case pb.SettleRequest():
+            return f" {request.step} after {request.token.generation}"
+        case pb.ReadyRequest():
+            return f" {request.token.generation}"
+    return ""
+
+
+def proposal(step: int = 0) -> ev.Proposed:
+    return ev.Proposed(proposal=pb.Proposal(synchronous=True, step=step, has_state=step > 0))
+
+
+def a_member() -> Member:
+    """One that is admitted and has proposed."""
+    member = Member()
+    assert member.does(ev.JoinWished()) == ["OpenStream"]
+    assert member.hears(ADMITTED) == ["Claim"]
+    assert member.does(proposal()) == ["Propose"]
+    return member
+
+
+def training(generation: int = 1) -> Member:
+    """One that trains with b, and has begun step 7."""
+    member = a_member()
+    member.hears(committed(generation, "a", "b"))
+    assert member.enters(above=0) == generation
+    record = pb.GenerationRecord(roster=roster(generation, "a", "b"))
+    assert member.does(ev.BroughtUp(record=record)) == [f"Ready {generation}"]
+    assert member.begins(7) == ev.BEGUN
+    return member
+
+
+def ended(call: ev.Call, error: ShoalError | None = None) -> ev.CallEnded:
+    return ev.CallEnded(call=call, error=error)
+
+
+def the_call(effects: list[ev.Effect]) -> ev.Call:
+    (call,) = [effect for effect in effects if isinstance(effect, ev.Call)]
+    return call
+
+
+# --- generations ---
+
+
+def test_a_roster_is_answered_with_its_digest() -> None:
+    member, shown = a_member(), roster(1, "a", "b")
+    (judge,) = member.core.step(
+        ev.NoticeCame(notice=pb.Notice(prepare=pb.Prepare(roster=shown))), 0
+    )
+    assert isinstance(judge, ev.Judge)
+    assert judge.digest == roster_digest(shown)
+    judged = ev.Judged(generation=1, digest=judge.digest, unreachable={"b": "refused"})
+    answer = the_call(member.core.step(judged, 0)).request
+    assert isinstance(answer, pb.AnswerRequest)
+    assert (answer.generation, answer.digest) == (1, judge.digest)
+    assert [peer.member_id for peer in answer.unreachable] == ["b"]
+
+
+def test_a_record_without_its_roster_gets_that_of_the_prepare() -> None:
+    member, shown = a_member(), roster(1, "a", "b")
+    member.hears(pb.Notice(prepare=pb.Prepare(roster=shown)))
+    record = pb.GenerationRecord(
+        roster=pb.Roster(generation=1), digest=roster_digest(shown), verdict=pb.VERDICT_COMMITTED
+    )
+    assert member.hears(pb.Notice(outcome=record)) == []
+    assert member.enters(above=0) == 1
+
+
+def test_a_record_of_another_roster_ends_the_stream() -> None:
+    """On a new one it comes whole."""
+    record = pb.GenerationRecord(digest="other", verdict=pb.VERDICT_COMMITTED)
+    assert a_member().hears(pb.Notice(outcome=record)) == ["Raise Unavailable"]
+
+
+def test_no_step_is_begun_past_an_offer_before_all_agreed_on_where_to_stop() -> None:
+    member = training()
+    assert member.hears(committed(2, "a", "b", "c", planned=True)) == ["Offer 8 for 2"]
+    assert member.begins(7) == ev.BEGUN
+    assert member.begins(8) == ev.WaitUntil(until_s=2 * 10 + 30)
+    assert member.hears(stop_at(2, 9)) == []
+    assert member.begins(8) == ev.BEGUN
+    assert member.begins(9) == 2
+    assert member.core.token.generation == 2
+
+
+def test_an_offer_is_the_same_whenever_it_is_made() -> None:
+    """A new leader collects them anew, whatever was begun below the boundary since."""
+    member = training()
+    change = committed(2, "a", "b", "c", planned=True)
+    assert member.hears(change, change) == ["Offer 8 for 2"] * 2
+    member.hears(stop_at(2, 9))
+    assert member.begins(8) == ev.BEGUN
+    assert member.hears(change) == ["Offer 8 for 2"]
+    assert member.begins(9) == 2
+    assert member.hears(change) == ["Offer 9 for 2"]
+
+
+def test_a_change_that_was_given_up_holds_nobody() -> None:
+    member = training()
+    member.hears(committed(2, "a", "b", "c", planned=True))
+    assert member.hears(aborted(2, "a", "b", "c")) == []
+    assert member.begins(8) == ev.BEGUN
+    assert not member.core.track.is_broken(1)
+
+
+def test_the_wait_for_a_boundary_stands_still_while_no_coordinator_is_there() -> None:
+    member = training()
+    member.hears(committed(2, "a", "b", "c", planned=True))
+    assert member.begins(8) == ev.WaitUntil(until_s=50)
+    member.does(ev.StreamEnded(error=NOBODY))
+    member.now_s = 1000.0
+    assert member.begins(8) == ev.WaitUntil(until_s=float("inf"))
+    member.hears(ADMITTED)
+    assert member.begins(8) == ev.WaitUntil(until_s=1050)
+    member.now_s = 1050.0
+    decision = member.begins(8)
+    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision.error, DeadlineExceeded)
+
+
+def test_a_break_is_told_once_and_covers_what_lies_before_it() -> None:
+    member = training()
+    assert member.hears(broken(1)) == ["generation_broken", "Break 1"]
+    assert member.hears(broken(1)) == []
+    assert member.core.break_seen(1, 0, 10, 0) == ev.Over(over=True)
+    member = training()
+    assert member.hears(broken(2)) == ["generation_broken", "Break 2"]
+    assert member.core.track.is_broken(1)
+
+
+def test_what_broke_is_not_entered_and_nothing_is_entered_twice() -> None:
+    member = training()
+    assert isinstance(member.core.next_generation(1, 0, 0), ev.WaitUntil)
+    member.hears(broken(1))
+    member.does(ev.StoodStill(step=7, has_state=True))
+    member.hears(committed(2, "a"), aborted(2, "a"))
+    assert isinstance(member.core.next_generation(1, 0, 0), ev.WaitUntil)
+    member.hears(committed(3, "a"))
+    assert member.enters(above=1) == 3
+
+
+def test_who_has_not_seen_the_generation_that_is_over_stands_where_it_was() -> None:
+    member = a_member()
+    assert member.hears(committed(1, "a", "b"), aborted(1, "a", "b")) == [
+        "generation_broken",
+        "Break 1",
+        "Settle 0 after 0",
+    ]
+
+
+# --- a new leader ---
+
+
+def test_a_new_leader_is_told_of_a_generation_that_came_up() -> None:
+    member = training()
+    member.does(ev.StreamEnded(error=NOBODY))
+    assert member.hears(ADMITTED) == ["Claim", "Propose", "Ready 1"]
+
+
+def test_a_new_leader_is_told_where_a_trainer_stands_still() -> None:
+    member = training()
+    member.hears(broken(1))
+    assert member.does(ev.StoodStill(step=7, has_state=True)) == ["Settle 7 after 1"]
+    member.does(ev.StreamEnded(error=NOBODY))
+    assert member.hears(ADMITTED) == ["Claim", "Propose", "Settle 7 after 1"]
+    assert member.hears(broken(1)) == ["Settle 7 after 1"]
+
+
+def test_a_new_leader_is_told_of_a_pause_and_for_how_long_it_has_lasted() -> None:
+    member = training()
+    assert member.does(ev.PauseBegan(reason="validation", limit_s=60)) == ["Pause"]
+    member.does(ev.StreamEnded(error=NOBODY))
+    member.now_s = 12.0
+    effects = member.core.step(ev.NoticeCame(notice=ADMITTED), member.now_s)
+    (pause,) = [
+        effect.request
+        for effect in effects
+        if isinstance(effect, ev.Call) and isinstance(effect.request, pb.PauseRequest)
+    ]
+    assert (pause.paused, pause.elapsed_s) == (True, 12.0)
+
+
+def test_a_new_leader_is_asked_to_drain_again() -> None:
+    member = training()
+    assert member.does(ev.DrainWished(reason="SIGTERM")) == ["Drain"]
+    member.does(ev.StreamEnded(error=NOBODY))
+    assert member.hears(ADMITTED) == ["Claim", "AskDrain", "Propose", "Ready 1"]
+
+
+def test_the_pauses_between_attempts_to_attend_grow_and_begin_anew() -> None:
+    member, pauses = training(), []
+    for _ in range(3):
+        find, opening = member.core.step(ev.StreamEnded(error=NOBODY), 0)
+        assert isinstance(find, ev.FindLeader)
+        assert isinstance(opening, ev.OpenStream)
+        pauses.append(opening.after_s)
+    assert pauses == [0.02, 0.04, 0.08]
+    member.hears(ADMITTED)
+    _, opening = member.core.step(ev.StreamEnded(error=NOBODY), 0)
+    assert isinstance(opening, ev.OpenStream)
+    assert opening.after_s == 0.02
+    assert opening.request.token.generation == 1
+
+
+# --- calls ---
+
+
+def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
+    member = training()
+    call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
+    words = [told(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
+    assert words == ["coordinator_away", "ReportBroken"]
+    for failure in range(5):
+        call = the_call(member.core.step(ended(call, NOBODY), 100.0 * failure))
+    assert call.after_s > 0
+    assert [told(effect) for effect in member.core.step(ended(call), 1000)] == ["coordinator_back"]
+
+
+@pytest.mark.parametrize("over", [ev.Closed(), ev.HeartbeatRefused(error=Fenced("lost"))])
+def test_nothing_is_said_for_ever_once_the_membership_is_over(over: ev.Event) -> None:
+    member = training()
+    call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
+    member.does(over)
+    assert member.does(ended(call, NOBODY))[0].startswith("Raise ")
+
+
+def test_an_answer_that_does_not_get_through_gives_up_the_stream() -> None:
+    member = training()
+    change = ev.NoticeCame(notice=committed(2, "a", "b", planned=True))
+    call = the_call(member.core.step(change, 0))
+    assert member.does(ended(call, NOBODY)) == ["Raise Unavailable"]
+    assert member.core.failure is None
+
+
+def test_what_is_refused_ends_the_membership() -> None:
+    """The generation's collectives are cut, and the launcher knows whatever the script does."""
+    member = training()
+    call = the_call(member.core.step(ev.StoodStill(step=7, has_state=True), 0))
+    assert member.does(ended(call, JobFinished("the job is over"))) == [
+        "TellEnding JobFinished",
+        "Break 1",
+        "Raise JobFinished",
+    ]
+    assert member.does(ev.StreamEnded(error=NOBODY)) == []
+    assert isinstance(member.begins(8), ev.Raise)
+
+
+def test_a_pause_that_cannot_be_told_harms_nobody() -> None:
+    member = training()
+    call = the_call(member.core.step(ev.PauseBegan(reason="validation", limit_s=60), 0))
+    assert member.does(ended(call, Fenced("lost"))) == ["pause_not_told"]
+    assert member.core.failure is None
+
+
+# --- heartbeats ---
+
+
+def test_the_launchers_heartbeats_spare_the_member_its_own() -> None:
+    member = training()
+    assert member.does(ev.HeartbeatDue(beaten=True)) == []
+    beat = the_call(member.core.step(ev.HeartbeatDue(moved=3, waits=True), 0)).request
+    assert isinstance(beat, pb.HeartbeatRequest)
+    assert (beat.beats[0].moved, beat.beats[0].waits) == (3, True)
+
+
+def test_an_outage_of_heartbeats_is_one_line_in_the_log() -> None:
+    member = training()
+    call = the_call(member.core.step(ev.HeartbeatDue(), 0))
+    assert member.does(ended(call, NOBODY)) == ["heartbeat_failed"]
+    assert member.does(ended(call, NOBODY)) == []
+    assert member.does(ended(call)) == []
+    assert member.does(ended(call, NOBODY)) == ["heartbeat_failed"]
+
+
+def test_who_is_fenced_trains_no_more() -> None:
+    member = training()
+    words = member.does(ev.HeartbeatRefused(error=Fenced("lost")))
+    assert words == ["TellEnding Fenced", "Break 1", "Raise Fenced"]
+    assert isinstance(member.begins(8), ev.Raise)
+
+
+# --- joining and leaving ---
+
+
+def test_a_refusal_on_the_stream_ends_the_membership() -> None:
+    member = a_member()
+    notice = pb.Notice(reason="members differ")
+    notice.refused.SetInParent()
+    event = ev.NoticeCame(notice=notice, refusal=ProposalConflict("members differ"))
+    assert member.does(event) == ["TellEnding ProposalConflict"]
+    decision = member.core.next_generation(0, 0, 0)
+    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision.error, ProposalConflict)
+
+
+def test_a_wait_for_a_generation_ends_with_the_reason() -> None:
+    member = a_member()
+    member.hears(pb.Notice(reason="2 of 3 members are there"))
+    limit_s = LIMITS.join_s + JOIN_TIMEOUT_S
+    assert member.core.next_generation(0, 0, 1) == ev.WaitUntil(until_s=limit_s)
+    decision = member.core.next_generation(0, 0, limit_s)
+    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision.error, DeadlineExceeded)
+    assert decision.error.seen == "2 of 3 members are there"
+
+
+def test_limits_stand_still_while_somebody_is_paused() -> None:
+    member = training()
+    member.hears(pb.Notice(pauses=pb.Pauses(member_ids=["b"])))
+    assert member.core.break_seen(1, 0, 10, 300) == ev.WaitUntil(until_s=310)
+    member.now_s = 400.0
+    member.hears(pb.Notice(pauses=pb.Pauses()))
+    assert member.core.break_seen(1, 0, 10, 409) == ev.WaitUntil(until_s=410)
+    assert member.core.break_seen(1, 0, 10, 410) == ev.Over(over=False)
+
+
+def test_a_drained_member_hands_over_once_and_goes_when_the_others_run() -> None:
+    member = training()
+    assert member.does(ev.DrainWished(reason="SIGTERM")) == ["Drain"]
+    member.hears(committed(2, "b", planned=True), stop_at(2, 8))
+    assert member.begins(8, handed_over=False) == ev.HAND_OVER
+    assert isinstance(member.begins(8), ev.WaitUntil)
+    now = pb.Notice(reason="SIGTERM", drain=pb.Drain(now=True))
+    assert member.hears(now) == ["drain_noticed", "TellEnding MemberDrained"]
+    decision = member.begins(8)
+    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision.error, MemberDrained)
+    leave = ev.LeaveWished(completed=False, reason="drained", timeout_s=3)
+    assert member.does(leave) == ["Unclaim", "Leave"]
+
+
+def test_who_finds_nobody_to_agree_with_on_its_drain_goes() -> None:
+    member = training()
+    call = the_call(member.core.step(ev.DrainWished(reason="SIGTERM"), 0))
+    again = the_call(member.core.step(ended(call, NOBODY), 19))
+    assert [told(effect) for effect in member.core.step(ended(again, NOBODY), 20)] == [
+        "drain_noticed",
+        "TellEnding MemberDrained",
+    ]
+
+
+def test_who_leaves_tells_its_launcher_only_what_it_did_not_know() -> None:
+    member = training()
+    leave = ev.LeaveWished(completed=False, reason="an error", timeout_s=3)
+    call = the_call(member.core.step(leave, 0))
+    assert member.does(ended(call, Fenced("lost"))) == ["TellEnding Fenced", "leave_not_needed"]
+    assert not member.core.leaving.was_told
+    assert member.does(ev.HeartbeatRefused(error=Fenced("lost"))) == ["Break 1", "Raise Fenced"]
