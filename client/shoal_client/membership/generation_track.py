@@ -52,6 +52,8 @@ class GenerationTrack:
         """Where the old generation stopped, if this one was planned."""
         self._stood_at: pb.SettleRequest | None = None
         """What was said of the stand after the last break, while no generation has followed."""
+        self._reported: pb.ReportBrokenRequest | None = None
+        """What was said of a collective that failed, while no word of a break has followed."""
         self._broken: dict[int, str] = {}
 
     def is_broken(self, generation: int) -> bool:
@@ -81,7 +83,7 @@ class GenerationTrack:
             return BEGUN
         if change.stop_at is None or not self._identity.is_in(change.record.roster):
             return change
-        self.change, self._record = None, change.record
+        self.change, self._record, self._reported = None, change.record, None
         self.generation, self._crossed_at = change.generation, change.stop_at
         return BringUp(record=change.record)
 
@@ -92,7 +94,7 @@ class GenerationTrack:
         if record is None or not self._is_new(record.roster.generation, above):
             return None
         self.generation = record.roster.generation
-        self._crossed_at = self._stood_at = None
+        self._crossed_at = self._stood_at = self._reported = None
         return record
 
     def _is_new(self, generation: int, above: int) -> bool:
@@ -106,14 +108,32 @@ class GenerationTrack:
             self._proposal.step = max(self._proposal.step, self.step)
         return self._ready_request(roster.generation)
 
+    def report_broken(self, error: str, *, own: bool, state_lost: bool) -> pb.ReportBrokenRequest:
+        token = self._identity.token(self.generation)
+        self._reported = pb.ReportBrokenRequest(
+            token=token, error=error[:1000], own=own, state_lost=state_lost
+        )
+        return self._reported
+
     def stand_still(self, step: int, *, has_state: bool) -> pb.SettleRequest:
         self.change, self.step, self._begun = None, step, step - 1
+        self._reported = None
         if self._proposal is not None:
             self._proposal.step, self._proposal.has_state = step, has_state
         self._stood_at = self._settle_request(step, has_state=has_state)
         return self._stood_at
 
     # --- the coordinator ---
+
+    def is_superseded_by(self, record: pb.GenerationRecord) -> bool:
+        """Whether this member is in a generation now that was formed of what others left over.
+
+        Its own is over then, even if the leader that decided so died before it told anybody.
+        """
+        roster = record.roster
+        formed = roster.synchronous and not roster.planned and self._identity.is_in(roster)
+        in_one = self.generation > 0 and self.generation not in self._broken
+        return formed and in_one and roster.generation > self.generation
 
     def take_committed(
         self, record: pb.GenerationRecord
@@ -174,10 +194,13 @@ class GenerationTrack:
         """For a new leader: it knows the rosters from etcd, not what members have said since."""
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
-    def standing(self) -> pb.SettleRequest | pb.ReadyRequest | None:
-        """For a new leader: that the trainer stands still, or that its generation came up."""
+    def standing(self) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
+        """For a new leader: that the trainer stands still, or that its generation came up, or
+        that it failed: the old leader may have died before it told anybody of the break."""
         if self._stood_at is not None:
             return self._stood_at
+        if self._reported is not None and self.generation not in self._broken:
+            return self._reported
         ready = self._ready_generation
         return self._ready_request(ready) if ready and ready == self.generation else None
 

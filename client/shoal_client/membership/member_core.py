@@ -127,11 +127,8 @@ class MemberCore:
             case ev.StoodStill():
                 return self.track.stand_still(event.step, has_state=event.has_state)
             case ev.CollectiveFailed():
-                return pb.ReportBrokenRequest(
-                    token=self.token,
-                    error=event.error[:1000],
-                    own=event.own,
-                    state_lost=event.state_lost,
+                return self.track.report_broken(
+                    event.error, own=event.own, state_lost=event.state_lost
                 )
 
     def progress(self, step: int) -> None:
@@ -224,8 +221,11 @@ class MemberCore:
             record = self._shown.completed(record)
         except Unavailable as error:
             return [ev.Raise(error=error)]
+        effects: Effects = []
+        if self.track.is_superseded_by(record):
+            effects = self._break(self.track.generation, record.reason, now_s)
         said = self.track.take_committed(record)
-        return [self._with_stream(said, now_s)] if said is not None else []
+        return effects + ([self._with_stream(said, now_s)] if said is not None else [])
 
     def _break(self, generation: int, reason: str, now_s: float) -> Effects:
         effects: Effects = []

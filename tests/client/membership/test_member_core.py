@@ -282,6 +282,25 @@ def test_a_new_leader_is_told_where_a_trainer_stands_still() -> None:
     assert member.hears(broken(1)) == ["Settle 7 after 1"]
 
 
+def test_a_new_leader_is_told_of_a_collective_that_failed() -> None:
+    """The old one may have died between its decision and the word of it."""
+    member = training()
+    assert member.does(ev.CollectiveFailed(error="reset")) == ["ReportBroken"]
+    member.does(ev.StreamEnded(error=NOBODY))
+    assert member.hears(ADMITTED) == ["Claim", "Propose", "ReportBroken"]
+    member.hears(broken(1))
+    member.does(ev.StreamEnded(error=NOBODY))
+    assert member.hears(ADMITTED) == ["Claim", "Propose", "Ready 1"]
+
+
+def test_a_generation_that_was_formed_anew_ends_the_one_before_it() -> None:
+    """Though nobody lives who could tell of that end."""
+    member = training()
+    assert member.hears(committed(3, "a", "b")) == ["generation_broken", "Break 1"]
+    assert member.core.break_seen(1, 0, 10, 0) == ev.Over(over=True)
+    assert member.enters(above=1) == 3
+
+
 def test_a_new_leader_is_told_of_a_pause_and_for_how_long_it_has_lasted() -> None:
     member = training()
     assert member.does(ev.PauseBegan(reason="validation", limit_s=60)) == ["Pause"]

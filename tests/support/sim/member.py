@@ -15,7 +15,7 @@ from support.sim.virtual_time import Box, Process, Steps, Wait, sleep
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import JOIN_TIMEOUT_S
-from shoal_proto.errors import DeadlineExceeded, GenerationBroken, ShoalError
+from shoal_proto.errors import DeadlineExceeded, GenerationBroken, MemberDrained, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.core.generations.roster import JobSpec, MemberInfo, Record, Roster
@@ -106,6 +106,11 @@ class SimMember:
     @property
     def living(self) -> bool:
         return self.process.alive and self.end is None
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended by an error, not by anybody's will."""
+        return isinstance(self.end, Exception) and not isinstance(self.end, MemberDrained)
 
     @property
     def failure(self) -> ShoalError | None:

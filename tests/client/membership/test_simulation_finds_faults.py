@@ -1,0 +1,107 @@
+"""The simulation steps the member that ships: a fault that is put into it is found."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+from support.sim.failover import simulate_failover
+from support.sim.schedule import simulate
+
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
+from shoal_client.membership.member_core import MemberCore
+from shoal_proto.errors import ShoalError
+from shoal_proto.v1 import membership_pb2 as pb
+
+MAX_SEEDS = 60
+
+Patch = pytest.MonkeyPatch
+
+
+def a_step_is_begun_past_the_offer(patch: Patch) -> None:
+    """Before all have agreed on where to stop."""
+    boundary = property(lambda change: 1_000_000 if change.stop_at is None else change.stop_at)
+    patch.setattr(PlannedChange, "boundary", boundary)
+
+
+def the_own_offer_is_taken_for_the_boundary(patch: Patch) -> None:
+    """The highest counts, not one's own."""
+    boundary = property(lambda change: change.offer)
+    patch.setattr(PlannedChange, "boundary", boundary)
+
+
+def an_offer_is_not_made(patch: Patch) -> None:
+    patch.setattr(GenerationTrack, "_offer_request", lambda *arguments: None)
+
+
+def a_new_leader_is_not_told_who_stands_still(patch: Patch) -> None:
+    patch.setattr(GenerationTrack, "standing", lambda track: None)
+
+
+def a_new_leader_is_not_told_of_a_failed_collective(patch: Patch) -> None:
+    real = GenerationTrack.standing
+
+    def standing(track: GenerationTrack) -> object:
+        track._reported = None
+        return real(track)
+
+    patch.setattr(GenerationTrack, "standing", standing)
+
+
+def a_new_leader_is_not_asked_to_drain(patch: Patch) -> None:
+    real = MemberCore._take_admitted
+
+    def take(core: MemberCore, admitted: pb.Admitted, now_s: float) -> Sequence[ev.Effect]:
+        effects = real(core, admitted, now_s)
+        return [effect for effect in effects if not isinstance(effect, ev.AskDrain)]
+
+    patch.setattr(MemberCore, "_take_admitted", take)
+
+
+def a_break_of_an_older_generation_is_ignored(patch: Patch) -> None:
+    real = GenerationTrack.take_break
+
+    def take(track: GenerationTrack, generation: int, reason: str) -> bool:
+        return generation > track.generation and real(track, generation, reason)
+
+    patch.setattr(GenerationTrack, "take_break", take)
+
+
+def a_fenced_member_goes_on(patch: Patch) -> None:
+    def fail(core: MemberCore, error: ShoalError) -> Sequence[ev.Effect]:
+        return []
+
+    patch.setattr(MemberCore, "_fail", fail)
+
+
+FAULTS: Sequence[tuple[Callable[[Patch], None], Callable[[int], None]]] = (
+    (a_step_is_begun_past_the_offer, simulate),
+    (the_own_offer_is_taken_for_the_boundary, simulate),
+    (an_offer_is_not_made, simulate),
+    (a_new_leader_is_not_told_who_stands_still, simulate_failover),
+    (a_new_leader_is_not_told_of_a_failed_collective, simulate_failover),
+    (a_new_leader_is_not_asked_to_drain, simulate),
+    (a_break_of_an_older_generation_is_ignored, simulate),
+    (a_fenced_member_goes_on, simulate),
+)
+
+
+@pytest.mark.parametrize(
+    ("fault", "run"), FAULTS, ids=lambda fault: getattr(fault, "__name__", None)
+)
+def test_the_simulation_finds(
+    fault: Callable[[Patch], None], run: Callable[[int], None], monkeypatch: Patch
+) -> None:
+    """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
+    with monkeypatch.context() as patch:
+        fault(patch)
+        found = next((seed for seed in range(MAX_SEEDS) if _fails(run, seed)), None)
+    assert found is not None, f"not found in {MAX_SEEDS} seeds"
+    run(found)
+
+
+def _fails(run: Callable[[int], None], seed: int) -> bool:
+    try:
+        run(seed)
+    except AssertionError:
+        return True
+    return False
