@@ -27,6 +27,7 @@ from shoal_server.serving.listening import (
     write_ready_file,
 )
 from shoal_server.serving.rpc import bind, new_server
+from shoal_server.serving.tasks import wait_first
 from shoal_server.status.app import build_app
 from shoal_server.status.serve import StatusServer
 
@@ -63,14 +64,12 @@ async def serve(config: CoordinatorConfig) -> None:
         campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")
         stack.push_async_callback(_ended, campaign, stopping)
-        known = asyncio.create_task(leader_loop.leader_known.wait(), name="leader-known")
-        await asyncio.wait((known, campaign, stopping), return_when=asyncio.FIRST_COMPLETED)
-        known.cancel()
+        await wait_first(leader_loop.leader_known.wait(), campaign, stopping)
         if leader_loop.leader_known.is_set():
             write_ready_file(config.ready_file, {"grpc": address, "http": coordinator.http_url})
             warn_of_reach({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
             log.info("coordinator_serves", grpc=address, http=coordinator.http_url)
-        await asyncio.wait((campaign, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await wait_first(campaign, stopping)
     log.info("coordinator_stopped", grpc=address)
 
 
@@ -130,10 +129,7 @@ class LeaderLoop:
             await coordinator.lead((leadership.condition,))
             self.leader_known.set()
             self._health.set_leads(True)
-            deposed = asyncio.create_task(coordinator.deposed.wait())
-            lost = asyncio.create_task(leadership.lost.wait())
-            await asyncio.wait((deposed, lost), return_when=asyncio.FIRST_COMPLETED)
-            await _ended(deposed, lost)
+            await wait_first(coordinator.deposed.wait(), leadership.lost.wait())
             reason = coordinator.why_deposed or leadership.reason
             log.warning("deposed", reason=reason)
             coordinator.registry.why_nobody = (

@@ -31,6 +31,7 @@ from shoal_server.etcd.leader_key import (
     end_term,
     follow,
 )
+from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -75,9 +76,7 @@ class Leadership:
 
         With etcd away it gives up after a moment; the lease then ends by itself.
         """
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         self._lose("resigned")
         await _revoke(self._store, self._lease)
 

@@ -22,8 +22,8 @@ from shoal_server.etcd.api import (
     WatchBatch,
     WatchEvent,
 )
-from shoal_server.serving.backoff import BackOff
-from shoal_server.serving.tasks import cancel
+from shoal_server.serving.backoff import ExponentialBackOff
+from shoal_server.serving.tasks import cancel, wait_first
 
 log = structlog.get_logger(__name__)
 
@@ -145,11 +145,7 @@ class PrefixMirror(Generic[T]):
     async def wait_in_sync(self) -> None:
         """Return as soon as that is so; raise what ended the mirror before."""
         assert self._task is not None
-        waiting = asyncio.ensure_future(self._in_sync.wait())
-        try:
-            await asyncio.wait({waiting, self._task}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            await cancel(waiting)
+        await wait_first(self._in_sync.wait(), self._task)
         if not self.is_in_sync:
             await asyncio.shield(self._task)
 
@@ -178,7 +174,7 @@ class PrefixMirror(Generic[T]):
             self._on_change()
 
     async def _follow(self) -> None:
-        pauses = BackOff(RESYNC_PAUSE_S)
+        pauses = ExponentialBackOff(RESYNC_PAUSE_S)
         while True:
             try:
                 async with aclosing(list_and_watch(self._store, self._prefix)) as batches:

@@ -3,7 +3,7 @@
 import asyncio
 
 
-class BackOff:
+class ExponentialBackOff:
     """Each pause is twice the last one, from `first_s` up to `longest_s`."""
 
     def __init__(self, first_s: float, longest_s: float | None = None) -> None:

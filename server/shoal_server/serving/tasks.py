@@ -24,6 +24,25 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]") -> None:
+    """Return as soon as one of these has ended. Coroutines are cancelled then; tasks go on."""
+    tasks = [asyncio.ensure_future(each) for each in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        await cancel(*(task for each, task in zip(waits, tasks, strict=True) if each is not task))
+
+
+async def gather_settled(*calls: Awaitable[R]) -> list[R]:
+    """The answers in order. Raises the first failure of these, but only once all have ended."""
+    answers: list[R] = []
+    for answer in await asyncio.gather(*calls, return_exceptions=True):
+        if isinstance(answer, BaseException):
+            raise answer
+        answers.append(answer)
+    return answers
+
+
 @asynccontextmanager
 async def running(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
     """Run these beside the block, and cancel them at its end. What one raises is logged there."""
@@ -79,7 +98,7 @@ class SupervisedTasks:
         if known is not None and not known.done():
             work.close()
             return None
-        task = asyncio.create_task(work, name=name)
+        task = asyncio.create_task(work, name=name or getattr(work, "__qualname__", None))
         self._tasks.add(task)
         if key is not None:
             self._by_key[key] = task

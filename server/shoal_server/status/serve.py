@@ -10,6 +10,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from shoal_proto.errors import AddressInUse
+from shoal_server.serving.tasks import wait_first
 
 BACKLOG = 128
 STOP_WITHIN_S = 2
@@ -54,10 +55,8 @@ class StatusServer:
         )
         self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([listener]), name="status-http")
-        serving = asyncio.create_task(self._server.serving.wait())
-        await asyncio.wait((serving, self._task), return_when=asyncio.FIRST_COMPLETED)
-        if not serving.done():
-            serving.cancel()
+        await wait_first(self._server.serving.wait(), self._task)
+        if not self._server.serving.is_set():
             listener.close()
             await self._task  # raises what kept it from starting
         return self

@@ -24,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shoal_proto.errors import ShoalError
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.leader_key import Leader, end_term
+from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.listening import split_address
 
 log = structlog.get_logger(__name__)
@@ -40,15 +41,16 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 
 async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
     """End the leader's term as soon as its process is gone. Cancel it when another leads."""
-    known, back_off_s = False, FIRST_BACK_OFF_S
+    known = False
+    pauses = ExponentialBackOff(FIRST_BACK_OFF_S, MAX_BACK_OFF_S)
     while True:
         if await answered_until_broken(leader.address):
-            known, back_off_s = True, FIRST_BACK_OFF_S
+            known = True
+            pauses.reset()
         if known and await refuses(leader.address):
             log.warning("leader_gone", leader=leader.address, reason="it refuses connections")
             break
-        await asyncio.sleep(back_off_s)
-        back_off_s = min(back_off_s * 2, MAX_BACK_OFF_S)
+        await pauses.pause()
     try:
         await end_term(store, leader)
     except ShoalError as error:

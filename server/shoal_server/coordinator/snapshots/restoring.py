@@ -44,6 +44,7 @@ from shoal_server.etcd.api import (
     unchanged_since,
 )
 from shoal_server.etcd.records import assignments, shard_map
+from shoal_server.serving.tasks import gather_settled
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry
@@ -178,16 +179,12 @@ class SnapshotRestorer:
             pb.LoadRequest(job=manifest.job, url=library.storage.url, files=files)
             for files in by_server.values()
         ]
-        replies = await asyncio.gather(
+        await gather_settled(
             *(
                 self._calls.call(address, lambda stub: stub.Load, load, LOAD_WITHIN_S)
                 for address, load in zip(by_server, loads, strict=True)
-            ),
-            return_exceptions=True,
+            )
         )
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
 
     async def _take_away(self, job: str) -> None:
         try:

@@ -17,6 +17,7 @@ from shoal_server.coordinator.snapshots.taking import SnapshotTaker
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.serving.rpc import Context
+from shoal_server.serving.tasks import running
 from shoal_server.serving.threads import to_thread_uncancelled
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.locations import AllowedRoots, Location
@@ -103,13 +104,8 @@ class SnapshotService(SnapshotsServicer):
         if not self._policy.every_s:
             yield
             return
-        taking = asyncio.create_task(self._take_for_ever(store), name="snapshots")
-        taking.add_done_callback(_say_why_it_ended)
-        try:
+        async with running(self._take_for_ever(store)):
             yield
-        finally:
-            taking.cancel()
-            await asyncio.gather(taking, return_exceptions=True)
 
     async def _take_for_ever(self, store: KeyValueStore) -> None:
         due_s: dict[str, float] = {}
@@ -157,11 +153,6 @@ class SnapshotService(SnapshotsServicer):
             )
         roots = AllowedRoots(self._policy.allowed)
         return await asyncio.to_thread(lambda: SnapshotLibrary(open_below(roots, where), job))
-
-
-def _say_why_it_ended(taking: "asyncio.Task[None]") -> None:
-    if not taking.cancelled() and taking.exception() is not None:
-        log.error("no_more_snapshots_by_policy", exc_info=taking.exception())
 
 
 async def _jobs(store: KeyValueStore) -> list[str]:

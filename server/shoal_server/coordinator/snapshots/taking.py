@@ -28,6 +28,7 @@ from shoal_server.core.shards.steps import Shards, StepId, merged
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, KeyValueStore, Put, absent
 from shoal_server.etcd.records import assignments, shard_map
+from shoal_server.serving.tasks import gather_settled
 from shoal_server.serving.threads import to_thread_uncancelled
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
@@ -271,16 +272,12 @@ class SnapshotTaker:
         self, cut: _Cut, method: Callable[[Any], Any], request: Any, timeout_s: float
     ) -> dict[str, Any]:
         """Every server's answer. Raises the first failure, once all have answered or failed."""
-        replies = await asyncio.gather(
+        replies = await gather_settled(
             *(
                 self._calls.call(address, method, request, timeout_s)
                 for address in cut.addresses.values()
-            ),
-            return_exceptions=True,
+            )
         )
-        for reply in replies:
-            if isinstance(reply, BaseException):
-                raise reply
         return dict(zip(cut.addresses, replies, strict=True))
 
 

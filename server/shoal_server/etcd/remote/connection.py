@@ -20,6 +20,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.remote.channel import Connection
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.failures import Failure, Remedy, classify, unreachable
+from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +54,7 @@ class Connections:
         self.token: str | None = None
         """None before the login; empty where etcd wants none."""
         self._login_lock = asyncio.Lock()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = SupervisedTasks()
         self._closed = False
 
     @property
@@ -78,9 +79,7 @@ class Connections:
         """
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]
-            closing = asyncio.create_task(self._close_later(connection))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.start(self._close_later(connection))
 
     async def _close_later(self, connection: Connection) -> None:
         try:
@@ -90,9 +89,7 @@ class Connections:
 
     async def close(self) -> None:
         self._closed = True
-        for closing in tuple(self._closing):
-            closing.cancel()
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._closing.close()
         while self._open:
             _, connection = self._open.popitem()
             await connection.close()

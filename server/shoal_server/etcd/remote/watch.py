@@ -21,6 +21,8 @@ from shoal_server.etcd.remote import wire
 from shoal_server.etcd.remote.connection import Attempt, Connections
 from shoal_server.etcd.remote.failures import Remedy, classify
 from shoal_server.etcd.tracker import WatchTracker
+from shoal_server.serving.backoff import ExponentialBackOff
+from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
@@ -62,7 +64,7 @@ async def watch(
 ) -> AsyncGenerator[WatchBatch, None]:
     """See `KeyValueStore.watch`. Raises AccessDenied, and CorruptError if etcd lost history."""
     tracker = WatchTracker(start)
-    pause_s = FIRST_PAUSE_S
+    pauses = ExponentialBackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     interrupted = False
     while True:
         try:
@@ -72,7 +74,8 @@ async def watch(
                 async for batch in batches:
                     if interrupted:
                         log.info("watch_resumed", prefix=prefix, revision=batch.revision)
-                    pause_s, interrupted = FIRST_PAUSE_S, False
+                    interrupted = False
+                    pauses.reset()
                     yield batch
         except _Compacted:
             batch = tracker.reset(await _read_patiently(connections, prefix))
@@ -85,8 +88,7 @@ async def watch(
                     "watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error)
                 )
             interrupted = True
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await pauses.pause()
 
 
 async def _read_patiently(connections: Connections, prefix: str) -> RangeResult:
@@ -182,7 +184,7 @@ async def _responses(
             reading = asyncio.ensure_future(call.read())
     finally:
         call.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
+        await cancel(reading)
 
 
 _PROGRESS = pb.WatchRequest(progress_request=pb.WatchProgressRequest())
