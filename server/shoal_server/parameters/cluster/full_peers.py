@@ -8,7 +8,7 @@ import structlog
 
 from shoal_proto.errors import Overloaded
 from shoal_server.core.shards.assignments import Holder
-from shoal_server.serving.backoff import BackOff
+from shoal_server.serving.backoff import ExponentialBackOff
 
 log = structlog.get_logger(__name__)
 
@@ -19,7 +19,7 @@ LONGEST = 8
 @dataclass(slots=True)
 class _Full:
     reason: str
-    pauses: BackOff
+    pauses: ExponentialBackOff
     timer: asyncio.TimerHandle | None = None
     """While it runs, nothing is offered."""
 
@@ -53,7 +53,7 @@ class FullPeers:
         """It had no room; what was on its way to it meanwhile makes no pause longer."""
         full = self._full.get(holder)
         if full is None:
-            pauses = BackOff(self._first_pause_s, LONGEST * self._first_pause_s)
+            pauses = ExponentialBackOff(self._first_pause_s, LONGEST * self._first_pause_s)
             full = self._full[holder] = _Full(str(error), pauses)
             log.warning(
                 "copies_refused",
