@@ -18,7 +18,7 @@ from shoal_proto.v1 import (
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.config import SnapshotPolicy
 from shoal_server.coordinator.job_reset import JobReset
-from shoal_server.coordinator.jobs.job_actor import Surroundings
+from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.persistence.durable import DurableJobs
@@ -56,7 +56,7 @@ class Coordinator:
         self.why_deposed = ""
         self.board = StatusBoard()
         self.shard_reader = ShardReader(store)
-        self.registry = Registry(self._surroundings(store), limits)
+        self.registry = Registry(self._job_dependencies(store), limits)
         self.samples = SamplesService(store, self.registry.authorize)
         self.shards = ShardsService(store, self.registry.authorize, copies)
         self._store = store
@@ -86,7 +86,7 @@ class Coordinator:
         self.view = CoordinatorView(self.registry, self.samples, self.clocks, self.shard_reader)
         self._conditions: Sequence[Compare] | None = None
 
-    def _surroundings(self, store: KeyValueStore) -> Surroundings:
+    def _job_dependencies(self, store: KeyValueStore) -> JobDependencies:
         # The services are made after the registry that they ask, so these are looked up late.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.samples.member_lost(job, member_id, incarnation)
@@ -98,7 +98,7 @@ class Coordinator:
         def changed(job: str) -> None:
             self.rendezvous.drop_dead(job)
 
-        return Surroundings(
+        return JobDependencies(
             jobs=DurableJobs(store, self._leadership),
             stored=StoredJobs(store),
             board=self.board,

@@ -16,13 +16,20 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.core.clocks import ClockReport, Clocks, ClockStatus, NoClock, Position, Who
+from shoal_server.core.clocks import (
+    ClockReport,
+    Clocks,
+    ClockStatus,
+    MemberProcess,
+    NoClock,
+    Position,
+)
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 
 Authorize = Callable[[Token], Awaitable[None]]
-DeclareLost = Callable[[str, Who, str], Awaitable[None]]
+DeclareLost = Callable[[str, MemberProcess, str], Awaitable[None]]
 """(job, member, reason)"""
 
 MAX_WAIT_S = 10.0
@@ -63,7 +70,7 @@ class ClocksService(ClocksServicer):
 
     # --- from the coordinator ---
 
-    def inherit(self, job: str, trainers: Iterable[Who]) -> None:
+    def inherit(self, job: str, trainers: Iterable[MemberProcess]) -> None:
         """Members that trained under another leader: they may have clocks that only they know."""
         self._jobs[job] = _Job(Clocks(trainers, self._clock()))
 
@@ -71,7 +78,7 @@ class ClocksService(ClocksServicer):
         """Nobody waits for this process any longer. Lost or left."""
         known = self._jobs.get(job)
         if known is not None:
-            known.clocks.remove(Who(member_id, incarnation))
+            known.clocks.remove(MemberProcess(member_id, incarnation))
             known.wake()
 
     def forget(self, job: str) -> None:
@@ -105,7 +112,7 @@ class ClocksService(ClocksServicer):
         _check(request)
         await self._authorize(request.token)
         job = self._job(request.token.job)
-        who = Who(request.token.member_id, request.token.incarnation)
+        who = MemberProcess(request.token.member_id, request.token.incarnation)
         said = ClockReport(
             position=Position(request.clock, request.pulled),
             bound=request.bound,
@@ -128,11 +135,13 @@ class ClocksService(ClocksServicer):
     async def Rest(self, request: pb.RestRequest, context: Context) -> pb.RestReply:
         await self._authorize(request.token)
         job = self._job(request.token.job)
-        job.clocks.rest(Who(request.token.member_id, request.token.incarnation), request.clock)
+        job.clocks.rest(
+            MemberProcess(request.token.member_id, request.token.incarnation), request.clock
+        )
         job.wake()
         return pb.RestReply()
 
-    async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: Who) -> ClockStatus:
+    async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
         """The member's standing once it may go on, or when the time is over."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
@@ -146,7 +155,7 @@ class ClocksService(ClocksServicer):
             await self._drop_stuck(request.token.job, job)
             return self._standing(job, request.token, who)
 
-    def _standing(self, job: _Job, token: Token, who: Who) -> ClockStatus:
+    def _standing(self, job: _Job, token: Token, who: MemberProcess) -> ClockStatus:
         if self._jobs.get(token.job) is not job:
             raise NotLeader("this coordinator does not lead any more", details={"leader": ""})
         before = job.clocks.horizon

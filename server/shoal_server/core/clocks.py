@@ -28,7 +28,7 @@ from typing import NamedTuple
 MAX_NAMES = 5
 
 
-class Who(NamedTuple):
+class MemberProcess(NamedTuple):
     """One process of a member."""
 
     member_id: str
@@ -89,7 +89,7 @@ class _Member:
 class Clocks:
     """The clocks of one job. `unheard`: members that may have one which only they know."""
 
-    def __init__(self, unheard: Iterable[Who] = (), now_s: float = 0.0) -> None:
+    def __init__(self, unheard: Iterable[MemberProcess] = (), now_s: float = 0.0) -> None:
         self._members: dict[str, _Member] = {}
         self._unheard = {who.member_id: who.incarnation for who in unheard}
         self._since_s = now_s
@@ -97,7 +97,7 @@ class Clocks:
 
     # --- what members say ---
 
-    def advance(self, who: Who, said: ClockReport, now_s: float) -> ClockStatus:
+    def advance(self, who: MemberProcess, said: ClockReport, now_s: float) -> ClockStatus:
         """Note where the member is; says whether it may go on. Saying it again changes nothing."""
         self._unheard.pop(who.member_id, None)
         member = self._members.get(who.member_id)
@@ -115,7 +115,7 @@ class Clocks:
         member.bound = said.bound
         return self.standing(who, now_s)
 
-    def standing(self, who: Who, now_s: float) -> ClockStatus:
+    def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
         """Where the member stands now. Raises NoClock."""
         member = self._members.get(who.member_id)
         if member is None or member.incarnation != who.incarnation:
@@ -139,13 +139,13 @@ class Clocks:
             reason=reason,
         )
 
-    def rest(self, who: Who, clock: int) -> None:
+    def rest(self, who: MemberProcess, clock: int) -> None:
         """The member takes no steps for now; `clock`: of the round that it would be in."""
         self._unheard.pop(who.member_id, None)
         self._floor = max(self._floor, clock)
         self.remove(who)
 
-    def remove(self, who: Who) -> None:
+    def remove(self, who: MemberProcess) -> None:
         """The member is lost, or left. A later process of the same name keeps its clock."""
         if self._unheard.get(who.member_id) == who.incarnation:
             del self._unheard[who.member_id]
@@ -231,7 +231,7 @@ class Clocks:
             if member.waits_since_s is not None and (reason := self._why_not(name, member)):
                 yield name, reason, member.waits_since_s
 
-    def overdue(self, limit_s: float, now_s: float) -> list[tuple[Who, str]]:
+    def overdue(self, limit_s: float, now_s: float) -> list[tuple[MemberProcess, str]]:
         """Who has held up others for longer than the limit without a step, and the reason that
         makes it lost."""
         waits = [m for m in self._members.values() if m.waits_since_s is not None]
@@ -240,11 +240,11 @@ class Clocks:
         if self._unheard:
             late = now_s - self._since_s > limit_s
             text = f"it did not say how far it is, {limit_s:g} s after another coordinator leads"
-            return [(Who(*who), text) for who in self._unheard.items()] if late else []
+            return [(MemberProcess(*who), text) for who in self._unheard.items()] if late else []
         blamed = {name for who, m in self._members.items() for name in self._ahead_of(who, m)}
         text = f"the others waited for its step for more than {limit_s:g} s"
         return [
-            (Who(name, self._members[name].incarnation), text)
+            (MemberProcess(name, self._members[name].incarnation), text)
             for name in sorted(blamed)
             if self._is_stuck(name, limit_s, now_s)
         ]

@@ -10,7 +10,7 @@ from support.clusters.coordinator_world import served
 from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, Ending
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import Fenced, ProposalConflict, Unavailable
-from shoal_server.core.clocks import Who
+from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.memory import MemoryStore
 
@@ -26,8 +26,8 @@ def slot() -> Iterator[BeatSlot]:
         yield board.slots[0]
 
 
-def who(membership: MemberSession) -> Who:
-    return Who(membership.token.member_id, membership.token.incarnation)
+def who(membership: MemberSession) -> MemberProcess:
+    return MemberProcess(membership.token.member_id, membership.token.incarnation)
 
 
 async def until_failed(membership: MemberSession) -> None:

@@ -15,7 +15,7 @@ from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2 import LeaseRequest
-from shoal_server.core.clocks import Who
+from shoal_server.core.clocks import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
@@ -114,7 +114,7 @@ async def test_a_process_of_an_earlier_run_gets_no_part_in_the_next(new_leader: 
         trained, other = await world.training("a", "b")
         waited = await world.joined("c")
         for member in (trained, other, waited):
-            who = Who(member.token.member_id, member.token.incarnation)
+            who = MemberProcess(member.token.member_id, member.token.incarnation)
             await world.coordinator.registry.declare_lost("j", who, "a test says so")
         assert await asyncio.to_thread(reset_job, [world.address], "j")
         stale = [trained.token, waited.token]
@@ -207,6 +207,6 @@ async def test_a_member_that_was_lost_in_the_run_of_now_is_fenced_as_ever() -> N
         await finished_job(world)
         assert await asyncio.to_thread(reset_job, [world.address], "j")
         a, _ = await world.training("a", "b")
-        who = Who(a.token.member_id, a.token.incarnation)
+        who = MemberProcess(a.token.member_id, a.token.incarnation)
         await world.coordinator.registry.declare_lost("j", who, "a test says so")
         assert isinstance(await beat(world, a.token), Fenced)

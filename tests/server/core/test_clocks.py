@@ -8,12 +8,21 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from shoal_server.core.clocks import ClockReport, Clocks, ClockStatus, NoClock, Position, Who
+from shoal_server.core.clocks import (
+    ClockReport,
+    Clocks,
+    ClockStatus,
+    MemberProcess,
+    NoClock,
+    Position,
+)
 
-A, B, C = (Who(name, "1") for name in "abc")
+A, B, C = (MemberProcess(name, "1") for name in "abc")
 
 
-def say(clocks: Clocks, who: Who, clock: int, bound: int, *, now_s: float = 0.0) -> ClockStatus:
+def say(
+    clocks: Clocks, who: MemberProcess, clock: int, bound: int, *, now_s: float = 0.0
+) -> ClockStatus:
     """A member asks for a step of round `clock`; 0: it enters."""
     said = ClockReport(position=Position(clock), bound=bound, enters=clock == 0)
     return clocks.advance(who, said, now_s)
@@ -71,7 +80,7 @@ def test_the_loss_of_an_earlier_process_does_not_concern_its_successor() -> None
     """A restarted member has a clock of its own before the old one is declared lost."""
     clocks = Clocks()
     say(clocks, A, 0, 1)
-    say(clocks, Who("a", "2"), 0, 1)
+    say(clocks, MemberProcess("a", "2"), 0, 1)
     clocks.remove(A)
     assert clocks.clocks == {"a": 0}
 
@@ -80,7 +89,7 @@ def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
     """Nor does it tell a joiner where to begin; whoever is lost or rests need not speak."""
     clocks = Clocks([A, B, C])
     assert not say(clocks, A, 57, 2).allowed
-    joiner = Who("d", "1")
+    joiner = MemberProcess("d", "1")
     refused = say(clocks, joiner, 0, 2)
     assert refused.reason == "b, c to say how far they are: another coordinator leads since"
     clocks.rest(B, 55)
@@ -125,7 +134,7 @@ def test_who_holds_the_others_up_for_too_long_is_named() -> None:
 class Member:
     """What a client keeps, and what it is doing."""
 
-    who: Who
+    who: MemberProcess
     round: int = 0
     slowest: int = 0
     enters: bool = True
@@ -176,7 +185,7 @@ class Drift(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         self.born += 1
-        self.members.append(Member(Who(f"m{self.born}", "1")))
+        self.members.append(Member(MemberProcess(f"m{self.born}", "1")))
 
     @rule(data=st.data(), lost=st.booleans())
     def ask(self, data: st.DataObject, lost: bool) -> None:

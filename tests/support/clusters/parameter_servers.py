@@ -16,7 +16,7 @@ from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.shards.controller import Restore, ShardController
 from shoal_server.coordinator.shards.service import ShardsService
-from shoal_server.core.clocks import Who
+from shoal_server.core.clocks import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.memory import MemoryStore
@@ -110,7 +110,7 @@ class ParameterServers:
     async def _restore(self, job: str) -> bool:
         return self.restore_lost is not None and await self.restore_lost(job)
 
-    async def _lost(self, job: str, who: Who, reason: str) -> None:
+    async def _lost(self, job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who.member_id} of {job} was declared lost: {reason}")
 
     async def _add(self, server_id: str, **changes: Any) -> None:

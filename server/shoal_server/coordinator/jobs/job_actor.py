@@ -22,12 +22,12 @@ from shoal_proto.errors import (
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.coordinator.jobs.streams import Encoder, Stream
+from shoal_server.coordinator.jobs.streams import Encoder, NoticeStream
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.records import Records
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
-from shoal_server.core.clocks import Who
+from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.actions import (
     Action,
     CloseStream,
@@ -52,7 +52,7 @@ Call = asyncio.Future[None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class JobDependencies:
     """What all jobs of one coordinator share."""
 
     jobs: DurableJobs
@@ -72,7 +72,7 @@ class JobActor:
     def __init__(
         self,
         job: Job,
-        surroundings: Surroundings,
+        dependencies: JobDependencies,
         records: Sequence[Record] = (),
         *,
         read_records: Callable[[], Awaitable[Sequence[Record]]] | None = None,
@@ -82,10 +82,10 @@ class JobActor:
         self.inherited_generation = job.last_generation
         """The newest that another leader formed; 0 if this one has seen the whole job."""
         self.records = Records(job.spec.job, records, read_records)
-        self._around = surroundings
-        self._driver: JobDriver[Stream, Call] = JobDriver(job, surroundings.clock())
+        self._dependencies = dependencies
+        self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
         self._encoder = Encoder(job)
-        self._actions: deque[Action[Stream, Call]] = deque()
+        self._actions: deque[Action[NoticeStream, Call]] = deque()
         """What is still to be done; filled while one of them is being done, too."""
         self._is_doing = False
         self._writing: asyncio.Task[None] | None = None
@@ -100,13 +100,13 @@ class JobActor:
         Raises what it refuses with, once that is durable.
         """
         call = asyncio.get_running_loop().create_future()
-        self._take(self._driver.submit(event, call, self._around.clock()))
+        self._take(self._driver.submit(event, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def carried_out(self, within_s: float) -> None:
         """Wait until all that is decided is durable. Raises Unavailable, or what writing raised."""
         call = asyncio.get_running_loop().create_future()
-        self._do(self._driver.wait(call, self._around.clock()))
+        self._do(self._driver.wait(call, self._dependencies.clock()))
         try:
             async with asyncio.timeout(within_s):
                 await self._answered(call)
@@ -123,19 +123,23 @@ class JobActor:
         except Refused as refused:
             raise codec.refusal_to_error(refused.refusal, self.job.last_generation) from refused
 
-    def open(self, member_id: str, incarnation: str, *, keeps_prepare: bool = False) -> Stream:
+    def open(
+        self, member_id: str, incarnation: str, *, keeps_prepare: bool = False
+    ) -> NoticeStream:
         """A stream for the member's notices, in place of any it had."""
-        stream = Stream(member_id=member_id, incarnation=incarnation, keeps_prepare=keeps_prepare)
-        self._do(self._driver.open(stream, self._around.clock()))
+        stream = NoticeStream(
+            member_id=member_id, incarnation=incarnation, keeps_prepare=keeps_prepare
+        )
+        self._do(self._driver.open(stream, self._dependencies.clock()))
         return stream
 
-    def closed(self, stream: Stream) -> None:
+    def closed(self, stream: NoticeStream) -> None:
         """The stream's call is over. If the member did not open another, it is disconnected."""
-        self._take(self._driver.closed(stream, self._around.clock()))
+        self._take(self._driver.closed(stream, self._dependencies.clock()))
 
     def beaten(self, event: Beaten, step: int) -> None:
         """A heartbeat, and what it says of the member's trainer."""
-        self._driver.beaten(event, step, self._around.clock())
+        self._driver.beaten(event, step, self._dependencies.clock())
 
     @property
     def last_seen(self) -> Mapping[str, LastSeen]:
@@ -145,11 +149,11 @@ class JobActor:
             for name, pulse in self._driver.liveness.pulses()
         }
 
-    def trainers(self) -> list[Who]:
+    def trainers(self) -> list[MemberProcess]:
         """Who may be in a step at their own pace: the members of the newest rosters."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
-        return [Who(m.member_id, m.incarnation) for m in members]
+        return [MemberProcess(m.member_id, m.incarnation) for m in members]
 
     def authorize(self, token: Token) -> None:
         """Raise Fenced unless the token's incarnation is a member now."""
@@ -210,7 +214,7 @@ class JobActor:
 
         Returns once the job is finished: nobody is there any more, and nothing happens by itself.
         """
-        clock = self._around.clock
+        clock = self._dependencies.clock
         while self.job.phase is not Phase.FINISHED:
             self._woken.clear()
             self._wakes_s = self._driver.wakes_s(clock())
@@ -225,7 +229,7 @@ class JobActor:
 
     # --- what the driver decides ---
 
-    def _do(self, actions: Sequence[Action[Stream, Call]]) -> None:
+    def _do(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
         """Do the actions in order, behind those that are being done."""
         self._actions.extend(actions)
         if self._is_doing:
@@ -239,7 +243,7 @@ class JobActor:
                 self._give_up(error)
         self._is_doing = False
         is_over = self.job.phase is Phase.FINISHED
-        if is_over or self._driver.wakes_s(self._around.clock()) < self._wakes_s:
+        if is_over or self._driver.wakes_s(self._dependencies.clock()) < self._wakes_s:
             self._woken.set()
 
     def _give_up(self, error: Exception) -> None:
@@ -251,12 +255,12 @@ class JobActor:
                 self._actions.append(Reply(call=action.call, error=failure))
         self._actions.extend(self._driver.fail(failure))
 
-    def _take(self, actions: Sequence[Action[Stream, Call]]) -> None:
+    def _take(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
         """Do what a step of the state machine led to."""
-        self._around.on_change(self.job.spec.job)
+        self._dependencies.on_change(self.job.spec.job)
         self._do(actions)
 
-    def _act(self, action: Action[Stream, Call]) -> None:
+    def _act(self, action: Action[NoticeStream, Call]) -> None:
         match action:
             case Persist():
                 self._writing = asyncio.ensure_future(self._persist(action.write))
@@ -268,7 +272,7 @@ class JobActor:
                 action.stream.end()
             case MemberGone():
                 job = self.job.spec.job
-                self._around.on_member_lost(job, action.member_id, action.incarnation)
+                self._dependencies.on_member_lost(job, action.member_id, action.incarnation)
             case Reply():
                 _settle(action.call, action.error)
             case Log():
@@ -276,19 +280,19 @@ class JobActor:
 
     async def _persist(self, write: JobWrite) -> None:
         try:
-            await self._around.jobs.persist(write)
+            await self._dependencies.jobs.persist(write)
         except Exception as error:  # noqa: BLE001 - told to all who wait
             self._do(self._driver.fail(self._failure(error)))
         else:
-            self._do(self._driver.written(self._around.clock()))
+            self._do(self._driver.written(self._dependencies.clock()))
 
     def _failure(self, error: Exception) -> Exception:
         """What everybody is told from now on: the state is ahead of what is durable."""
         if isinstance(error, NotLeader):
-            self._around.on_lost_leadership(str(error))
+            self._dependencies.on_lost_leadership(str(error))
             return error
         log.error("effects_failed", job=self.job.spec.job, error=repr(error))
-        return self._around.on_failed(self.job.spec.job, error)
+        return self._dependencies.on_failed(self.job.spec.job, error)
 
     def _note(self, effect: Log) -> None:
         job = self.job.spec.job
@@ -299,7 +303,7 @@ class JobActor:
             generation=effect.generation,
             reason=effect.reason,
         )
-        self._around.board.event(
+        self._dependencies.board.event(
             job,
             effect.kind,
             effect.reason,

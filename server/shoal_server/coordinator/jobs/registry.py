@@ -19,11 +19,11 @@ from shoal_proto.errors import (
     UnknownJob,
 )
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.coordinator.jobs.job_actor import JobActor, Surroundings
+from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
 from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
-from shoal_server.core.clocks import Who
+from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.job.job import Job
@@ -57,8 +57,8 @@ def steady_unix_clock() -> Callable[[], float]:
 class Registry:
     """Serves only while it leads: from `begin`, after `read`, to `step_down`."""
 
-    def __init__(self, surroundings: Surroundings, limits: Limits) -> None:
-        self._around = surroundings
+    def __init__(self, dependencies: JobDependencies, limits: Limits) -> None:
+        self._dependencies = dependencies
         self.limits = limits
         self._actors: dict[str, JobActor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -88,26 +88,28 @@ class Registry:
 
         Nothing begins before `begin`, so that a job read first waits no longer than one read last.
         """
-        survey = await self._around.stored.survey()
+        survey = await self._dependencies.stored.survey()
         for name, why in survey.set_aside.items():
             self._note_aside(name, why)
         states = {n: state for n, state in survey.states.items() if n not in self._aside}
         self._unread = {n: state for n, state in states.items() if not state.finished}
         self._finished = [state for state in states.values() if state.finished]
         self._prepare = prepare
-        await self._around.jobs.apply_all([Delete(key) for key in survey.strays])
+        await self._dependencies.jobs.apply_all([Delete(key) for key in survey.strays])
         attended = [name for name in self._unread if name in survey.attended]
         read = await gather_bounded(self._read, attended, READS_AT_ONCE)
         self._read_ahead = [stored for stored in read if stored is not None]
 
     def begin(self) -> list[JobActor]:
         """Serve: from now on time passes for all jobs. What was not read yet is read meanwhile."""
-        now_s = self._around.clock()
+        now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
-            read = partial(self._around.stored.records, state.spec.job)
+            read = partial(self._dependencies.stored.records, state.spec.job)
             job = StoredJob(state=state, records=(), members={}, leased=())
-            self._add(JobActor(job.begun(self.limits, now_s), self._around, read_records=read))
+            self._add(
+                JobActor(job.begun(self.limits, now_s), self._dependencies, read_records=read)
+            )
         self._read_ahead = []
         self._leads = True
         log.info("leading", jobs=len(self._actors), unread=len(self._unread))
@@ -117,8 +119,8 @@ class Registry:
     async def _read(self, name: str) -> StoredJob | None:
         """The job, with its members' keys taken from under any lease; None for one set aside."""
         try:
-            stored = await self._around.stored.load(self._unread[name])
-            await self._around.jobs.apply_all(stored.leased)
+            stored = await self._dependencies.stored.load(self._unread[name])
+            await self._dependencies.jobs.apply_all(stored.leased)
             await self._prepare(name)
         except (RetryError, AccessDenied):
             raise
@@ -135,7 +137,7 @@ class Registry:
             self._note_aside(name, error)
             return None
         self._unread.pop(name, None)
-        return self._add(JobActor(job, self._around, stored.records))
+        return self._add(JobActor(job, self._dependencies, stored.records))
 
     async def _read_on(self) -> None:
         """Read what nobody is there of: interrupted jobs, then what there is of finished ones."""
@@ -146,7 +148,7 @@ class Registry:
     async def _read_late(self, name: str) -> None:
         stored = await _patiently(partial(self._read, name))
         if stored is not None:
-            self._take_up(stored, self._around.clock())
+            self._take_up(stored, self._dependencies.clock())
 
     async def _fill(self, name: str) -> None:
         actor = self._actors.get(name)
@@ -175,9 +177,9 @@ class Registry:
     def _note_aside(self, name: str, error: Exception) -> JobSetAside:
         why = error if isinstance(error, JobSetAside) else _failed(name, error)
         self._unread.pop(name, None)
-        self._aside[name] = (why, self._around.clock())
+        self._aside[name] = (why, self._dependencies.clock())
         log.error("job_set_aside", job=name, reason=str(why))
-        self._around.board.event(name, "job_set_aside", str(why))
+        self._dependencies.board.event(name, "job_set_aside", str(why))
         return why
 
     @property
@@ -252,9 +254,9 @@ class Registry:
                 spec=spec,
                 limits=self.limits,
                 digest_of=codec.digest_of,
-                phase_since_s=self._around.clock(),
+                phase_since_s=self._dependencies.clock(),
             )
-            self._add(JobActor(job, self._around))
+            self._add(JobActor(job, self._dependencies))
         return self._actors[spec.job]
 
     async def authorize(self, token: Token) -> None:
@@ -297,14 +299,14 @@ class Registry:
         finally:
             self._resetting.discard(job)
 
-    async def declare_lost(self, job: str, who: Who, reason: str) -> None:
+    async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
         """Take the member out. Raises Fenced for who is none any more, UnknownJob, NotLeader."""
         await self.find(job).submit(events.Lost(**who._asdict(), reason=reason))
 
     @property
     def clock(self) -> Callable[[], float]:
         """The clock of all jobs: Unix seconds that never jump."""
-        return self._around.clock
+        return self._dependencies.clock
 
     def _add(self, actor: JobActor) -> JobActor:
         name = actor.job.spec.job

@@ -15,7 +15,7 @@ MAX_NOTICES = 1000
 
 
 @dataclass(kw_only=True)
-class Stream:
+class NoticeStream:
     """The notices on their way to one member, encoded. None ends it."""
 
     member_id: str
