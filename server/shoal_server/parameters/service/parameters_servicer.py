@@ -4,7 +4,6 @@ Small shards are worked on where the call runs; big ones in a pool of threads, s
 loop stays free for other calls.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
 from contextlib import aclosing
@@ -35,9 +34,15 @@ from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
+from shoal_server.parameters.service.dense_push import (
+    DensePushKind,
+    IncomingDensePush,
+    dense,
+    messages,
+)
 from shoal_server.parameters.service.description import PushTally, add_shard
 from shoal_server.parameters.service.headers import no_header
-from shoal_server.parameters.service.incoming_push import IncomingPush, dense, not_expected
+from shoal_server.parameters.service.incoming_push import not_expected
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import (
     Budget,
@@ -52,7 +57,6 @@ from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA,
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.serving.rpc import Context
-from shoal_server.serving.tasks import cancel
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
@@ -207,7 +211,14 @@ class ParametersServicer:
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
         session = await self._fence.check(first.header.token)
-        push = IncomingPush(first.header, session, self._fence.is_live, self._run, reply_writer)
+        kind = DensePushKind(
+            first.header,
+            session,
+            self._fence.is_live,
+            catalog=self._catalog,
+            run=self._run,
+            reply_writer=reply_writer,
+        )
         async with (
             self._barriers.passing(
                 first.header.token.job,
@@ -215,7 +226,7 @@ class ParametersServicer:
                 first.header.sequence,
                 frozenset(first.header.all_shard_ids) or None,
             ) as passage,
-            aclosing(self._pushed(push, requests)) as replies,
+            aclosing(self._pushed(kind, requests)) as replies,
         ):
             outcomes = []
             async for reply in replies:
@@ -227,18 +238,17 @@ class ParametersServicer:
             self._tally.count(first.header.token.job, outcomes)
 
     async def _pushed(
-        self, push: IncomingPush, requests: AsyncIterator[PushRequest | OnlyPiece]
+        self, kind: DensePushKind, requests: AsyncIterator[PushRequest | OnlyPiece]
     ) -> AsyncGenerator[PushReply | bytes, None]:
         with Reservation(self._budget) as reservation:
-            await push.open(self._catalog)
-            # Replies to finished shards leave while later ones still come in.
-            taking = asyncio.create_task(_take_all(push, requests, reservation), name="push")
-            try:
-                async for reply in push.answers(reservation):
-                    yield reply
-                await taking
-            finally:
-                await cancel(taking)
+            push = IncomingDensePush(kind, reservation)
+            await kind.open(push)
+            pieces = ((request.piece.shard_id, request.piece) async for request in requests)
+            async with aclosing(push.answers(pieces)) as batches:
+                async for answers in batches:
+                    for answer in answers:
+                        for message in messages(answer):
+                            yield message
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
         self._memory.refresh()
@@ -264,18 +274,6 @@ class ParametersServicer:
     async def Drop(self, request: DropRequest, context: Context) -> DropReply:
         await self._fence.check(request.token)
         return DropReply(dropped=await self._replicas.empty_job(request.token.job))
-
-
-async def _take_all(
-    push: IncomingPush, requests: AsyncIterator[PushRequest | OnlyPiece], reservation: Reservation
-) -> None:
-    try:
-        async for request in requests:
-            push.take(request.piece, reservation)
-            await push.await_room()
-        push.end()
-    finally:
-        push.close()
 
 
 def _new_shard(spec: Shard, header: CreateHeader, assembler: ChunkAssembler) -> DenseShard:

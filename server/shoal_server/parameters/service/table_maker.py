@@ -11,7 +11,6 @@ from shoal_server.core.shards.assignments import ShardContent
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
-from shoal_server.parameters.service.table_parts import TablePushPart
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import Role, ShardReplica
@@ -58,10 +57,9 @@ class TableMaker:
                 found.append(_dense(replica))
         return found
 
-    def with_route(self, error: ShoalError, part: TablePushPart) -> ShoalError:
+    def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
         """A refusal of a shard, with the way to where it is led now; see `Catalog`."""
-        item = part.item
-        return self._catalog.with_route(error, part.replica.job, item.shard_id, item.epoch)
+        return self._catalog.with_route(error, job, shard_id, epoch)
 
     async def make_all(self, job: str) -> None:
         """Make all that this server leads and nobody ever had: a snapshot has every shard."""

@@ -1,27 +1,20 @@
 """The Tables service: ids and gradients in, rows and fates out."""
 
-import asyncio
-import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from shoal_proto.checksum import crc32
-from shoal_proto.errors import InternalError, MalformedMessage, ShoalError
+from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
-from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import (
     FoundRows,
     RowGradients,
     RowIds,
     TableLookupReply,
     TableLookupRequest,
-    TablePushHeader,
-    TablePushOutcome,
     TablePushReply,
     TablePushRequest,
 )
@@ -29,24 +22,21 @@ from shoal_proto.v1.tables_pb2_grpc import TablesServicer as Base
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.service.headers import no_header
 from shoal_server.parameters.service.table_maker import TableMaker
-from shoal_server.parameters.service.table_parts import TablePushPart, answer, checked, refusal
+from shoal_server.parameters.service.table_push import IncomingTablePush, TablePushKind
 from shoal_server.parameters.shard.chunk_assembler import Budget, Reservation
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
-from shoal_server.parameters.shard.step_scope import TABLES, Scope
-from shoal_server.parameters.shard.versioned import PushResult
+from shoal_server.parameters.shard.step_scope import TABLES
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.shard import LookedUp, TablePush, TableShard
+from shoal_server.parameters.tables.shard import LookedUp, TableShard
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
 """Of the rows that one message asks for."""
-MAX_PENDING_SHARDS = 8
-"""Shards of one call that are worked on at a time."""
 
 
 class TablesServicer(Base):
@@ -124,12 +114,18 @@ class TablesServicer(Base):
             raise no_header("TablePushHeader")
         header = first.header
         session = await self._fence.check(header.token)
-        scope = checked(header)
+        kind = TablePushKind(
+            header,
+            session,
+            self._fence.is_live,
+            maker=self._maker,
+            run=self._run,
+            memory=self._memory,
+        )
         counted = session if header.with_parameters else TABLES + session
         touched = frozenset(header.all_shard_ids)
         passing = self._barriers.passing(header.token.job, counted, header.sequence, touched)
-        pushed = self._pushed(_Sender(session, scope), first, requests)
-        async with passing as passage, aclosing(pushed) as replies:
+        async with passing as passage, aclosing(self._pushed(kind, first, requests)) as replies:
             async for reply in replies:
                 for outcome in reply.outcomes:
                     if outcome.HasField("error"):
@@ -137,149 +133,27 @@ class TablesServicer(Base):
                 yield reply
 
     async def _pushed(
-        self, sender: "_Sender", first: TablePushRequest, requests: AsyncIterator[TablePushRequest]
+        self,
+        kind: TablePushKind,
+        first: TablePushRequest,
+        requests: AsyncIterator[TablePushRequest],
     ) -> AsyncGenerator[TablePushReply, None]:
         with Reservation(self._budget) as reservation:
-            push = _IncomingPush(self, first.header, sender, reservation)
-            await push.open(self._maker)
-            await push.take(first.rows)
-            async for request in requests:
-                await push.take(request.rows)
-                if push.answers:
-                    yield push.reply()
-            push.end()
-            await push.settle(0)
-            yield push.reply()
-
-    async def apply(
-        self, part: TablePushPart, header: TablePushHeader, sender: "_Sender"
-    ) -> TablePushOutcome:
-        """Apply one shard's part; its answer, once what it tells of is as safe as was asked for."""
-        push = part.push(sender.session, header.sequence, time.time(), sender.scope)
-        self._memory.refresh()
-        try:
-            num_bytes = part.num_bytes + part.replica.copy_bytes
-            num_bytes += part.shard.body.regrown_bytes(part.item.num_rows)
-            work = partial(self._push, part, push)
-            outcome = await part.replica.in_turn(self._run, num_bytes, work)
-            await part.replica.wait_acknowledged(outcome.version, header.acknowledgement)
-        except ShoalError as error:
-            return refusal(part.item.shard_id, self._maker.with_route(error, part))
-        except Exception as error:
-            log.exception("table_push_failed", job=part.replica.job, shard_id=part.item.shard_id)
-            unnamed = InternalError("the push failed", seen=repr(error))
-            return refusal(part.item.shard_id, unnamed)
-        return answer(part.shard, outcome)
-
-    def _push(self, part: TablePushPart, push: TablePush) -> PushResult[None]:
-        part.replica.before_push()
-        what = f"more rows in shard {part.item.shard_id} of job {part.replica.job}"
-        return part.shard.push(push, self._fence.is_live, partial(self._memory.take, what=what))
+            push = IncomingTablePush(kind, reservation)
+            await kind.open(push)
+            async with aclosing(push.answers(_rows(first, requests))) as batches:
+                async for outcomes in batches:
+                    yield TablePushReply(outcomes=outcomes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Sender:
-    """Who pushes, and as part of what."""
-
-    session: str
-    scope: Scope | None
-
-
-class _IncomingPush:
-    """One push: its shards are received, applied and answered one by one."""
-
-    def __init__(
-        self,
-        servicer: TablesServicer,
-        header: TablePushHeader,
-        sender: "_Sender",
-        reservation: Reservation,
-    ) -> None:
-        self._servicer = servicer
-        self._header = header
-        self._sender = sender
-        self._reservation = reservation
-        self._parts: dict[int, TablePushPart] = {}
-        self._refused: set[int] = set()
-        self._pending: deque[tuple[int, asyncio.Future[TablePushOutcome]]] = deque()
-        self.answers: list[TablePushOutcome] = []
-        """Those that are there and have not left yet."""
-
-    async def open(self, maker: TableMaker) -> None:
-        """Look up every shard that the header names."""
-        items = self._header.shards
-        wanted = [(item.shard_id, item.epoch) for item in items]
-        for item, found in zip(
-            items, await maker.look_up(self._header.token.job, wanted), strict=True
-        ):
-            try:
-                if isinstance(found, ShoalError):
-                    raise found
-                part = TablePushPart(item=item, replica=found[0], shard=found[1])
-                if self._header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE:
-                    part.replica.check_durable()
-            except ShoalError as error:
-                self._refuse(item.shard_id, error)
-                continue
-            if part.is_complete:
-                self._start(part)
-            else:
-                self._parts[item.shard_id] = part
-
-    async def take(self, rows: Sequence[RowGradients]) -> None:
-        """Add rows; a shard that is complete with them is applied. Waits where too many are."""
-        for each in rows:
-            self._take(each)
-            await self.settle(MAX_PENDING_SHARDS)
-
-    def _take(self, rows: RowGradients) -> None:
-        shard_id = rows.shard_id
-        part = self._parts.get(shard_id)
-        if part is None:
-            if shard_id in self._refused:
-                return
-            raise MalformedMessage(
-                "rows of a shard that is not expected",
-                seen=f"shard {shard_id}",
-                expected=f"one of {sorted(self._parts)}" if self._parts else "no more rows",
-                fix="Name each shard in the header and send each of its rows once.",
-            )
-        try:
-            self._reservation.reserve(shard_id, part.num_bytes)
-            part.take(rows)
-        except ShoalError as error:
-            del self._parts[shard_id]
-            self._refuse(shard_id, error)
-            return
-        if part.is_complete:
-            self._start(self._parts.pop(shard_id))
-
-    def end(self) -> None:
-        """The stream is over: shards that are not complete are refused."""
-        for shard_id, part in self._parts.items():
-            self._refuse(shard_id, part.truncated())
-
-    async def settle(self, max_pending: int) -> None:
-        """Gather answers until at most so many shards are worked on."""
-        while self._pending and (len(self._pending) > max_pending or self._pending[0][1].done()):
-            shard_id, pending = self._pending.popleft()
-            self.answers.append(await pending)
-            self._reservation.release(shard_id)
-
-    def reply(self) -> TablePushReply:
-        """The answers that are there."""
-        answers, self.answers = self.answers, []
-        return TablePushReply(outcomes=answers)
-
-    def _start(self, part: TablePushPart) -> None:
-        applied = self._servicer.apply(part, self._header, self._sender)
-        self._pending.append((part.item.shard_id, asyncio.ensure_future(applied)))
-
-    def _refuse(self, shard_id: int, error: ShoalError) -> None:
-        self._refused.add(shard_id)
-        refused: asyncio.Future[TablePushOutcome] = asyncio.get_running_loop().create_future()
-        refused.set_result(refusal(shard_id, error))
-        self._pending.append((shard_id, refused))
+async def _rows(
+    first: TablePushRequest, requests: AsyncIterator[TablePushRequest]
+) -> AsyncIterator[tuple[int, RowGradients]]:
+    for rows in first.rows:
+        yield rows.shard_id, rows
+    async for request in requests:
+        for rows in request.rows:
+            yield rows.shard_id, rows
 
 
 def _too_many(num_bytes: int) -> ShoalError:
