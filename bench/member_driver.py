@@ -1,8 +1,8 @@
 """Members of one job, by the thousand, in one process: bench/membership.py starts it.
 
 Each member attends by a stream of its own and makes its own calls; the members of a host share a
-connection, as workers of one launcher could. Every member computes the digest of the roster that
-it was shown and keeps the committed record that it was sent.
+connection, as workers of one launcher could. What a member does is decided by the core that
+workers have; only threads and back-off are left out.
 
 Commands come as lines on stdin, answers leave as lines of JSON on stdout.
 """
@@ -12,15 +12,17 @@ import hashlib
 import json
 import sys
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 import grpc.aio
 
-from shoal_client.membership.shown_roster import ShownRoster
-from shoal_proto import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
-from shoal_proto.incarnation import new_incarnation
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.identity import Identity
+from shoal_client.membership.member_core import MemberCore
+from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto.incarnation import new_incarnation, public_id
 from shoal_proto.v1 import membership_pb2 as pb
-from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 OPTIONS = (
@@ -62,15 +64,16 @@ class Share:
 class Played:
     """One member."""
 
-    token: Token
-    info: pb.MemberInfo
+    core: MemberCore
     stub: MembershipStub
     admitted: asyncio.Event = field(default_factory=asyncio.Event)
     committed: asyncio.Event = field(default_factory=asyncio.Event)
-    step: int = 0
     record: bytes = b""
     """The committed record, roster included."""
-    shown: ShownRoster = field(default_factory=ShownRoster)
+
+    @property
+    def member_id(self) -> str:
+        return self.core.identity.member_id
 
 
 class Driver:
@@ -89,9 +92,6 @@ class Driver:
 
     def _player(self, number: int) -> Played:
         share = self._share
-        token = Token(
-            job=share.job, member_id=f"member-{number:05d}", incarnation=new_incarnation()
-        )
         host = number // share.members_per_host
         info = pb.MemberInfo(
             host=f"host-{host}",
@@ -103,7 +103,18 @@ class Driver:
         )
         if number % share.members_per_host == 0 or number == share.first:
             self._channel = grpc.aio.insecure_channel(share.coordinator, OPTIONS)
-        return Played(token=token, info=info, stub=MembershipStub(self._channel))
+        incarnation = new_incarnation()
+        spec = pb.JobSpec(
+            job=share.job, min_members=1, max_members=share.desired, desired_members=share.desired
+        )
+        identity = Identity(
+            spec=spec,
+            member_id=f"member-{number:05d}",
+            incarnation=incarnation,
+            public_id=public_id(incarnation),
+            info=info,
+        )
+        return Played(core=MemberCore(identity), stub=MembershipStub(self._channel))
 
     @property
     def players(self) -> list[Played]:
@@ -118,7 +129,7 @@ class Driver:
             self._start(self._beat(players, number / len(self._hosts)), f"beat-{host}")
             for player in players:
                 await self._attending.acquire()
-                self._start(self._attend(player), player.token.member_id)
+                self._start(self._attend(player), player.member_id)
         await asyncio.gather(*(player.admitted.wait() for player in self.players))
         return {"attend_s": time.monotonic() - start_s}
 
@@ -132,8 +143,7 @@ class Driver:
         async def one(player: Played) -> None:
             async with width:
                 proposal = pb.Proposal(fields=FIELDS, synchronous=True)
-                request = pb.ProposeRequest(token=player.token, proposal=proposal)
-                await player.stub.Propose(request, timeout=CALL_S)
+                await self._do(player, ev.Proposed(proposal=proposal))
 
         await asyncio.gather(*(one(player) for player in chosen))
         return {"started_s": started_s}
@@ -162,46 +172,48 @@ class Driver:
     # --- one member ---
 
     async def _attend(self, player: Played) -> None:
-        share = self._share
-        spec = pb.JobSpec(
-            job=share.job, min_members=1, max_members=share.desired, desired_members=share.desired
-        )
-        request = pb.AttendRequest(
-            protocol=PROTOCOL_VERSION,
-            token=player.token,
-            spec=spec,
-            info=player.info,
-            keeps_prepare=True,
-        )
         try:
-            async for notice in player.stub.Attend(request):
-                await self._take(player, notice)
-            raise RuntimeError(f"the stream of {player.token.member_id} ended")
+            await self._do(player, ev.JoinWished())
+            raise RuntimeError(f"the stream of {player.member_id} ended")
         finally:
             if not player.admitted.is_set():
                 self._attending.release()
 
+    async def _do(self, player: Played, event: ev.Event) -> None:
+        """Take an event in, and carry out what follows."""
+        due = deque(player.core.step(event, time.monotonic()))
+        while due:
+            effect = due.popleft()
+            if isinstance(effect, ev.Call):
+                method = type(effect.request).__name__.removesuffix("Request")
+                await getattr(player.stub, method)(effect.request, timeout=CALL_S)
+                due.extend(player.core.step(ev.CallEnded(call=effect), time.monotonic()))
+            elif isinstance(effect, ev.Judge):
+                number, digest = effect.prepare.roster.generation, effect.digest
+                if digest != effect.prepare.digest:
+                    raise RuntimeError("the digest of the roster shown is not the one named")
+                judged = ev.Judged(generation=number, digest=digest)
+                due.extend(player.core.step(judged, time.monotonic()))
+            elif isinstance(effect, ev.OpenStream):
+                async for notice in player.stub.Attend(effect.request):
+                    await self._take(player, notice)
+            elif isinstance(effect, ev.Raise | ev.Break):
+                raise RuntimeError(f"{player.member_id}: {effect}")
+
     async def _take(self, player: Played, notice: pb.Notice) -> None:
         kind = notice.WhichOneof("kind")
-        if kind == "admitted" and not player.admitted.is_set():
+        if kind == "refused" or notice.outcome.verdict == pb.VERDICT_ABORTED:
+            raise RuntimeError(f"{kind}: {notice.reason}")
+        await self._do(player, ev.NoticeCame(notice=notice))
+        if not player.admitted.is_set():
             player.admitted.set()
             self._attended.append(player)
             self._attending.release()
-        elif kind == "prepare":
-            digest = player.shown.keep(notice.prepare)
-            if digest != notice.prepare.digest:
-                raise RuntimeError("the digest of the roster shown is another than the one named")
-            generation = notice.prepare.roster.generation
-            answer = pb.AnswerRequest(token=player.token, generation=generation, digest=digest)
-            await player.stub.Answer(answer, timeout=CALL_S)
-        elif kind == "outcome":
-            if notice.outcome.verdict != pb.VERDICT_COMMITTED:
-                raise RuntimeError(f"aborted: {notice.reason}")
-            record = player.shown.completed(notice.outcome)
-            player.record = record.SerializeToString(deterministic=True)
+        now_s = time.monotonic()
+        entered = player.core.next_generation(player.core.track.generation, now_s, now_s)
+        if isinstance(entered, ev.BringUp):
+            player.record = entered.record.SerializeToString(deterministic=True)
             player.committed.set()
-        elif kind == "refused":
-            raise RuntimeError(f"refused: {notice.reason}")
 
     async def _beat(self, players: list[Played], phase: float) -> None:
         """One call a heartbeat for all members of the host that were admitted."""
@@ -212,7 +224,7 @@ class Driver:
             await asyncio.sleep(max(due_s - time.monotonic(), 0))
             due_s += every_s
             beats = [
-                pb.Beat(token=player.token, step=player.step)
+                pb.Beat(token=player.core.token, step=player.core.track.step)
                 for player in players
                 if player.admitted.is_set()
             ]
