@@ -1,21 +1,25 @@
 """A job, and members that behave as the real client does, in virtual time."""
 
-import hashlib
 import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shoal_proto.incarnation import new_incarnation
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.identity import Identity
+from shoal_client.membership.member_core import MemberCore
+from shoal_proto.incarnation import new_incarnation, public_id
+from shoal_proto.v1 import membership_pb2 as pb
+from shoal_server.coordinator.jobs.requests import event_of
+from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.codec import digest_of
 from shoal_server.core.generations.roster import (
     Generation,
     JobSpec,
     MemberInfo,
     Proposal,
     Record,
-    Roster,
     Step,
-    Verdict,
 )
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
@@ -25,25 +29,19 @@ from shoal_server.core.membership.phases import Phase
 FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 
-def digest_of(roster: Roster) -> str:
-    return hashlib.sha256(repr(roster).encode()).hexdigest()
-
-
 @dataclass(kw_only=True)
 class SimMember:
-    """One worker process: answers, brings up, trains, settles."""
+    """One worker process: its core decides, its trainer does at once what it is told."""
 
     name: str
     incarnation: str
     proposal: Proposal
+    core: MemberCore
     alive: bool = True
     paused: bool = False
     refused: events.Refusal | None = None
     generation: int = 0
     """The generation it trains or brings up."""
-    broken: set[int] = field(default_factory=set)
-    begun: int = -1
-    next_generation: int = 0
     checkpoints: tuple[int, ...] = ()
     """Steps of the complete checkpoints that it sees."""
     has_state: bool = False
@@ -51,6 +49,29 @@ class SimMember:
     drained: bool = False
     """Was let go: nothing is left for it to do."""
     records: dict[int, list[Record]] = field(default_factory=dict)
+    _begun: int = -1
+    _settled: int = 0
+
+    @property
+    def begun(self) -> int:
+        """The last step that it has begun."""
+        return self._begun
+
+    @begun.setter
+    def begun(self, step: int) -> None:
+        if isinstance(self.core.begin_step(step, 0.0), ev.Begun):
+            self._begun = step
+
+    @property
+    def broken(self) -> set[int]:
+        """The generations of which it knows that they are over."""
+        return {number for number in self.records if self.core.track.is_broken(number)}
+
+    def comes_to_a_stand(self) -> bool:
+        """Whether its generation is over, of which it has not said so yet."""
+        over = self.core.track.is_broken(self.generation) and self._settled < self.generation
+        self._settled = self.generation if over else self._settled
+        return over
 
 
 class World:
@@ -97,10 +118,12 @@ class World:
         proposal = Proposal(
             fields=dict(fields or FIELDS), step=Step(step), has_state=step > 0, synchronous=True
         )
+        incarnation = new_incarnation(self._next_start())
         member = SimMember(
             name=name,
-            incarnation=new_incarnation(self._next_start()),
+            incarnation=incarnation,
             proposal=proposal,
+            core=MemberCore(self._identity(name, incarnation)),
             checkpoints=checkpoints,
         )
         if name in self.members:
@@ -111,8 +134,22 @@ class World:
         self.members[name] = member
         info = info or MemberInfo(host="h")
         self.send(member, events.Attended(**self._who(member), spec=self.job.spec, info=info))
-        self.send(member, events.Proposed(**self._who(member), proposal=proposal))
+        admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
+        self._step(member, ev.NoticeCame(notice=pb.Notice(admitted=admitted)))
+        message = pb.Proposal(
+            fields=proposal.fields, step=step, has_state=step > 0, synchronous=True
+        )
+        self._step(member, ev.Proposed(proposal=message))
         return member
+
+    def _identity(self, name: str, incarnation: str) -> Identity:
+        return Identity(
+            spec=pb.JobSpec(job=self.job.spec.job),
+            member_id=name,
+            incarnation=incarnation,
+            public_id=public_id(incarnation),
+            info=pb.MemberInfo(),
+        )
 
     def kill(self, name: str, *, seen_by_launcher: bool = False) -> None:
         """SIGKILL. The coordinator learns of the broken stream, or from the launcher."""
@@ -155,11 +192,7 @@ class World:
         self.send(member, events.Left(**self._who(member), completed=True, reason="done"))
 
     def _report_broken(self, member: SimMember) -> None:
-        generation = Generation(member.generation)
-        self.send(
-            member,
-            events.Broke(**self._who(member), generation=generation, error="connection reset"),
-        )
+        self._step(member, ev.CollectiveFailed(error="connection reset"))
 
     # --- time ---
 
@@ -240,88 +273,70 @@ class World:
     def _take(self, member: SimMember, notice: events.Notice) -> None:
         if not member.alive or member.paused:
             return
-        who = self._who(member)
         match notice:
-            case events.PrepareNotice():
-                generation = notice.roster.generation
-                names = notice.roster.member_ids
-                failed = tuple((n, "refused") for n in names if (member.name, n) in self.cut)
-                answer = events.Answered(
-                    **who,
-                    generation=generation,
-                    digest=notice.digest,
-                    unreachable=failed,
-                    checkpoint_steps=tuple(map(Step, member.checkpoints)),
-                )
-                self.send(member, answer)
-            case events.OutcomeNotice():
-                self._take_outcome(member, notice.record)
-            case events.StopAtNotice():
-                leaves = notice.generation not in member.records
-                if member.next_generation == notice.generation and not leaves:
-                    member.proposal = Proposal(
-                        fields=member.proposal.fields, step=notice.step, has_state=True
-                    )
-                    self._bring_up(member, notice.generation)
-            case events.BreakNotice():
-                self._take_break(member, notice.generation)
+            case events.OutcomeNotice() if notice.record.roster.holds(
+                member.name, member.incarnation
+            ):
+                record = notice.record
+                member.records.setdefault(record.roster.generation, []).append(record)
             case events.RunningNotice():
                 member.has_state = True
             case events.DrainNotice() if notice.now:
                 self._leave_drained(member)
+                return
             case events.RefusedNotice():
                 member.refused = notice.refusal
                 self._drop(member)
-            case _:
-                pass
+                return
+        message = codec.notice_to_pb(notice, self.job.last_generation)
+        self._step(member, ev.NoticeCame(notice=message))
+        self._train_on(member)
+
+    def _step(self, member: SimMember, event: ev.Event) -> None:
+        """Step the member's core; every call gets through."""
+        for effect in member.core.step(event, self.now_s):
+            if isinstance(effect, ev.Call):
+                request = effect.request
+                assert not isinstance(request, pb.DrainRequest | pb.HeartbeatRequest)
+                self.send(member, event_of(request))
+            elif isinstance(effect, ev.Judge):
+                names = [entry.member_id for entry in effect.prepare.roster.entries]
+                judged = ev.Judged(
+                    generation=effect.prepare.roster.generation,
+                    digest=effect.digest,
+                    unreachable={n: "refused" for n in names if (member.name, n) in self.cut},
+                    checkpoint_steps=member.checkpoints,
+                )
+                self._step(member, judged)
+
+    def _train_on(self, member: SimMember) -> None:
+        """The trainer, which has no steps to finish: it stops where the members agreed to."""
+        core, change = member.core, member.core.track.change
+        decision: object
+        if change is not None and change.stop_at is not None:
+            decision, step = core.begin_step(change.stop_at, self.now_s), change.stop_at
+        else:
+            decision = core.next_generation(member.generation, self.now_s, self.now_s)
+            step = 0
+        if isinstance(decision, ev.BringUp):
+            roster = decision.record.roster
+            core.progress(max(roster.step, step))
+            member.generation = roster.generation
+            if roster.synchronous:
+                self._bring_up(member, Generation(roster.generation))
+        elif member.comes_to_a_stand():
+            step, has_state = max(member.begun, 0), member.has_state or member.begun > 0
+            self._step(member, ev.StoodStill(step=step, has_state=has_state))
+            self._train_on(member)
 
     def _leave_drained(self, member: SimMember) -> None:
         member.drained = True
         self.send(member, events.Left(**self._who(member), completed=False, reason="drained"))
         self._drop(member)
 
-    def _take_outcome(self, member: SimMember, record: Record) -> None:
-        generation = record.roster.generation
-        if record.roster.holds(member.name, member.incarnation):
-            member.records.setdefault(generation, []).append(record)
-        if record.verdict is Verdict.COMMITTED:
-            if (
-                record.roster.planned
-                and member.generation
-                and member.generation not in member.broken
-            ):
-                member.next_generation = generation
-                offer = events.Offered(
-                    **self._who(member), generation=generation, next_step=Step(member.begun + 1)
-                )
-                self.send(member, offer)
-            else:
-                self._bring_up(member, generation)
-        elif member.generation == generation:
-            self._take_break(member, generation)
-        elif member.next_generation == generation:
-            member.next_generation = 0
-
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
-        member.generation, member.next_generation = generation, 0
-        self.send(member, events.BecameReady(**self._who(member), generation=generation))
-
-    def _take_break(self, member: SimMember, generation: int) -> None:
-        if generation in member.broken:
-            return
-        member.broken.add(generation)
-        if member.generation == generation or member.next_generation:
-            member.next_generation = 0
-            step = Step(max(member.begun, 0))
-            self.send(
-                member,
-                events.Settled(
-                    **self._who(member),
-                    step=step,
-                    has_state=member.has_state or member.begun > 0,
-                    left=Generation(member.generation),
-                ),
-            )
+        roster = pb.Roster(generation=generation, synchronous=True)
+        self._step(member, ev.BroughtUp(record=pb.GenerationRecord(roster=roster)))
 
     # --- what tests ask ---
 

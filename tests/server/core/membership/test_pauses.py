@@ -135,9 +135,7 @@ class Slow(World):
         self.slow = slow
 
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
-        if member.name in self.slow:
-            member.generation, member.next_generation = generation, 0
-        else:
+        if member.name not in self.slow:
             super()._bring_up(member, generation)
 
     def beat(self, name: str, **said: int | bool | float) -> None:

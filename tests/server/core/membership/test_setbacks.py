@@ -23,7 +23,6 @@ class Clumsy(World):
         """Nobody fails among so few."""
 
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
-        member.generation, member.next_generation = generation, 0
         attempt = self.job.attempt
         many = attempt is None or len(attempt.entries) > self.fits
         if member.name in self.failing and many:
