@@ -1,12 +1,11 @@
 """The parts of one coordinator, put together."""
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc.aio
 
-from shoal_proto.errors import NotLeader, ShoalError
+from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import (
     clocks_pb2_grpc,
     membership_pb2_grpc,
@@ -21,6 +20,7 @@ from shoal_server.coordinator.job_reset import JobReset
 from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
+from shoal_server.coordinator.leadership.term import Term
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.rendezvous import RendezvousService
@@ -34,7 +34,6 @@ from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
-from shoal_server.etcd.records import snapshot_roots
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.shards import ShardReader
 
@@ -50,10 +49,7 @@ class Coordinator:
         copies: int = 2,
         snapshots: SnapshotPolicy | None = None,
     ) -> None:
-        self.http_url = ""
-        self.deposed = asyncio.Event()
-        """Set when a write or a job showed that this coordinator must not lead any longer."""
-        self.why_deposed = ""
+        self.term = Term()
         self.board = StatusBoard()
         self.shard_reader = ShardReader(store)
         self.registry = Registry(self._job_dependencies(store), limits)
@@ -61,9 +57,7 @@ class Coordinator:
         self.shards = ShardsService(store, self.registry.authorize, copies)
         self._store = store
         self._server_calls = ServerCalls()
-        policy = snapshots or SnapshotPolicy()
-        self._snapshot_roots = policy.allowed
-        self.snapshots = self._snapshot_service(policy)
+        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy())
         self._shard_controller = ShardController(
             store, self.snapshots.restore_lost, read_pushed=self.shard_reader.pushed_bytes
         )
@@ -77,14 +71,13 @@ class Coordinator:
         )
         self.resetting = JobReset(
             store,
-            DurableJobs(store, self._leadership),
+            DurableJobs(store, self.term.conditions),
             self.registry,
             samples=self.samples,
             clocks=self.clocks,
             rendezvous=self.rendezvous,
         )
         self.view = CoordinatorView(self.registry, self.samples, self.clocks, self.shard_reader)
-        self._conditions: Sequence[Compare] | None = None
 
     def _job_dependencies(self, store: KeyValueStore) -> JobDependencies:
         # The services are made after the registry that they ask, so these are looked up late.
@@ -99,11 +92,11 @@ class Coordinator:
             self.rendezvous.drop_dead(job)
 
         return JobDependencies(
-            jobs=DurableJobs(store, self._leadership),
+            jobs=DurableJobs(store, self.term.conditions),
             stored=StoredJobs(store),
             board=self.board,
             clock=steady_unix_clock(),
-            on_lost_leadership=self._depose,
+            on_lost_leadership=self.term.depose,
             on_failed=failed,
             on_member_lost=member_lost,
             on_change=changed,
@@ -119,7 +112,7 @@ class Coordinator:
             policy,
             SnapshotTaker(self._store, self._server_calls, state),
             SnapshotRestorer(
-                self._store, self._server_calls, self._leadership, self.samples.close_replaced
+                self._store, self._server_calls, self.term.conditions, self.samples.close_replaced
             ),
             self.registry.require_leading,
             begun_unix_s,
@@ -134,7 +127,9 @@ class Coordinator:
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 
     def add_services(self, server: grpc.aio.Server) -> None:
-        membership = MembershipService(self.registry, self.resetting.reset, lambda: self.http_url)
+        membership = MembershipService(
+            self.registry, self.resetting.reset, lambda: self.view.http_url
+        )
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)
         clocks_pb2_grpc.add_ClocksServicer_to_server(self.clocks, server)
@@ -154,9 +149,8 @@ class Coordinator:
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
         """Take over every job. `conditions` must hold in etcd for each write."""
-        self._conditions = conditions
-        self.deposed.clear()
-        await snapshot_roots.write(self._store, conditions, self._snapshot_roots)
+        self.term.begin(conditions)
+        await self.snapshots.announce_roots(self._store, conditions)
         await self.resetting.read()
         await self.registry.read(self.samples.open_existing)
         for actor in self.registry.begin():
@@ -166,18 +160,9 @@ class Coordinator:
 
     async def step_down(self) -> None:
         """Let go of every job: another coordinator leads, or this one ends."""
-        self._conditions = None
+        self.term.end()
         await self._while_leading.aclose()
         self.rendezvous.forget_all()
         self.clocks.forget_all()
         await self.registry.step_down()
         await self.samples.hand_over()
-
-    def _depose(self, reason: str) -> None:
-        self.why_deposed = reason
-        self.deposed.set()
-
-    def _leadership(self) -> Sequence[Compare]:
-        if self._conditions is None:
-            raise NotLeader("this coordinator does not lead", details={"leader": ""})
-        return self._conditions

@@ -51,14 +51,14 @@ async def serve(config: CoordinatorConfig) -> None:
         await stack.enter_async_context(coordinator.running())
         app = build_app(coordinator.view, coordinator.board)
         status = await stack.enter_async_context(StatusServer(app, *split_address(config.http)))
-        coordinator.http_url = _http_url(config, address, status.port)
+        coordinator.view.http_url = _http_url(config, address, status.port)
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
         await server.start()
         stack.push_async_callback(server.stop, STOP_WITHIN_S)
         stack.callback(health.end)
-        host, url = socket.gethostname(), coordinator.http_url
+        host, url = socket.gethostname(), coordinator.view.http_url
         candidate = Candidate(address=address, http_url=url, host=host)
         leader_loop = LeaderLoop(coordinator, health, store, candidate, config.leader_lease_s)
         campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
@@ -66,9 +66,9 @@ async def serve(config: CoordinatorConfig) -> None:
         stack.push_async_callback(_ended, campaign, stopping)
         await wait_first(leader_loop.leader_known.wait(), campaign, stopping)
         if leader_loop.leader_known.is_set():
-            write_ready_file(config.ready_file, {"grpc": address, "http": coordinator.http_url})
+            write_ready_file(config.ready_file, {"grpc": address, "http": url})
             warn_of_reach({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
-            log.info("coordinator_serves", grpc=address, http=coordinator.http_url)
+            log.info("coordinator_serves", grpc=address, http=url)
         await wait_first(campaign, stopping)
     log.info("coordinator_stopped", grpc=address)
 
@@ -129,10 +129,10 @@ class LeaderLoop:
             await coordinator.lead((leadership.condition,))
             self.leader_known.set()
             self._health.set_leads(True)
-            await wait_first(coordinator.deposed.wait(), leadership.lost.wait())
-            reason = coordinator.why_deposed or leadership.reason
+            await wait_first(coordinator.term.deposed.wait(), leadership.lost.wait())
+            reason = coordinator.term.why_deposed or leadership.reason
             log.warning("deposed", reason=reason)
-            coordinator.registry.why_nobody = (
+            coordinator.registry.known_leader.why_nobody = (
                 f"nobody is known to lead: this one's term has ended ({reason})"
             )
         except ShoalError as error:
@@ -146,9 +146,9 @@ class LeaderLoop:
 
     def _note_trouble(self, reason: str) -> None:
         """Who led when etcd was last heard may lead no longer: nobody is pointed there."""
-        registry = self._coordinator.registry
-        registry.leader = ""
-        registry.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"
+        known = self._coordinator.registry.known_leader
+        known.address = ""
+        known.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"
 
     async def _follow(self) -> None:
         watching: asyncio.Task[None] | None = None
@@ -165,11 +165,11 @@ class LeaderLoop:
                 await _ended(watching)
 
     def _note(self, leader: Leader | None) -> None:
-        registry = self._coordinator.registry
-        registry.leader = leader.address if leader and leader.address != self._address else ""
+        known = self._coordinator.registry.known_leader
+        known.address = leader.address if leader and leader.address != self._address else ""
         if leader is None:
-            registry.why_nobody = "nobody leads: the next leader is being elected"
-        elif not registry.leader:
-            registry.why_nobody = "this coordinator was elected, and reads what etcd holds of jobs"
+            known.why_nobody = "nobody leads: the next leader is being elected"
+        elif not known.address:
+            known.why_nobody = "this coordinator was elected, and reads what etcd holds of jobs"
         if leader is not None:
             self.leader_known.set()

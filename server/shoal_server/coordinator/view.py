@@ -28,12 +28,15 @@ class CoordinatorView:
         self._shards = shards
         self.address = ""
         """host:port under which others reach this coordinator."""
+        self.http_url = ""
+        """Base URL under which others reach its status endpoint."""
 
     def readiness(self) -> Readiness:
         registry = self._registry
         if registry.leads:
             return Readiness(ready=True, reason="this coordinator leads", leader=self.address)
-        return Readiness(ready=False, reason=registry.who_leads, leader=registry.leader)
+        known = registry.known_leader
+        return Readiness(ready=False, reason=str(known), leader=known.address)
 
     def jobs(self) -> Sequence[JobView]:
         aside = [

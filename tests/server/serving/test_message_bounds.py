@@ -161,7 +161,7 @@ async def test_every_service_refuses_and_the_others_train_on() -> None:
             return found
 
         assert await asyncio.to_thread(refusals) == {c: field for c, (_, field) in REFUSED.items()}
-        assert not world.coordinator.deposed.is_set()
+        assert not world.coordinator.term.deposed.is_set()
         job = world.coordinator.registry.find("j").job
         assert (job.phase.value, job.last_generation, len(job.members)) == ("running", 1, 2)
 

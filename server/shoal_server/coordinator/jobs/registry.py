@@ -12,7 +12,6 @@ import structlog
 from shoal_proto.errors import (
     AccessDenied,
     JobSetAside,
-    NotLeader,
     RetryError,
     ShoalError,
     Unavailable,
@@ -20,6 +19,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.jobs.job_actor import JobActor, JobDependencies
+from shoal_server.coordinator.jobs.known_leader import KnownLeader
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused
 from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
@@ -74,10 +74,7 @@ class Registry:
         """Of jobs that were begun anew; read before this one leads."""
         self._resetting: set[str] = set()
         self._leads = False
-        self.leader = ""
-        """host:port of the coordinator that leads, if that is another one and known."""
-        self.why_nobody = "nobody leads yet: etcd has not answered"
-        """Where no other coordinator is known to lead: why."""
+        self.known_leader = KnownLeader()
 
     @property
     def leads(self) -> bool:
@@ -202,17 +199,7 @@ class Registry:
 
     def require_leading(self) -> None:
         if not self._leads:
-            raise NotLeader(
-                "this coordinator does not lead",
-                seen=self.who_leads,
-                expected=f"a call to {self.leader}" if self.leader else "a leader to be elected",
-                details={"leader": self.leader},
-            )
-
-    @property
-    def who_leads(self) -> str:
-        """In words. Never this coordinator itself."""
-        return f"the coordinator at {self.leader} leads" if self.leader else self.why_nobody
+            raise self.known_leader.not_leader()
 
     def actors(self) -> list[JobActor]:
         return list(self._actors.values())

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -15,7 +15,8 @@ from shoal_server.coordinator.config import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.taking import SnapshotTaker
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import Compare, KeyValueStore
+from shoal_server.etcd.records import snapshot_roots
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import running
 from shoal_server.serving.threads import to_thread_uncancelled
@@ -97,6 +98,11 @@ class SnapshotService(SnapshotsServicer):
             age_s=round(time.time() - manifest.taken_unix_s, 1),
         )
         return True
+
+    async def announce_roots(self, store: KeyValueStore, conditions: Sequence[Compare]) -> None:
+        """Tell the parameter servers where snapshots may lie. Raises NotLeader unless `conditions`
+        hold in etcd, and what the store raises."""
+        await snapshot_roots.write(store, conditions, self._policy.allowed)
 
     @asynccontextmanager
     async def working(self, store: KeyValueStore) -> AsyncIterator[None]:

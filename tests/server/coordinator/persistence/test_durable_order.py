@@ -120,6 +120,6 @@ async def test_nothing_leaves_a_leader_that_could_not_write() -> None:
                 await each
         with pytest.raises(NotLeader):
             await submitted(world, arrival("d"))
-        assert world.coordinator.deposed.is_set()
+        assert world.coordinator.term.deposed.is_set()
         assert store.members_written()[0] == {"a"}
         assert await store.get(keys.member("j", "c")) is None

@@ -46,7 +46,7 @@ async def test_only_the_job_whose_record_is_too_large_is_set_aside() -> None:
         with pytest.raises(JobSetAside, match="request is too large"):
             await asyncio.to_thread(propose, client)
             await asyncio.to_thread(client.await_generation, 0, 10.0)
-        assert not world.coordinator.deposed.is_set()
+        assert not world.coordinator.term.deposed.is_set()
         (shown,) = [view for view in world.coordinator.view.jobs() if view.job == "huge"]
         assert (shown.phase, "request is too large" in shown.reason) == ("set_aside", True)
         job = world.coordinator.registry.find("j").job
