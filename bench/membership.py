@@ -189,7 +189,7 @@ def form_cost_s(num_members: int) -> float:
     for number, (name, incarnation) in enumerate(names.items()):
         host = number // 8
         info = MemberInfo(host=f"host-{host}", address=f"10.{host // 250}.{host % 250}.1")
-        handle(events.Attended(member_id=name, incarnation=incarnation, spec=spec, info=info))
+        handle(events.Joined(member_id=name, incarnation=incarnation, spec=spec, info=info))
     for name, incarnation in names.items():
         handle(events.Proposed(member_id=name, incarnation=incarnation, proposal=proposal))
     assert job.agreement is not None

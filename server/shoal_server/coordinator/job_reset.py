@@ -87,7 +87,7 @@ class JobReset:
                 return False, known.last_generation if known else NO_GENERATION
             earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
             if actor is not None:
-                expelled = list(actor.job.attendance.expelled)
+                expelled = list(actor.job.table.expelled)
                 earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
                 # A job that this coordinator could not take up: its records tell of its number.

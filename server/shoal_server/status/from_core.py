@@ -65,7 +65,7 @@ def job_view(
         members=tuple(
             _while_paused(
                 _member_view(job, member, last_seen.get(member.member_id), to_unix_s),
-                job.attendance.pauses.of(member),
+                job.table.pauses.of(member),
                 paused,
                 to_unix_s,
             )
@@ -131,7 +131,7 @@ def _member_view(
 ) -> MemberView:
     info, proposed = member.info, member.proposal
     roster = _roster_of(job, member)
-    last_seen_s = max(member.attended_s, seen.at_s if seen else member.attended_s)
+    last_seen_s = max(member.joined_s, seen.at_s if seen else member.joined_s)
     return MemberView(
         member_id=member.member_id,
         public_id=public_id(member.incarnation),
@@ -147,7 +147,7 @@ def _member_view(
         torch_version=info.torch_version,
         shoal_version=info.shoal_version,
         step=max(seen.step if seen else 0, proposed.step if proposed else 0),
-        joined_unix_s=to_unix_s(member.attended_s),
+        joined_unix_s=to_unix_s(member.joined_s),
         last_seen_unix_s=to_unix_s(last_seen_s),
     )
 

@@ -53,7 +53,7 @@ async def test_members_that_train_are_shown_with_rank_and_generation() -> None:
         why = (await http.get("/api/v1/jobs/j/members/a/why")).json()
         assert why["waiting_for"] == "nothing: it trains"
         events = (await http.get("/api/v1/jobs/j/events")).json()["events"]
-        assert {"member_attended", "phase_running"} <= {event["kind"] for event in events}
+        assert {"member_joined", "phase_running"} <= {event["kind"] for event in events}
 
 
 async def test_a_member_that_waits_for_others_says_so() -> None:

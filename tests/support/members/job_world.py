@@ -133,7 +133,7 @@ class World:
             self.later(lambda: self._handle(events.Disconnected(**self._who(old))))
         self.members[name] = member
         info = info or MemberInfo(host="h")
-        self.send(member, events.Attended(**self._who(member), spec=self.job.spec, info=info))
+        self.send(member, events.Joined(**self._who(member), spec=self.job.spec, info=info))
         admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
         self._step(member, ev.NoticeCame(notice=pb.Notice(admitted=admitted)))
         message = pb.Proposal(

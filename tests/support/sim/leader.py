@@ -29,7 +29,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 
 MAX_TICKS_AT_ONCE = 5
-MAY_BE_REFUSED = (events.Attended, events.Proposed, events.Settled)
+MAY_BE_REFUSED = (events.Joined, events.Proposed, events.StepReported)
 
 Handle = Callable[[events.Event, float], list[events.Effect]]
 
@@ -112,7 +112,7 @@ class Leader:
         self.log: Callable[[str], None] = lambda line: None
         self.heard: Callable[[events.Event], None] = lambda event: None
         """Told of each event that the job took in."""
-        self.heartbeats: Callable[[], Iterable[tuple[events.Beaten, int]]] = lambda: ()
+        self.heartbeats: Callable[[], Iterable[tuple[events.Heartbeat, int]]] = lambda: ()
         """Of all members whose processes run, with their steps."""
         self.effects_left: int | None = None
         """It crashes when it has done so many more actions."""
@@ -150,7 +150,7 @@ class Leader:
 
     # --- calls ---
 
-    def attend(self, stream: Connection, event: events.Attended) -> None:
+    def attend(self, stream: Connection, event: events.Joined) -> None:
         if not self._serves:
             stream.end(Unavailable("this coordinator does not lead"))
             return
@@ -227,7 +227,7 @@ class Leader:
             reason = f"{self.job.phase}: {self.job.reason}"
             assert self._ticks_at[1] < MAX_TICKS_AT_ONCE, f"it ticks without end; {reason}"
             for beat, step in self.heartbeats():
-                self.driver.beaten(beat, step, now_s)
+                self.driver.heartbeat(beat, step, now_s)
             actions = self.driver.wake(now_s)
             self.check()
             self._do(actions)
@@ -309,7 +309,7 @@ class Leader:
     def _is_stranger(self, event: events.Event) -> bool:
         member = self.job.members.get(event.member_id)
         known = member is not None and member.incarnation == event.incarnation
-        return not known and not isinstance(event, events.Attended)
+        return not known and not isinstance(event, events.Joined)
 
     def _check_answer(self, event: events.Event, error: Exception | None) -> None:
         """Whoever is admitted or fenced is so for good."""
@@ -317,7 +317,7 @@ class Leader:
             return
         member = self.job.members.get(event.member_id)
         is_member = member is not None and member.incarnation == event.incarnation
-        if error is None and isinstance(event, events.Attended) and is_member:
+        if error is None and isinstance(event, events.Joined) and is_member:
             assert self._durable_key_of(event), f"{event.member_id} was admitted too early"
         fenced = events.RefusalKind.FENCED
         if isinstance(error, events.Refused) and error.refusal.kind == fenced and not is_member:

@@ -18,7 +18,7 @@ from shoal_client.membership.identity import Identity
 from shoal_client.membership.member_core import MemberCore
 from shoal_proto.errors import DeadlineExceeded, RetryError, ShoalError, Unavailable
 from shoal_proto.v1 import membership_pb2 as pb
-from shoal_server.coordinator.jobs.requests import attended, event_of
+from shoal_server.coordinator.jobs.requests import event_of, joined
 from shoal_server.coordinator.persistence import codec
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
@@ -34,7 +34,7 @@ class Network(Protocol):
 
     def find_leader(self) -> Leader | None: ...
     def request(self, leader: Leader | None, event: events.Event, box: Box) -> None: ...
-    def open(self, leader: Leader | None, stream: Connection, event: events.Attended) -> None: ...
+    def open(self, leader: Leader | None, stream: Connection, event: events.Joined) -> None: ...
     def lose(self) -> bool: ...
 
 
@@ -194,7 +194,7 @@ class SimSession:
             self._network.lose,
         )
         self.stream, self._shown, self._stream_leader = stream, "", self._leader
-        self._network.open(self._leader, stream, attended(opening.request))
+        self._network.open(self._leader, stream, joined(opening.request))
         error: ShoalError
         while True:
             yield Wait(lambda: bool(stream.inbox) or stream.broken)

@@ -211,11 +211,11 @@ class SimWorld:
         if isinstance(event, events.Answered) and not event.rejections:
             self._accepted.add((event.generation, event.incarnation, event.digest))
 
-    def _heartbeats(self) -> Iterator[tuple[events.Beaten, int]]:
+    def _heartbeats(self) -> Iterator[tuple[events.Heartbeat, int]]:
         """Of everybody whose process runs."""
         for member in self.members.values():
             if member.process.alive and not member.process.halted and not self.lose():
-                yield events.Beaten(**member.who), member.step
+                yield events.Heartbeat(**member.who), member.step
 
     # --- the line of leaders ---
 
@@ -268,7 +268,7 @@ class SimWorld:
     def lose(self) -> bool:
         return self.faulty and self.random.random() < 0.01
 
-    def open(self, leader: Leader | None, stream: Connection, event: events.Attended) -> None:
+    def open(self, leader: Leader | None, stream: Connection, event: events.Joined) -> None:
         def arrive() -> None:
             if leader is None or not leader.process.alive or self.lose():
                 stream.end(Unavailable("nobody answers"))

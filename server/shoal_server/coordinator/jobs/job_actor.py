@@ -41,7 +41,7 @@ from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
 from shoal_server.core.generations.roster import Record
 from shoal_server.core.job.job import Job
-from shoal_server.core.membership.events import Beaten, Event, Log, Refused
+from shoal_server.core.membership.events import Event, Heartbeat, Log, Refused
 from shoal_server.core.membership.phases import Phase
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.from_core import LastSeen
@@ -137,9 +137,9 @@ class JobActor:
         """The stream's call is over. If the member did not open another, it is disconnected."""
         self._take(self._driver.closed(stream, self._dependencies.clock()))
 
-    def beaten(self, event: Beaten, step: int) -> None:
+    def heartbeat(self, event: Heartbeat, step: int) -> None:
         """A heartbeat, and what it says of the member's trainer."""
-        self._driver.beaten(event, step, self._dependencies.clock())
+        self._driver.heartbeat(event, step, self._dependencies.clock())
 
     @property
     def last_seen(self) -> Mapping[str, LastSeen]:
@@ -159,7 +159,7 @@ class JobActor:
         """Raise Fenced unless the token's incarnation is a member now."""
         member = self.job.members.get(token.member_id)
         if member is None or member.incarnation != token.incarnation:
-            if refusal := self.job.attendance.expelled.get(token.incarnation):
+            if refusal := self.job.table.expelled.get(token.incarnation):
                 raise codec.refusal_to_error(refusal, self.job.last_generation)
             replaced = {"replaced_by": public_id(member.incarnation)} if member else {}
             raise Fenced(

@@ -21,7 +21,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.membership_pb2_grpc import MembershipServicer
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.registry import Registry
-from shoal_server.coordinator.jobs.requests import MAX_ERROR, MemberRequest, attended, event_of
+from shoal_server.coordinator.jobs.requests import MAX_ERROR, MemberRequest, event_of, joined
 from shoal_server.coordinator.persistence import codec
 from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
@@ -61,7 +61,7 @@ class MembershipService(MembershipServicer):
         _check_not_expelled(actor, token)
         stream = actor.open(token.member_id, token.incarnation, keeps_prepare=request.keeps_prepare)
         try:
-            await actor.submit(attended(request))
+            await actor.submit(joined(request))
             yield self._admitted(actor)
             while (notice := await stream.notices.get()) is not None:
                 yield notice
@@ -145,7 +145,7 @@ class MembershipService(MembershipServicer):
             actor.authorize(beat.token)
         except ShoalError as error:
             return pb.BeatReply(error=to_detail(error))
-        actor.beaten(_beaten(beat), beat.step)
+        actor.heartbeat(heartbeat(beat), beat.step)
         return pb.BeatReply(generation=actor.job.last_generation, phase=actor.job.phase.value)
 
     async def GetGeneration(
@@ -197,10 +197,10 @@ def _check_attendance(request: pb.AttendRequest) -> None:
         raise Fenced("the token has no incarnation", expected="a fresh UUID for each process start")
 
 
-def _beaten(beat: pb.Beat) -> events.Beaten:
+def heartbeat(beat: pb.Beat) -> events.Heartbeat:
     # Of numbers that make no sense nothing is believed; the beat itself still counts.
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
-    return events.Beaten(
+    return events.Heartbeat(
         **_identity(beat.token), moved=beat.moved, waits=beat.waits, own_code_s=own_code_s
     )
 

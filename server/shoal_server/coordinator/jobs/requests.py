@@ -24,9 +24,9 @@ MemberRequest = (
 )
 
 
-def attended(request: pb.AttendRequest) -> events.Attended:
+def joined(request: pb.AttendRequest) -> events.Joined:
     """The member that opens a stream."""
-    return events.Attended(
+    return events.Joined(
         **_who(request.token),
         spec=codec.spec_from_pb(request.spec),
         info=codec.info_from_pb(request.info),
@@ -44,7 +44,9 @@ def event_of(request: MemberRequest) -> events.Event:
             event = _answered(who, request)
         case pb.SettleRequest():
             step = Step(request.step)
-            event = events.Settled(**who, step=step, has_state=request.has_state, left=generation)
+            event = events.StepReported(
+                **who, step=step, has_state=request.has_state, left=generation
+            )
         case pb.OfferRequest():
             event = events.Offered(
                 **who,
@@ -105,4 +107,4 @@ def _who(token: Token) -> dict[str, str]:
     return {"member_id": token.member_id, "incarnation": token.incarnation}
 
 
-__all__ = ["MAX_ERROR", "MemberRequest", "attended", "event_of"]
+__all__ = ["MAX_ERROR", "MemberRequest", "event_of", "joined"]

@@ -50,7 +50,7 @@ class EarlierRuns:
         job.state.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)
-            job.attendance.expelled.setdefault(incarnation, over)
+            job.table.expelled.setdefault(incarnation, over)
 
     def refusal(self, token: Token) -> Refusal | None:
         """What a token of one of these runs is answered with; None for any other."""

@@ -75,7 +75,7 @@ class StoredJob:
                 member_id=name,
                 incarnation=incarnation,
                 info=info,
-                attended_s=now_s,
+                joined_s=now_s,
                 waiting_since_s=now_s,
             )
             for name, (incarnation, info) in self.members.items()

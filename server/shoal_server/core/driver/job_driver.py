@@ -26,11 +26,11 @@ from shoal_server.core.driver.liveness import Liveness
 from shoal_server.core.generations.roster import Step
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import (
-    Beaten,
     Disconnected,
     Effect,
     Event,
     Expel,
+    Heartbeat,
     Log,
     Lost,
     Refused,
@@ -85,7 +85,7 @@ class JobDriver(Generic[StreamT, CallT]):
         """The stream is for the member's notices from now on, in place of any it had."""
         old = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
-        self.liveness.attended(stream.member_id, now_s)
+        self.liveness.joined(stream.member_id, now_s)
         return [CloseStream(stream=old)] if old is not None else []
 
     def closed(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
@@ -98,11 +98,11 @@ class JobDriver(Generic[StreamT, CallT]):
         event = Disconnected(member_id=stream.member_id, incarnation=stream.incarnation)
         return self._take(event, _Own.EVENT, now_s)
 
-    def beaten(self, event: Beaten, step: int, now_s: float) -> None:
+    def heartbeat(self, event: Heartbeat, step: int, now_s: float) -> None:
         """A heartbeat. Nothing follows from it at once."""
         self.liveness.beat(event.member_id, step, now_s)
         self.job.heard_of_step(event.member_id, event.incarnation, Step(step))
-        self.job.beaten(event, now_s)
+        self.job.heartbeat(event, now_s)
 
     def written(self, now_s: float) -> list[Action[StreamT, CallT]]:
         """What was to be persisted is durable."""

@@ -68,7 +68,7 @@ class Liveness:
         # the first who is not.
         self._pulses: dict[str, Pulse] = {name: Pulse(at_s=now_s) for name in members}
 
-    def attended(self, member_id: str, now_s: float) -> None:
+    def joined(self, member_id: str, now_s: float) -> None:
         """A member opened its stream, for the first time or again."""
         pulse = self._pulses.pop(member_id, None) or Pulse(at_s=now_s)
         pulse.resume(now_s)

@@ -8,10 +8,10 @@ from shoal_server.core.job.removal import Removal
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     Admit,
-    Attended,
     Continued,
     Event,
     Halted,
+    Joined,
     OutcomeNotice,
     Refusal,
     Refused,
@@ -32,7 +32,7 @@ class Arrivals:
 
     def known(self, event: Event) -> Member:
         member = self._state.members.get(event.member_id)
-        if refusal := self._state.attendance.expelled.get(event.incarnation):
+        if refusal := self._state.table.expelled.get(event.incarnation):
             # The notice that says so is on its way; whichever comes first, the reason is one.
             raise Refused(refusal)
         if member is None or member.incarnation != event.incarnation:
@@ -45,7 +45,7 @@ class Arrivals:
             return refusals.not_a_member(self._state.spec.job, event, self._state.last_generation)
         return refusals.replaced(event, holder.incarnation, self._state.last_generation)
 
-    def attended(self, event: Attended, now_s: float) -> None:
+    def joined(self, event: Joined, now_s: float) -> None:
         self._state.refuse_if_over()
         if problem := event.spec.problem():
             raise Refused(refusals.bad_spec(self._state.spec.job, problem))
@@ -53,11 +53,11 @@ class Arrivals:
             raise Refused(refusals.bad_devices(event.member_id, problem))
         known = self._state.members.get(event.member_id)
         if known is not None and known.incarnation == event.incarnation:
-            self._state.attendance.show_life(known)
+            self._state.table.show_life(known)
             self._tell_again(known)
             return
-        if event.incarnation in self._state.attendance.expelled:
-            refusal = self._state.attendance.expelled[event.incarnation]
+        if event.incarnation in self._state.table.expelled:
+            refusal = self._state.table.expelled[event.incarnation]
             raise Refused(refusal or self._fenced(known, event))
         if known is not None and is_older(event.incarnation, known.incarnation):
             raise Refused(self._fenced(known, event))
@@ -74,28 +74,28 @@ class Arrivals:
             member_id=event.member_id,
             incarnation=event.incarnation,
             info=event.info,
-            attended_s=now_s,
+            joined_s=now_s,
             waiting_since_s=now_s,
         )
-        self._state.attendance.admit(member)
+        self._state.table.admit(member)
         self._state.do(Admit(member_id=member.member_id, incarnation=member.incarnation))
         self._state.log(
-            "member_attended", f"{member.member_id} attends from {event.info.host}", member
+            "member_joined", f"{member.member_id} joined from {event.info.host}", member
         )
         if self._pause_keeper.told_paused:
             self._state.tell(member, self._pause_keeper.notice())
 
     def disconnected(self, member: Member, now_s: float) -> None:
-        self._state.attendance.disconnect(member, now_s)
+        self._state.table.disconnect(member, now_s)
         if self._state.deadlines.suspect_since_s is not None and member.is_in(self._state.running):
             self._removal.remove(member, "its stream broke, and so did a collective", now_s)
 
     def halted(self, member: Member, event: Halted | Continued, now_s: float) -> None:
         if isinstance(event, Halted):
-            self._state.attendance.halt(member, now_s)
+            self._state.table.halt(member, now_s)
             self._state.log("member_halted", f"a signal halted {member.member_id}", member)
         else:
-            self._state.attendance.go_on(member)
+            self._state.table.go_on(member)
             self._state.log("member_continued", f"{member.member_id} goes on", member)
 
     def _tell_again(self, member: Member) -> None:

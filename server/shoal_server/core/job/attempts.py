@@ -126,9 +126,7 @@ class Attempts:
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
         """Members that cannot reach each other never start: the fewest go, the rest try again."""
         members = self._state.members_of(agreement.roster)
-        newest_last = sorted(
-            members, key=lambda m: (not m.is_in(self._state.previous), m.attended_s)
-        )
+        newest_last = sorted(members, key=lambda m: (not m.is_in(self._state.previous), m.joined_s))
         excluded = whom_to_exclude(
             agreement.unreachable,
             newest_last=[m.member_id for m in newest_last],
@@ -181,9 +179,7 @@ class Attempts:
         self._state.do(Write(record=record))
         to_boundary_s = self._state.limits.collective_s if agreement.has_boundary else 0.0
         self._state.deadlines.deadline_s = now_s + to_boundary_s + self._state.limits.bring_up_s
-        self._state.attendance.settle(
-            self._state.members_of(roster), settled=not roster.synchronous
-        )
+        self._state.table.settle(self._state.members_of(roster), settled=not roster.synchronous)
         notice = OutcomeNotice(reason=reason, record=record)
         for member in self._state.concerned(roster):
             member.waits(f"the first collective of generation {roster.generation}", now_s)
@@ -246,7 +242,7 @@ class Attempts:
         start, reached = agreement.starts_at, self._state.progress.reached
         if start is None:
             start = max(agreement.stop_at or agreement.roster.step, reached)
-        self._state.attendance.hold_state(trainers, start)
+        self._state.table.hold_state(trainers, start)
         if any(m.proposal is not None and m.proposal.stateless for m in trainers):
             return
         if start < reached:

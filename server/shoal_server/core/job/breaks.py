@@ -8,7 +8,7 @@ from shoal_server.core.job.endings import Endings
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.removal import Removal
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.events import Broke, Settled
+from shoal_server.core.membership.events import Broke, StepReported
 from shoal_server.core.membership.member import MAX_NAMES, Member
 from shoal_server.core.membership.phases import Phase
 
@@ -59,7 +59,7 @@ class Breaks:
             # Every one of them is here and says so: there is nobody's loss to wait for.
             self._endings.break_off((), f"{self._state.stage.reason}; all members answer", now_s)
 
-    def settled(self, member: Member, event: Settled, now_s: float) -> None:
+    def step_reported(self, member: Member, event: StepReported, now_s: float) -> None:
         self._state.refuse_if_over()
         if event.left < member.entered:
             return  # Late: it has trained since.
@@ -73,16 +73,16 @@ class Breaks:
             member.proposal = replace(member.proposal, step=step, has_state=has_state)
             if has_state and not member.proposal.stateless:
                 self._state.progress.heard_of(step)
-        self._state.attendance.settle((member,), settled=True)
+        self._state.table.settle((member,), settled=True)
         if not self._state.setbacks.waits(member.member_id):
             member.waits("the other members to settle", now_s)
-        if self._state.attendance.all_settled:
+        if self._state.table.all_settled:
             self._state.deadlines.broken_since_s = None
 
     def drop_unsettled(self, now_s: float) -> None:
         self._state.deadlines.broken_since_s = None
         limit = f"{self._state.limits.collective_s:g} s"
-        for member in self._state.attendance.unsettled():
+        for member in self._state.table.unsettled():
             if self._state.members.get(member.member_id) is member:
                 reason = f"{member.member_id} did not come to a stand within {limit} of the break"
                 if away := self._who_is_away([member], now_s):

@@ -29,7 +29,7 @@ class Collecting:
             # Said again after a reconnection, or a call that comes late: what it said since stands.
             step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
             proposal = replace(proposal, step=step, has_state=has_state)
-        self._state.attendance.propose(member, proposal)
+        self._state.table.propose(member, proposal)
         if self._state.deadlines.first_proposal_s is None:
             self._state.deadlines.first_proposal_s = now_s
         if self._state.deadlines.overdue_check_s is None:
@@ -52,7 +52,7 @@ class Collecting:
         """Why the running generation is to be changed ("": it is not), and to whom."""
         assert self._state.running is not None
         newcomer = any(m.settled and not m.is_in(self._state.running) for m in self._state.able)
-        if not newcomer and not self._state.attendance.draining:
+        if not newcomer and not self._state.table.draining:
             return "", []
         if any(m.proposal is None for m in self._state.members_of(self._state.running)):
             # After a change of leaders: a roster without them would leave behind who trains.
@@ -79,7 +79,7 @@ class Collecting:
             ]
         if self._state.lacks_state(candidates):
             # Who is to leave hands over first, to whom it can.
-            candidates += [m for m in self._state.attendance.draining.values() if m.holds_state]
+            candidates += [m for m in self._state.table.draining.values() if m.holds_state]
         ranks = (
             {e.member_id: e.rank for e in self._state.previous.entries}
             if self._state.previous
@@ -89,7 +89,7 @@ class Collecting:
             key=lambda m: (
                 self._state.running is None and not m.holds_state,
                 ranks.get(m.member_id, len(ranks)),
-                m.attended_s,
+                m.joined_s,
             )
         )
         for position, member in enumerate(candidates[self._state.spec.max_members :], start=1):
@@ -105,7 +105,7 @@ class Collecting:
         """Whether a roster can be drawn up, where nothing runs."""
         num_ready = len(self._state.able)
         # Survivors that still have to settle are worth waiting for.
-        if num_ready < self._state.spec.min_members or not self._state.attendance.all_settled:
+        if num_ready < self._state.spec.min_members or not self._state.table.all_settled:
             return False
         if self.awaits_state:
             return False
@@ -122,8 +122,8 @@ class Collecting:
         one whose next try is put off."""
         if not self._state.lacks_state(self._state.able):
             return False
-        candidates = self._state.attendance.candidates.values()
-        return bool(self._state.attendance.unheard) or not self._state.lacks_state(candidates)
+        candidates = self._state.table.candidates.values()
+        return bool(self._state.table.unheard) or not self._state.lacks_state(candidates)
 
     @property
     def last_call_s(self) -> float:
@@ -135,7 +135,7 @@ class Collecting:
         if self._state.previous is None:
             return False
         staying = self._state.able
-        leaving = self._state.attendance.draining.values()
+        leaving = self._state.table.draining.values()
         return any(m.is_in(self._state.previous) for m in staying) or any(
             m.holds_state for m in leaving
         )

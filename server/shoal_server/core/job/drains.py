@@ -17,7 +17,7 @@ class Drains:
 
     def ask(self, member: Member, event: DrainAsked, now_s: float) -> None:
         if member.draining_s is None:
-            self._state.attendance.drain(member, event.reason, now_s)
+            self._state.table.drain(member, event.reason, now_s)
             self._state.log(
                 "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
             )
@@ -25,7 +25,7 @@ class Drains:
 
     def let_go(self, now_s: float) -> None:
         """Tell those to leave now whom no planned change can spare the others."""
-        for member in list(self._state.attendance.draining.values()):
+        for member in list(self._state.table.draining.values()):
             if member.let_go or self._is_worth_waiting(member, now_s):
                 continue
             member.let_go = True
@@ -43,7 +43,7 @@ class Drains:
             member.draining_s, self._state.limits.drain_s, now_s
         ):
             return False
-        candidates = self._state.attendance.candidates
+        candidates = self._state.table.candidates
         if len(candidates) >= self._state.spec.min_members and any(
             m.is_in(roster) for m in candidates.values()
         ):
@@ -55,19 +55,19 @@ class Drains:
 
     def _may_hand_over(self, member: Member) -> bool:
         """Whether nobody but who is to leave holds the job's state, and somebody can take it."""
-        others = len(self._state.members) > len(self._state.attendance.draining)
+        others = len(self._state.members) > len(self._state.table.draining)
         return (
             others
             and member.holds_state
-            and self._state.lacks_state(self._state.attendance.candidates.values())
+            and self._state.lacks_state(self._state.table.candidates.values())
         )
 
     def leavers(self, chosen: list[Member]) -> list[Member]:
         """Who trains and would not be in a roster of the chosen."""
-        if self._state.running is None or not self._state.attendance.draining:
+        if self._state.running is None or not self._state.table.draining:
             return []
         staying = {m.member_id for m in chosen}
-        draining = self._state.attendance.draining.values()
+        draining = self._state.table.draining.values()
         return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
 
     def part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
@@ -78,5 +78,5 @@ class Drains:
                 self._removal.remove(leaver, f"drained: {leaver.drain_reason}", now_s)
             else:
                 # It asked a leader before this one, and will ask again: it waits at the boundary.
-                self._state.attendance.settle((leaver,), settled=False)
+                self._state.table.settle((leaver,), settled=False)
                 self._state.tell(leaver, self._state.break_notice(old.generation))

@@ -48,7 +48,7 @@ class Endings:
             ]
             # They had begun to bring it up. Or, where a new leader took the old generation for the
             # one that runs, they have trained in it since.
-            self._state.attendance.settle(newcomers, settled=False)
+            self._state.table.settle(newcomers, settled=False)
         self._state.previous = self._state.running or self._state.previous
         back_off_s = min(FIRST_BACK_OFF_S * 2 ** (self._state.tries.failures - 1), MAX_BACK_OFF_S)
         # One loss is news, not a failure to agree: the survivors need not wait to try again.
@@ -76,7 +76,7 @@ class Endings:
         self._state.deadlines.broken_since_s = now_s
         generation = roster.generation
         members = self._state.members_of(roster)
-        self._state.attendance.settle(members, settled=False)
+        self._state.table.settle(members, settled=False)
         notice = BreakNotice(reason=reason, generation=generation, lost_member_ids=lost)
         for member in members:
             member.waits(f"its trainer to stop after the break ({reason})", now_s)

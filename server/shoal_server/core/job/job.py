@@ -43,11 +43,8 @@ from shoal_server.core.job.pause_keeper import PauseKeeper
 from shoal_server.core.job.removal import Removal
 from shoal_server.core.job.timeouts import Timeouts
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership.attendance import Attendance
 from shoal_server.core.membership.events import (
     Answered,
-    Attended,
-    Beaten,
     BecameReady,
     Broke,
     Continued,
@@ -56,6 +53,8 @@ from shoal_server.core.membership.events import (
     Effect,
     Event,
     Halted,
+    Heartbeat,
+    Joined,
     Left,
     Lost,
     Offered,
@@ -63,9 +62,10 @@ from shoal_server.core.membership.events import (
     Proposed,
     Refusal,
     Resumed,
-    Settled,
+    StepReported,
 )
 from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.membership_table import MembershipTable
 from shoal_server.core.membership.pauses import Pause
 from shoal_server.core.membership.phases import Phase, Trigger
 from shoal_server.core.membership.setbacks import Setbacks
@@ -82,9 +82,9 @@ class Job:
         digest_of: Callable[[Roster], str],
         phase_since_s: float = 0.0,
     ) -> None:
-        attendance = Attendance(limits=limits)
+        table = MembershipTable(limits=limits)
         stage = Stage(since_s=phase_since_s)
-        self.state = JobState(spec=spec, limits=limits, stage=stage, attendance=attendance)
+        self.state = JobState(spec=spec, limits=limits, stage=stage, table=table)
         self._pause_keeper = PauseKeeper(self.state)
         self._endings = Endings(self.state)
         self._removal = Removal(self.state, self._endings)
@@ -111,8 +111,8 @@ class Job:
     def handle(self, event: Event, now_s: float) -> list[Effect]:
         """Take one event in and say what follows from it."""
         self._pause_keeper.keep_limits(now_s)
-        if isinstance(event, Attended):
-            self._arrivals.attended(event, now_s)
+        if isinstance(event, Joined):
+            self._arrivals.joined(event, now_s)
         else:
             self._heard(self._arrivals.known(event), event, now_s)
         self._advance(now_s)
@@ -122,7 +122,7 @@ class Job:
     def tick(self, now_s: float) -> list[Effect]:
         """Act on the deadlines that have passed."""
         self._pause_keeper.keep_limits(now_s)
-        for member, reason in self.state.attendance.overdue(now_s):
+        for member, reason in self.state.table.overdue(now_s):
             if self.state.members.get(member.member_id) is member:
                 self._removal.remove(member, reason, now_s)
         if passed(self.state.deadlines.suspect_since_s, self.state.limits.reconnect_s, now_s):
@@ -141,7 +141,7 @@ class Job:
         self._pause_keeper.tell(now_s)
         return self.state.take_effects()
 
-    def beaten(self, event: Beaten, now_s: float) -> None:
+    def heartbeat(self, event: Heartbeat, now_s: float) -> None:
         """Take in what a heartbeat tells of the member's trainer. Nothing follows from it at once.
 
         It is called for every beat, so it costs next to nothing.
@@ -205,8 +205,8 @@ class Job:
         return self.state.members
 
     @property
-    def attendance(self) -> Attendance:
-        return self.state.attendance
+    def table(self) -> MembershipTable:
+        return self.state.table
 
     @property
     def setbacks(self) -> Setbacks:
@@ -252,8 +252,8 @@ class Job:
                 self._collecting.proposed(member, event.proposal, now_s)
             case Answered():
                 self._attempts.answered(member, event, now_s)
-            case Settled():
-                self._breaks.settled(member, event, now_s)
+            case StepReported():
+                self._breaks.step_reported(member, event, now_s)
             case Offered():
                 self._attempts.offered(member, event)
             case BecameReady():
@@ -283,7 +283,7 @@ class Job:
     def _advance(self, now_s: float) -> None:
         """Go on as far as time and the members that are present allow."""
         self.state.setbacks.release(now_s)
-        if self.state.attendance.draining:
+        if self.state.table.draining:
             self._drains.let_go(now_s)
         if self.state.end.completing:
             return
@@ -307,7 +307,7 @@ class Job:
         if self.state.stage.phase is Phase.RUNNING:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
         # Members that have not proposed yet are on their way: one stop takes them along.
-        coming = len(self.state.attendance.candidates) + len(self.state.attendance.draining) < len(
+        coming = len(self.state.table.candidates) + len(self.state.table.draining) < len(
             self.state.members
         )
         if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):

@@ -18,7 +18,6 @@ from shoal_server.core.generations.roster import (
 from shoal_server.core.job.deadlines import Deadlines
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.attendance import Attendance
 from shoal_server.core.membership.events import (
     BreakNotice,
     Effect,
@@ -31,6 +30,7 @@ from shoal_server.core.membership.events import (
     Tell,
 )
 from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.membership_table import MembershipTable
 from shoal_server.core.membership.phases import Phase, Trigger, after
 from shoal_server.core.membership.setbacks import Setbacks
 
@@ -72,7 +72,7 @@ class JobState:
     spec: JobSpec
     limits: Limits
     stage: Stage
-    attendance: Attendance
+    table: MembershipTable
     last_generation: Generation = NO_GENERATION
     running: Roster | None = None
     """The generation that trains, if one does."""
@@ -91,7 +91,7 @@ class JobState:
 
     @property
     def members(self) -> dict[str, Member]:
-        return self.attendance.members
+        return self.table.members
 
     @property
     def attempt(self) -> Roster | None:
@@ -100,7 +100,7 @@ class JobState:
 
     def members_of(self, roster: Roster) -> list[Member]:
         """Those of the roster that are still here, by rank."""
-        return self.attendance.of(roster)
+        return self.table.of(roster)
 
     def agreement_of(
         self, member: Member, generation: Generation, phase: Phase
@@ -137,7 +137,7 @@ class JobState:
         What was decided waited to become durable, so no member is late for not acting on it.
         """
         self.deadlines.postpone(by_s)
-        self.attendance.postpone(by_s)
+        self.table.postpone(by_s)
         self.setbacks.postpone(by_s)
 
     @property
@@ -158,7 +158,7 @@ class JobState:
 
         Who trains is never among them; and who holds state is tried again at once, once.
         """
-        candidates, setbacks = self.attendance.candidates, self.setbacks
+        candidates, setbacks = self.table.candidates, self.setbacks
         if not any(setbacks.waits(name) for name in setbacks):
             return candidates.values()
         return [

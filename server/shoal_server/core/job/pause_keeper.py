@@ -16,7 +16,7 @@ class PauseKeeper:
 
     def pausing(self) -> list[tuple[Member, Pause]]:
         """Who is paused, of those whom others wait for."""
-        return [each for each in self._state.attendance.pauses if self._is_waited_for(each[0])]
+        return [each for each in self._state.table.pauses if self._is_waited_for(each[0])]
 
     def _is_waited_for(self, member: Member) -> bool:
         if self._state.end.completing or not self._state.attempt_is_synchronous:
@@ -42,16 +42,16 @@ class PauseKeeper:
 
         Whatever tells of a loss goes on as ever: broken streams, halts, a collective that failed.
         """
-        by_s = self._state.attendance.pauses.hold(now_s, held=bool(self.pausing()))
+        by_s = self._state.table.pauses.hold(now_s, held=bool(self.pausing()))
         if not by_s:
             return
         self._state.deadlines.hold(by_s)
-        self._state.attendance.postpone_drains(by_s)
+        self._state.table.postpone_drains(by_s)
 
     def tell(self, now_s: float) -> None:
         """After anything that may change it: tell all whom they wait for, if that is news."""
         paused = tuple(sorted(member.member_id for member, _ in self.pausing()))
-        self._state.attendance.pauses.hold(now_s, held=bool(paused))
+        self._state.table.pauses.hold(now_s, held=bool(paused))
         if paused == self.told_paused:
             return
         self.told_paused = paused
@@ -68,15 +68,15 @@ class PauseKeeper:
         return PausesNotice(reason=reason, member_ids=self.told_paused)
 
     def begin(self, member: Member, event: Paused, now_s: float) -> None:
-        known = self._state.attendance.pauses.of(member)
-        pause = self._state.attendance.pauses.begin(member, event, now_s)
+        known = self._state.table.pauses.of(member)
+        pause = self._state.table.pauses.begin(member, event, now_s)
         if known is None:
             text = told(member, self._state.rank_of(member), pause)
             text += f", {pause.limit_s:g} s at the most"
             self._state.log("member_paused", text, member)
 
     def end(self, member: Member, now_s: float) -> None:
-        pause = self._state.attendance.pauses.end(member)
+        pause = self._state.table.pauses.end(member)
         # What it did meanwhile was announced.
         member.own_code_since_s = None
         if pause is not None:

@@ -28,12 +28,12 @@ class Removal:
         """Take a member out, and with it whatever it was needed for."""
         trained, attempted = member.is_in(self._state.running), member.is_in(self._state.attempt)
         reason = f"{member.member_id}: {reason}"
-        self._state.attendance.remove(member, refusal)
+        self._state.table.remove(member, refusal)
         self._state.do(
             Expel(member_id=member.member_id, incarnation=member.incarnation, reason=reason)
         )
         self._state.log("member_completed" if completed else "member_removed", reason, member)
-        if not self._state.attendance.candidates:
+        if not self._state.table.candidates:
             self._state.deadlines.first_proposal_s = None
         if self._state.end.completing:
             roster = self._state.running or self._state.attempt

@@ -61,9 +61,9 @@ def restored(
         state.stage.phase, state.stage.reason = Phase.FINISHED, saved.reason
         return job
     for member in saved.members:
-        state.attendance.admit(member)
-        state.attendance.unheard.add(member.member_id)
-        state.attendance.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
+        state.table.admit(member)
+        state.table.unheard.add(member.member_id)
+        state.table.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
     if saved.record is not None:
         _continue_generation(state, saved.record, saved.before, now_s)
     return job
@@ -78,13 +78,13 @@ def _continue_generation(
         # It most likely ran: nothing is written when one does, but for the first.
         state.progress.trained_in = max(state.progress.trained_in, roster.generation)
     present = state.members_of(roster)
-    state.attendance.settle(present, settled=not roster.synchronous)
+    state.table.settle(present, settled=not roster.synchronous)
     if len(present) == len(roster.entries):
         old = before.roster if before is not None and roster.planned else None
         if old is not None and len(state.members_of(old)) == len(old.entries):
             # It may be that the members still train in it, on their way to the boundary.
             state.running = old
-            state.attendance.settle(state.members_of(old), settled=not old.synchronous)
+            state.table.settle(state.members_of(old), settled=not old.synchronous)
         stopping = state.running.member_ids if state.running is not None else ()
         state.stage.phase = Phase.COMMITTED
         state.agreement = Agreement.on(roster, record.digest, stopping=stopping)

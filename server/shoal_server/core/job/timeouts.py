@@ -92,7 +92,7 @@ class Timeouts:
         self._state.deadlines.overdue_check_s = None
         if self._state.running is not None or self._state.stage.phase is not Phase.COLLECT:
             return
-        ready = list(self._state.attendance.candidates.values())
+        ready = list(self._state.table.candidates.values())
         left_out = self._state.setbacks.all_left_out(now_s)
         without = "".join(f"; {name} was left out: {error}" for name, error in left_out)
         num_needed = self._state.spec.min_members
@@ -102,7 +102,7 @@ class Timeouts:
                 f" {len(ready)} of at least {num_needed} members were ready{without}"
             )
             self._removal.refuse(member, refusals.timeout(reason), now_s)
-        left = self._state.attendance.candidates.values()
+        left = self._state.table.candidates.values()
         self._state.deadlines.overdue_check_s = min(
             (self._overdue_s(m) for m in left), default=None
         )
@@ -111,21 +111,21 @@ class Timeouts:
         since_s = max(
             member.waiting_since_s,
             self._state.stage.since_s,
-            self._state.attendance.pauses.released_s,
+            self._state.table.pauses.released_s,
         )
         return since_s + self._state.limits.join_s
 
     def drop_paused(self, now_s: float) -> None:
         """Who is paused for longer than it said is taken for hung."""
-        for member, pause in self._state.attendance.pauses:
+        for member, pause in self._state.table.pauses:
             if now_s >= pause.ends_s and self._state.members.get(member.member_id) is member:
                 text = told(member, self._state.rank_of(member), pause, now_s)
                 self._removal.refuse(member, refusals.pause_over(text, pause.limit_s), now_s)
 
     def deadlines(self) -> Iterator[float]:
-        yield from self._state.attendance.deadlines()
-        yield from self._state.setbacks.next_release_s(self._state.attendance.candidates)
-        yield from (pause.ends_s for _, pause in self._state.attendance.pauses)
+        yield from self._state.table.deadlines()
+        yield from self._state.setbacks.next_release_s(self._state.table.candidates)
+        yield from (pause.ends_s for _, pause in self._state.table.pauses)
         if self._state.deadlines.suspect_since_s is not None:
             yield self._state.deadlines.suspect_since_s + self._state.limits.reconnect_s
         if not self._pause_keeper.pausing():
@@ -139,7 +139,7 @@ class Timeouts:
             yield self._state.deadlines.broken_since_s + self._state.limits.collective_s
         if self._state.deadlines.overdue_check_s is not None:
             yield self._state.deadlines.overdue_check_s
-        for member in self._state.attendance.draining.values():
+        for member in self._state.table.draining.values():
             if not member.let_go and member.draining_s is not None:
                 yield member.draining_s + self._state.limits.drain_s
         if self._state.stage.phase is Phase.COLLECT and not self._state.end.completing:
@@ -150,8 +150,6 @@ class Timeouts:
             yield self._state.stage.since_s + self._state.limits.gather_s
             return
         formable = len(self._state.able) >= self._state.spec.min_members
-        formable = (
-            formable and self._state.attendance.all_settled and not self._collecting.awaits_state
-        )
+        formable = formable and self._state.table.all_settled and not self._collecting.awaits_state
         if formable and self._state.deadlines.first_proposal_s is not None:
             yield self._state.deadlines.first_proposal_s + self._collecting.last_call_s

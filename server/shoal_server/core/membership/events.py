@@ -24,7 +24,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attended(Event):
+class Joined(Event):
     spec: JobSpec
     info: MemberInfo
 
@@ -53,7 +53,7 @@ class Answered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled(Event):
+class StepReported(Event):
     """The trainer stands still, with `step` optimizer steps behind its state."""
 
     step: Step
@@ -95,7 +95,7 @@ class Disconnected(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beaten(Event):
+class Heartbeat(Event):
     """What a heartbeat says of the trainer."""
 
     moved: int = 0

@@ -20,7 +20,7 @@ class Member:
     member_id: str
     incarnation: str
     info: MemberInfo
-    attended_s: float
+    joined_s: float
     proposal: Proposal | None = None
     """What it would train; a member without one cannot be in a roster yet."""
     settled: bool = True

@@ -10,7 +10,7 @@ from shoal_proto.errors import Fenced, NotLeader
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
-from shoal_server.core.membership.events import Attended, Left
+from shoal_server.core.membership.events import Joined, Left
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, absent
 from shoal_server.etcd.memory import MemoryStore
@@ -48,12 +48,12 @@ class GatedStore(MemoryStore):
         return [each for each in names if each]
 
 
-def arrival(name: str) -> Attended:
+def arrival(name: str) -> Joined:
     info = MemberInfo(host="h", address="127.0.0.1")
-    return Attended(member_id=name, incarnation=new_incarnation(), spec=SPEC, info=info)
+    return Joined(member_id=name, incarnation=new_incarnation(), spec=SPEC, info=info)
 
 
-def submitted(world: Served, event: Attended | Left) -> "asyncio.Task[None]":
+def submitted(world: Served, event: Joined | Left) -> "asyncio.Task[None]":
     actor: JobActor = world.coordinator.registry.find_or_create(SPEC)
     return asyncio.ensure_future(actor.submit(event))
 

@@ -14,7 +14,7 @@ def after(*intervals: float) -> tuple[Liveness, float]:
     """A member that beat at these intervals, and the time of its last beat."""
     now_s = 100.0
     liveness = Liveness(LIMITS, (), now_s)
-    liveness.attended("a", now_s)
+    liveness.joined("a", now_s)
     for interval_s in (0.5, *intervals):
         now_s += interval_s
         liveness.beat("a", 0, now_s)
@@ -76,7 +76,7 @@ def test_the_search_sees_all_who_are_late() -> None:
     """Whatever the order in which they came and beat."""
     liveness = Liveness(LIMITS, "abcd", 0.0)
     liveness.beat("b", 0, 1.0)
-    liveness.attended("e", 2.0)
+    liveness.joined("e", 2.0)
     liveness.beat("a", 0, 3.0)
     assert liveness.late(3.5) == ["c", "d", "b"]
     liveness.forget("c")
@@ -99,5 +99,5 @@ def test_the_step_never_falls() -> None:
     liveness, now_s = after()
     liveness.beat("a", 7, now_s)
     liveness.beat("a", 5, now_s)
-    liveness.attended("a", now_s)
+    liveness.joined("a", now_s)
     assert [(name, pulse.step) for name, pulse in liveness.pulses()] == [("a", 7)]

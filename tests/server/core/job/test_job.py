@@ -151,7 +151,7 @@ def test_a_conflicting_joiner_does_not_disturb_survivors_of_a_break() -> None:
     a = w.members["a"]
     w.send(
         a,
-        events.Settled(
+        events.StepReported(
             member_id="a",
             incarnation=a.incarnation,
             step=Step(0),
@@ -251,7 +251,7 @@ def test_a_stale_incarnation_changes_nothing() -> None:
     before = (w.job.last_generation, w.job.phase)
     with pytest.raises(events.Refused) as refused:
         w.job.handle(
-            events.Settled(
+            events.StepReported(
                 member_id="b", incarnation=old.incarnation, step=Step(3), has_state=True
             ),
             w.now_s,
@@ -270,7 +270,7 @@ def test_a_replaced_process_cannot_push_its_successor_out() -> None:
     for incarnation in (old.incarnation, never_seen_before):
         with pytest.raises(events.Refused) as refused:
             w.job.handle(
-                events.Attended(
+                events.Joined(
                     member_id="b", incarnation=incarnation, spec=w.job.spec, info=MemberInfo()
                 ),
                 w.now_s,
@@ -284,7 +284,7 @@ def test_other_bounds_are_refused() -> None:
     w = running("a", "b")
     with pytest.raises(events.Refused) as refused:
         w.job.handle(
-            events.Attended(
+            events.Joined(
                 member_id="c",
                 incarnation="c1",
                 spec=JobSpec(job="j", min_members=2, max_members=4, desired_members=2),
@@ -381,9 +381,7 @@ def test_a_stream_that_comes_back_is_no_loss() -> None:
     w.run(1.0 + w.job.limits.reconnect_s / 2)
     w.send(
         b,
-        events.Attended(
-            member_id="b", incarnation=b.incarnation, spec=w.job.spec, info=MemberInfo()
-        ),
+        events.Joined(member_id="b", incarnation=b.incarnation, spec=w.job.spec, info=MemberInfo()),
     )
     w.run(10.0)
     assert w.is_running()
@@ -475,7 +473,7 @@ def test_a_call_under_way_is_refused_with_the_reason_that_its_sender_is_told() -
     answer = events.Answered(**w._who(a), generation=generation, digest="", rejections=(rejection,))
     w.job.handle(answer, w.now_s)
     late = events.Answered(**w._who(b), generation=generation, digest="whatever")
-    for event in (late, events.Settled(**w._who(b), step=Step(0), has_state=False)):
+    for event in (late, events.StepReported(**w._who(b), step=Step(0), has_state=False)):
         with pytest.raises(events.Refused) as refused:
             w.job.handle(event, w.now_s)
         assert refused.value.refusal.kind == RefusalKind.CONFLICT

@@ -158,7 +158,7 @@ def test_a_drain_that_gets_nowhere_ends_within_its_limit() -> None:
     """A leaver whose successor is on its way and never comes is let go after the drain limit."""
     w = running("a")
     spec, info = w.job.spec, w.job.members["a"].info
-    w._handle(events.Attended(member_id="late", incarnation="late-1", spec=spec, info=info))
+    w._handle(events.Joined(member_id="late", incarnation="late-1", spec=spec, info=info))
     leaver = w.members["a"]
     w.drain("a")
     w.run(1.0 + w.job.limits.drain_s - 0.1)

@@ -91,7 +91,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, start=STARTS)
     def attend(self, name: str, start: int) -> None:
-        self.hear(events.Attended(**who(name, start), spec=SPEC, info=MemberInfo()))
+        self.hear(events.Joined(**who(name, start), spec=SPEC, info=MemberInfo()))
 
     @rule(name=NAMES, start=STARTS, step=STEPS, fields=FIELDS)
     def propose(self, name: str, start: int, step: int, fields: dict[str, str]) -> None:
@@ -141,7 +141,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, start=STARTS, back=BACK, step=STEPS)
     def settle(self, name: str, start: int, back: int, step: int) -> None:
-        event = events.Settled(
+        event = events.StepReported(
             **who(name, start), step=Step(step), has_state=step > 0, left=self.generation(back)
         )
         self.hear(event)
@@ -208,7 +208,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @invariant()
     def attendance_agrees_with_a_count_over_all(self) -> None:
-        attendance = self.job.attendance
+        attendance = self.job.table
         everybody = attendance.members.values()
         assert set(attendance.candidates) == {
             m.member_id for m in everybody if m.proposal is not None and m.draining_s is None
@@ -231,7 +231,7 @@ class JobMachine(RuleBasedStateMachine):
         """Where nothing runs, a deadline is set for whoever is waited for."""
         job = self.job
         waits = job.phase in (JobPhase.PREPARE, JobPhase.COMMITTED, JobPhase.ABORTED)
-        unsettled = job.phase is JobPhase.COLLECT and not job.attendance.all_settled
+        unsettled = job.phase is JobPhase.COLLECT and not job.table.all_settled
         if not job.completing and (waits or (unsettled and job.running is None)):
             assert job.next_deadline_s() is not None, f"{job.phase}: {job.reason}"
 

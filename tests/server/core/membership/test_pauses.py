@@ -56,7 +56,7 @@ def test_a_first_generation_waits_for_who_is_paused_beyond_the_last_call() -> No
     w.join("b")
     late = w.members["b"]
     w.job.handle(
-        events.Attended(member_id="a", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")),
+        events.Joined(member_id="a", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")),
         w.now_s,
     )
     said = {"member_id": "a", "incarnation": "1"}
@@ -115,7 +115,7 @@ def test_a_paused_newcomer_holds_up_nobody_who_trains() -> None:
     for name in "ab":
         w.join(name)
     w.run(1.0)
-    attended = events.Attended(
+    attended = events.Joined(
         member_id="c", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")
     )
     w.job.handle(attended, w.now_s)
@@ -141,7 +141,7 @@ class Slow(World):
     def beat(self, name: str, **said: int | bool | float) -> None:
         """A heartbeat tells what the member's trainer does."""
         member = self.members[name]
-        self.job.beaten(events.Beaten(**who(member), **said), self.now_s)  # type: ignore[arg-type]
+        self.job.heartbeat(events.Heartbeat(**who(member), **said), self.now_s)  # type: ignore[arg-type]
 
 
 def _joining(slow: str = "abc") -> Slow:
@@ -204,7 +204,7 @@ def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy() -> None:
     w = world_of("a", "b")
     away = w.members["a"]
     w.run(40.0)
-    w.job.beaten(events.Beaten(**who(away), own_code_s=31.0), w.now_s)
+    w.job.heartbeat(events.Heartbeat(**who(away), own_code_s=31.0), w.now_s)
     w.send(w.members["b"], events.Broke(**who(w.members["b"]), generation=1, error="hung"))
     w.run(45.0)
     told = next(line for line in w.log if "collective_failed" in line)

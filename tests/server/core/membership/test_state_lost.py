@@ -203,7 +203,7 @@ def test_one_who_is_to_leave_hands_over_where_it_alone_holds_the_state() -> None
     a = w.members["a"]
     a.paused = False
     w.run(1.21)
-    stand = events.Settled(
+    stand = events.StepReported(
         member_id="a",
         incarnation=a.incarnation,
         step=Step(4),
@@ -276,7 +276,7 @@ def who(name: str) -> dict[str, str]:
 
 
 def member(name: str) -> Member:
-    return Member(**who(name), info=MemberInfo(), attended_s=0.0)
+    return Member(**who(name), info=MemberInfo(), joined_s=0.0)
 
 
 def successor(progress: Progress, members: str = "", lost: str | None = None) -> Job:
@@ -294,7 +294,7 @@ def successor(progress: Progress, members: str = "", lost: str | None = None) ->
 
 
 def attend(job: Job, name: str, now_s: float, *, has_state: bool = False) -> None:
-    job.handle(events.Attended(**who(name), spec=SPEC, info=MemberInfo()), now_s)
+    job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), now_s)
     proposal = Proposal(fields={"schema": "s1"}, step=Step(0), has_state=has_state)
     job.handle(events.Proposed(**who(name), proposal=proposal), now_s)
 

@@ -60,7 +60,7 @@ def record(of: Roster) -> Record:
 
 def new_leader(present: str, newest: Roster, before: Roster | None = None) -> Job:
     members = tuple(
-        Member(member_id=name, incarnation=NAMES[name], info=MemberInfo(), attended_s=0.0)
+        Member(member_id=name, incarnation=NAMES[name], info=MemberInfo(), joined_s=0.0)
         for name in present
     )
     saved = Saved(
@@ -75,7 +75,7 @@ def new_leader(present: str, newest: Roster, before: Roster | None = None) -> Jo
 
 
 def attend(job: Job, name: str, now_s: float, step: int = 5) -> list[events.Effect]:
-    effects = job.handle(events.Attended(**who(name), spec=SPEC, info=MemberInfo()), now_s)
+    effects = job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), now_s)
     return effects + job.handle(events.Proposed(**who(name), proposal=proposal(step)), now_s)
 
 
@@ -102,7 +102,7 @@ def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "ab":
-        job.handle(events.Attended(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
+        job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
     job.handle(events.Left(**who("c"), completed=False, reason="drained"), 0.2)
     job.tick(0.3)
     attend(job, "x", 0.4, step=0)
@@ -122,7 +122,7 @@ def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
     job = new_leader("ab", roster(1, "abc"))
     for name in "ab":
         attend(job, name, 0.1)
-        stand = events.Settled(**who(name), step=Step(5), has_state=True, left=Generation(1))
+        stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(1))
         if name == "a":
             job.handle(stand, 0.2)
     job.handle(events.Left(**who("b"), completed=False, reason="drained"), 0.3)
@@ -144,9 +144,9 @@ def test_a_stand_before_the_present_generation_is_old_news() -> None:
         job.handle(events.BecameReady(**who(name), generation=Generation(1)), 0.2)
     assert job.phase is Phase.RUNNING
     job.handle(events.Lost(**who("b"), reason="its launcher saw it exit"), 0.3)
-    late = events.Settled(**who("a"), step=Step(2), has_state=True, left=Generation(0))
+    late = events.StepReported(**who("a"), step=Step(2), has_state=True, left=Generation(0))
     job.handle(late, 0.4)
-    assert not job.attendance.all_settled
+    assert not job.table.all_settled
     a = job.members["a"]
     assert a.proposal is not None
     assert a.proposal.step == 5
@@ -193,7 +193,7 @@ def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
     for name in "abx":
         attend(job, name, 0.1)
     job.handle(events.Lost(**who("b"), reason="exit"), 0.3)
-    assert {m.member_id for m in job.attendance.unsettled()} == {"a", "x"}
+    assert {m.member_id for m in job.table.unsettled()} == {"a", "x"}
 
 
 def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:

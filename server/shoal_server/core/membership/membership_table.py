@@ -17,7 +17,7 @@ MAX_EXPELLED = 10_000
 
 
 @dataclass(kw_only=True)
-class Attendance:
+class MembershipTable:
     """The members by id. Whoever changes what is kept count of here does it by a method of here."""
 
     limits: Limits
