@@ -313,7 +313,7 @@ class Leader:
 
     def _check_answer(self, event: events.Event, error: Exception | None) -> None:
         """Whoever is admitted or fenced is so for good."""
-        if self.etcd.leader is not self:
+        if self.etcd.leader is not self or self.job.lost is not None:
             return
         member = self.job.members.get(event.member_id)
         is_member = member is not None and member.incarnation == event.incarnation

@@ -54,6 +54,8 @@ class EffectQueue(Generic[CallT]):
         self._write: JobWrite | None = None
         self.begun_s = math.inf
         """Since when this batch is being carried out; infinite while nothing is."""
+        self._postponed_s = math.inf
+        """Up to when the time that it takes is given back to the members."""
 
     @property
     def is_writing(self) -> bool:
@@ -72,6 +74,13 @@ class EffectQueue(Generic[CallT]):
         published = [Publish(record=write.record)] if write.record is not None else []
         return [*published, *self._go_on(now_s)]
 
+    def postpone(self, now_s: float) -> None:
+        """Before anything is looked at: while the store is away no limit runs for the members, for
+        nobody can tell them what to do."""
+        if now_s - self.begun_s > self._job.limits.heartbeat_s:
+            self._job.postpone(now_s - self._postponed_s)
+            self._postponed_s = now_s
+
     def fail(self, error: Exception) -> list[Reply[CallT]]:
         """Answer everybody who waits: the state is ahead of what is durable, and stays so."""
         entries = self._batch + self._waiting
@@ -86,7 +95,7 @@ class EffectQueue(Generic[CallT]):
             if not self._batch:
                 self._batch, self._waiting = self._waiting, []
                 self._effects.extend(e for entry in self._batch for e in entry.effects)
-                self.begun_s = now_s
+                self.begun_s = self._postponed_s = now_s
             while self._effects:
                 yield from self._carry_out(self._effects.popleft())
                 if self._write is not None:
@@ -97,10 +106,7 @@ class EffectQueue(Generic[CallT]):
             yield from self._end_batch(now_s)
 
     def _end_batch(self, now_s: float) -> Iterator[Reply[CallT]]:
-        took_s = now_s - self.begun_s
-        if took_s > self._job.limits.heartbeat_s:
-            # For so long nobody could be told anything.
-            self._job.postpone(took_s)
+        self.postpone(now_s)
         batch, self._batch, self.begun_s = self._batch, [], math.inf
         for entry in batch:
             yield Reply(call=entry.call, error=entry.error)

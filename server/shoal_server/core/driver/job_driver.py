@@ -177,6 +177,7 @@ class JobDriver(Generic[StreamT, CallT]):
     # --- what follows ---
 
     def _take(self, event: Event, call: CallT | _Own, now_s: float) -> list[Action[StreamT, CallT]]:
+        self._queue.postpone(now_s)
         try:
             effects = self.job.handle(event, now_s)
         except Refused as refused:

@@ -7,7 +7,6 @@ from support.sim.schedule import simulate
 
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.core.driver.effect_queue import Carried, EffectQueue
-from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import PendingWrite
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.job.arrivals import Arrivals
@@ -87,11 +86,7 @@ def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
 def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
     """Members are late for not doing what nobody could tell them."""
 
-    def deadline_s(driver: JobDriver[object, object], now_s: float) -> float:
-        deadline_s = driver.job.next_deadline_s()
-        return float("inf") if deadline_s is None else deadline_s
-
-    patch.setattr(JobDriver, "_deadline_s", deadline_s)
+    patch.setattr(EffectQueue, "postpone", lambda queue, now_s: None)
 
 
 def a_commit_without_all_answers(patch: pytest.MonkeyPatch) -> None:

@@ -438,7 +438,7 @@ def test_the_table_refuses_what_it_does_not_list() -> None:
 
 @pytest.mark.parametrize(
     ("heartbeat_s", "join_s", "word"),
-    [(0.0, 120, "heartbeat_s"), (10, 120, "lease_s"), (0.5, 1, "lease_s")],
+    [(0.0, 120, "--heartbeat-s"), (10, 120, "lease_s"), (0.5, 1, "lease_s")],
 )
 def test_limits_out_of_order_are_refused_by_name(
     heartbeat_s: float, join_s: float, word: str

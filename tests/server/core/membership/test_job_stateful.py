@@ -207,23 +207,21 @@ class JobMachine(RuleBasedStateMachine):
             assert job.attempt is None
 
     @invariant()
-    def attendance_agrees_with_a_count_over_all(self) -> None:
-        attendance = self.job.table
-        everybody = attendance.members.values()
-        assert set(attendance.candidates) == {
+    def table_agrees_with_a_count_over_all(self) -> None:
+        table = self.job.table
+        everybody = table.members.values()
+        assert set(table.candidates) == {
             m.member_id for m in everybody if m.proposal is not None and m.draining_s is None
         }
-        assert set(attendance.draining) == {
-            m.member_id for m in everybody if m.draining_s is not None
-        }
-        assert {m.member_id for m in attendance.unsettled()} == {
+        assert set(table.draining) == {m.member_id for m in everybody if m.draining_s is not None}
+        assert {m.member_id for m in table.unsettled()} == {
             m.member_id for m in everybody if not m.settled
         }
-        assert set(attendance._disconnected) == {
+        assert set(table._disconnected) == {
             m.member_id for m in everybody if m.disconnected_s is not None
         }
-        assert set(attendance._halted) == {m.member_id for m in everybody if m.halted_s is not None}
-        firsts = [m.disconnected_s for m in attendance._disconnected.values()]
+        assert set(table._halted) == {m.member_id for m in everybody if m.halted_s is not None}
+        firsts = [m.disconnected_s for m in table._disconnected.values()]
         assert firsts == sorted(firsts, key=lambda at_s: at_s or 0.0)
 
     @invariant()
