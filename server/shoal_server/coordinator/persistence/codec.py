@@ -3,8 +3,11 @@
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import TypeVar
 
 from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.message import Message
 
 from shoal_proto import errors
 from shoal_proto.digest import roster_digest
@@ -32,6 +35,8 @@ from shoal_server.etcd.json_fields import MAX_COUNT, Fields, Unreadable, taken_a
 
 MAX_PORT = 65535
 
+T = TypeVar("T", JobSpec, MemberInfo)
+
 _STATE_TO_PB = {
     StateAction.INITIAL: pb.STATE_ACTION_INITIAL,
     StateAction.KEEP: pb.STATE_ACTION_KEEP,
@@ -46,27 +51,17 @@ _VERDICT_TO_PB = {
 _VERDICT_FROM_PB = {value: key for key, value in _VERDICT_TO_PB.items()}
 
 
+def _same_fields(kind: type[T], message: Message) -> T:
+    """The dataclass of which a message has every field, by the same name."""
+    return kind(**{each.name: getattr(message, each.name) for each in fields(kind)})
+
+
 def spec_from_pb(spec: pb.JobSpec) -> JobSpec:
-    return JobSpec(
-        job=spec.job,
-        min_members=spec.min_members,
-        max_members=spec.max_members,
-        desired_members=spec.desired_members,
-        last_call_s=spec.last_call_s,
-    )
+    return _same_fields(JobSpec, spec)
 
 
 def info_from_pb(info: pb.MemberInfo) -> MemberInfo:
-    return MemberInfo(
-        host=info.host,
-        pid=info.pid,
-        address=info.address,
-        device=info.device,
-        torch_version=info.torch_version,
-        shoal_version=info.shoal_version,
-        num_devices=info.num_devices,
-        probe_port=info.probe_port,
-    )
+    return _same_fields(MemberInfo, info)
 
 
 def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
@@ -81,19 +76,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
     return pb.Limits(
-        heartbeat_s=limits.heartbeat_s,
-        reconnect_s=limits.reconnect_s,
-        lease_s=limits.lease_s,
-        last_call_s=limits.last_call_s,
-        prepare_s=limits.prepare_s,
-        bring_up_s=limits.bring_up_s,
-        collective_s=limits.collective_s,
-        watchdog_s=limits.watchdog_s,
-        join_s=limits.join_s,
-        halt_s=limits.halt_s,
-        probe_s=limits.probe_s,
-        drain_s=limits.drain_s,
-        silence_s=limits.silence_s,
+        **{each.name: getattr(limits, each.name) for each in pb.Limits.DESCRIPTOR.fields}
     )
 
 
@@ -247,18 +230,7 @@ def record_from_json(data: bytes) -> Record:
 
 
 def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
-    value = {
-        "incarnation": incarnation,
-        "host": info.host,
-        "pid": info.pid,
-        "address": info.address,
-        "device": info.device,
-        "torch_version": info.torch_version,
-        "shoal_version": info.shoal_version,
-        "num_devices": info.num_devices,
-        "probe_port": info.probe_port,
-    }
-    return json.dumps(value).encode()
+    return json.dumps({"incarnation": incarnation, **asdict(info)}).encode()
 
 
 def member_from_json(data: bytes) -> tuple[str, MemberInfo]:

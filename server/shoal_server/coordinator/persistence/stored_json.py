@@ -1,6 +1,7 @@
 """A job's own key in etcd, and what is told of a job of which something cannot be read."""
 
 import json
+from dataclasses import asdict
 
 from shoal_proto.errors import JobSetAside
 from shoal_proto.names import MAX_NAME_LENGTH, is_name
@@ -25,15 +26,8 @@ def set_aside(job: str, key: str, error: Exception) -> JobSetAside:
 
 def state_to_json(record: StateRecord) -> bytes:
     """A job's own key."""
-    spec = record.spec
     value: dict[str, object] = {
-        "spec": {
-            "job": spec.job,
-            "min_members": spec.min_members,
-            "max_members": spec.max_members,
-            "desired_members": spec.desired_members,
-            "last_call_s": spec.last_call_s,
-        },
+        "spec": asdict(record.spec),
         "last_generation": record.last_generation,
         "finished": record.finished,
         "reason": record.reason,

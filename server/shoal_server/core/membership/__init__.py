@@ -1,1 +1,1 @@
-"""One job's membership: who is there, who goes, and how each generation is agreed on."""
+"""What membership is made of: members, events and notices, phases, pauses, setbacks, refusals."""
