@@ -330,9 +330,9 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
 
     def free() -> None:
         begun.wait(60)
-        while not replica.exchange.is_waiting:
+        while not replica.exchange.waiter.is_waiting:
             begun.wait(0.01)
-        replica.exchange.abort("the test said so")
+        replica.exchange.waiter.abort("the test said so")
 
     thread = threading.Thread(target=free)
     thread.start()

@@ -31,6 +31,8 @@ class CompressedExchange(GradientExchange):
     all ranks have to begin them in the same order, and each depends on what the last one brought.
     """
 
+    aborts_for_good = True
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -46,24 +48,12 @@ class CompressedExchange(GradientExchange):
         self._wire = Wire(group, traffic)
         self._underway: list[Underway] = []
         self._works: dict[int, Completion] = {}
-        self._given_up = ""
 
     def begin(self, step: int) -> None:
         super().begin(step)
         self._underway.clear()
         self._works.clear()
         self._compressor.begin(step)
-
-    def abort(self, reason: str) -> None:
-        # First: whichever completion the base does not see any more is set as soon as it is made.
-        self._given_up = f"given up between two collectives: {reason}"
-        super().abort(reason)
-
-    def _new_completion(self) -> Completion:
-        completion = super()._new_completion()
-        if self._given_up:
-            self._open(completion, self._given_up)
-        return completion
 
     def _begin_average(self, bucket: GradBucket) -> Completion:
         parameters = bucket.parameters()
@@ -72,7 +62,9 @@ class CompressedExchange(GradientExchange):
             [self._name_of(parameter) for parameter in parameters],
             [parameter.shape for parameter in parameters],
         )
-        underway = Underway(self._compressor.averaging(packed, self._wire), self._new_completion())
+        underway = Underway(
+            self._compressor.averaging(packed, self._wire), self.waiter.new_completion()
+        )
         self._underway.append(underway)
         self._go_on(len(self._underway) - 1)
         if bucket.is_last():
@@ -85,9 +77,9 @@ class CompressedExchange(GradientExchange):
         underway = self._underway[index]
         work = next(underway.averaging, None)
         if work is None:
-            self._open(underway.completion, "")
+            self.waiter.complete(underway.completion, "")
         else:
-            self._works[index] = self._completion_of(work)
+            self._works[index] = self.waiter.completion_of(work)
 
     def _finish(self) -> None:
         """Take all buckets to their ends, one collective at a time each."""
@@ -102,7 +94,7 @@ class CompressedExchange(GradientExchange):
     def _fail(self, reason: str) -> None:
         self._works.clear()
         for underway in self._underway:
-            self._open(underway.completion, reason)
+            self.waiter.complete(underway.completion, reason)
         self._underway.clear()
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,14 @@ from shoal.torch_private.c10d import GradBucket
 from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 
 
-class GradientExchange(AbortableWaiter):
+class GradientExchange:
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
-    DDP waits for completions of ours, so that `abort` frees the trainer.
+    DDP waits for completions of ours, so that an abort of `waiter` frees the trainer.
     """
+
+    aborts_for_good: ClassVar[bool] = False
+    """Whether collectives may still be begun by a thread that does not know of an abort."""
 
     def __init__(
         self,
@@ -26,7 +30,7 @@ class GradientExchange(AbortableWaiter):
         name_of: Callable[[Tensor], str],
         traffic: Traffic | None = None,
     ) -> None:
-        super().__init__(group)
+        self.waiter = AbortableWaiter(group, for_good=self.aborts_for_good)
         self._group = group
         self._world_size = group.size()
         self._alone = self._world_size == 1
@@ -59,7 +63,7 @@ class GradientExchange(AbortableWaiter):
         gradients.div_(self._world_size)
         work = dist.all_reduce(gradients, group=self._group, async_op=True)
         assert work is not None
-        return self._completion_of(work)
+        return self.waiter.completion_of(work)
 
     @property
     def complete(self) -> bool:
@@ -76,7 +80,7 @@ class GradientExchange(AbortableWaiter):
     def begin(self, step: int) -> None:
         """Forget the last step; `step` are committed."""
         self._averaged.clear()
-        self._forget()
+        self.waiter.forget()
         self._fault = ""
         self._complete = False
 
@@ -92,7 +96,7 @@ class GradientExchange(AbortableWaiter):
         # The averages are the same everywhere, so every rank comes here or none does.
         faults = torch.zeros(self._world_size, dtype=torch.int64)
         faults[self._group.rank()] = int(bool(self._fault))
-        self.wait(dist.all_reduce(faults, group=self._group, async_op=True))
+        self.waiter.wait(dist.all_reduce(faults, group=self._group, async_op=True))
         if self._fault:
             raise NonFiniteGradient(
                 f"the gradient of {self._fault} is not finite at step {step}",

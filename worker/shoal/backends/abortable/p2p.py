@@ -25,15 +25,15 @@ class Message(Protocol):
     def wait(self) -> Any: ...
 
 
-class AbortableP2P(AbortableWaiter):
+class AbortableP2P:
     """The messages of one rank in one group. One thread at a time waits for them.
 
     It may stand for the group where torch's pipelining sends and receives.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group)
         self.group = group
+        self._waiter = AbortableWaiter(group)
         # On a GPU a wait is an order on the stream of the thread that waits, and ends at once.
         self._takes_turns = device.type == "cpu"
         self._orders: _Orders = queue.SimpleQueue()
@@ -61,7 +61,7 @@ class AbortableP2P(AbortableWaiter):
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Overwrite the tensor with that of the group's rank `source`."""
-        self.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
+        self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
         """No message will be waited for any more. Quick, may be called twice."""
@@ -79,10 +79,10 @@ class AbortableP2P(AbortableWaiter):
             threading.Thread(
                 target=_stand_in, args=arguments, name="shoal-p2p", daemon=True
             ).start()
-        completion = self._new_completion()
-        self._orders.put((work, partial(self._open, completion)))
+        completion = self._waiter.new_completion()
+        self._orders.put((work, partial(self._waiter.complete, completion)))
         reason = completion.wait()
-        self._forget()
+        self._waiter.forget()
         if reason:
             raise RuntimeError(reason)
 

@@ -22,7 +22,10 @@ class AbortableWaiter:
     without that thread.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, for_good: bool = False) -> None:
+        """`for_good`: what is begun after an abort is aborted as well."""
+        self._for_good = for_good
+        self._aborted = ""
         self._lock = threading.Lock()
         self._pending: list[Completion] = []
         self.num_ended = 0
@@ -39,8 +42,8 @@ class AbortableWaiter:
     def wait(self, work: dist.Work | None) -> None:
         """Return when the collective has ended; raises RuntimeError if it failed."""
         assert work is not None, "asked for asynchronously, by a rank of the group"
-        reason = self._completion_of(work).wait()
-        self._forget()
+        reason = self.completion_of(work).wait()
+        self.forget()
         if reason:
             raise RuntimeError(reason)
         # At its end already; on a GPU what is computed next waits for it too.
@@ -57,17 +60,23 @@ class AbortableWaiter:
 
     def abort(self, reason: str) -> None:
         """Let nobody wait for Gloo any longer. Any thread."""
+        if self._for_good:
+            # First: whoever begins something now is not seen below.
+            self._aborted = f"given up between two collectives: {reason}"
         for completion in list(self._pending):
-            self._open(completion, f"gloo did not end what it did before the cut: {reason}")
+            self.complete(completion, f"gloo did not end what it did before the cut: {reason}")
 
-    def _new_completion(self) -> Completion:
+    def new_completion(self) -> Completion:
+        """One more thing that the trainer may wait for. `complete` sets it."""
         completion: Completion = torch.futures.Future()
         self._pending.append(completion)
+        if self._aborted:
+            self.complete(completion, self._aborted)
         return completion
 
-    def _completion_of(self, work: dist.Work) -> Completion:
+    def completion_of(self, work: dist.Work) -> Completion:
         """What is set when the collective has ended, well or not."""
-        completion = self._new_completion()
+        completion = self.new_completion()
         work.get_future().add_done_callback(partial(self._finished, completion))
         return completion
 
@@ -79,15 +88,16 @@ class AbortableWaiter:
         except RuntimeError as error:
             # Empty would say that it went well.
             reason = str(error) or "a collective failed without a reason"
-        self._open(completion, reason)
+        self.complete(completion, reason)
 
-    def _open(self, completion: Completion, reason: str) -> None:
+    def complete(self, completion: Completion, reason: str) -> None:
+        """Let go of whoever waits; `reason`: why it failed, or empty. Any thread."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1
                 completion.set_result(reason)
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """What was waited for is over."""
         self._pending.clear()
 

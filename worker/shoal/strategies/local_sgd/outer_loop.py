@@ -27,7 +27,7 @@ _VELOCITY = "/outer_velocity"
 """In a checkpoint it stands beside the state of the parameter's own optimizer."""
 
 
-class OuterLoop(AbortableWaiter):
+class OuterLoop:
     """One member's side of its rounds, and the state at the end of the last.
 
     That state is kept as a copy: model, optimizer and the outer velocity. It is what a change is
@@ -41,7 +41,7 @@ class OuterLoop(AbortableWaiter):
         outer: OuterStep,
         compressor: Compressor | None,
     ) -> None:
-        super().__init__()
+        self.waiter = AbortableWaiter()
         self.state = ReplicatedState(model, optimizer)
         self.traffic = Traffic()
         self._model, self._optimizer, self._outer = model, optimizer, outer
@@ -170,7 +170,9 @@ class OuterLoop(AbortableWaiter):
         """Whole numbers have no mean: they are those of the first rank, which had most samples."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
-                self.wait(dist.broadcast(buffer.detach(), group=group, group_src=0, async_op=True))
+                self.waiter.wait(
+                    dist.broadcast(buffer.detach(), group=group, group_src=0, async_op=True)
+                )
 
     def _changes(self, tensors: Mapping[str, Tensor], step: int, weight: float) -> Iterator[Packed]:
         """What this member has changed, times its weight, a bucket at a time."""
@@ -196,11 +198,11 @@ class OuterLoop(AbortableWaiter):
     def _average(self, packed: Packed, wire: Wire, compressor: Compressor | None) -> None:
         if compressor is not None:
             for work in compressor.averaging(packed, wire):
-                self.wait(work)
+                self.waiter.wait(work)
             return
         wire.traffic.count_plain(packed.flat, wire.world_size)
         packed.flat.div_(wire.world_size)
-        self.wait(wire.all_reduce(packed.flat))
+        self.waiter.wait(wire.all_reduce(packed.flat))
 
     def _apply(
         self,

@@ -113,7 +113,7 @@ class LocalSGD(SynchronousStrategy):
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
         steps[generation.rank] = self._step if keeps or generation.rank == source else -1
-        self._outer_loop.attach(group)
+        self._outer_loop.waiter.attach(group)
         wait_abortable(
             dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=group, async_op=True), group
         )
