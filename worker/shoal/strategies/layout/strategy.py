@@ -128,7 +128,7 @@ class LayoutStrategy(SynchronousStrategy):
         retarget(self._proxy, binding.layout.plain)
         filled = replace(binding.collect(self._step), elsewhere=binding.known)
         self._peer_checkpoints.start(filled, members, dist.new_group, binding.layout.travels)
-        self._join_writers(world.world_size)
+        self._checkpoints.join_writers(world.world_size)
         check_same_step(generation.number, self._step, group)
         self._meta_model.forget_weights()
 
@@ -144,19 +144,19 @@ class LayoutStrategy(SynchronousStrategy):
             # Everything is copied once, into the layout, also where that has to be on a device.
             state_shard = reshard(group, held, binding.needs, borrow=True, place=binding.place)
         except StateLost:
-            path = self._newest_checkpoint(generation, group)
+            path = self._checkpoints.newest(generation, group)
             if path is None:
                 raise
         else:
             fresh = state_shard.step == 0
-            path = self._newest_checkpoint(generation, group) if fresh else None
+            path = self._checkpoints.newest(generation, group) if fresh else None
             if path is None:
                 return state_shard
-        return self._read_checkpoint(path, binding.needs)
+        return self._checkpoints.read(path, binding.needs)
 
     def cut(self, generation: int) -> None:
         super().cut(generation)
-        if self._cut_up_to >= self._number:
+        if self._generation_group.is_cut:
             # Gloo may leave a message of a group that is cut until its limit: wait for none.
             self._peer_checkpoints.interrupt()
             binding = self._binding
@@ -277,7 +277,7 @@ class LayoutStrategy(SynchronousStrategy):
             binding.collect(self._step)
         # Made when the next step begins: the members' report of this one does not wait for it.
         self._copy_due = self._peer_checkpoints.due(self._step)
-        self._write_checkpoint(lambda: binding.collect(self._step), binding.writes)
+        self._checkpoints.write(self._step, lambda: binding.collect(self._step), binding.writes)
         acknowledged()
         self._backend.tidy()
 

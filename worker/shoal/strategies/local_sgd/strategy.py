@@ -131,9 +131,9 @@ class LocalSGD(SynchronousStrategy):
             given = receive(source, group)
             self._outer_loop.take(given)
             self._step = given.step
-        self._join_writers(generation.world_size)
-        if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
-            self._outer_loop.adopt(state_shard := self._read_checkpoint(path, everything))
+        self._checkpoints.join_writers(generation.world_size)
+        if self._step == 0 and (path := self._checkpoints.newest(generation, group)):
+            self._outer_loop.adopt(state_shard := self._checkpoints.read(path, everything))
             self._step = state_shard.step
         self._rank = generation.rank
         self._outer_loop.regroup()
@@ -198,12 +198,10 @@ class LocalSGD(SynchronousStrategy):
         self._weights += self._weight
         self._commit_step()
         self._unacknowledged.append(acknowledged)
-        checkpoints = self._checkpoints
-        due = checkpoints is not None and checkpoints.due(self._step)
-        if due or self._step % self._every_steps == 0:
+        if self._checkpoints.due(self._step) or self._step % self._every_steps == 0:
             self._meet(group)
         # With the optimizer's state of the first member: who resumes is a joiner.
-        self._write_checkpoint(self._outer_loop.state_shard, lambda _: self._rank == 0)
+        self._checkpoints.write(self._step, self._outer_loop.state_shard, lambda _: self._rank == 0)
         self._backend.tidy()
 
     def _note_hyperparameters(self) -> None:

@@ -111,9 +111,9 @@ class DDP(SynchronousStrategy):
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
         self._align(generation, group)
-        self._join_writers(generation.world_size)
-        if self._step == 0 and (path := self._newest_checkpoint(generation, group)):
-            self._state.adopt(state_shard := self._read_checkpoint(path, everything))
+        self._checkpoints.join_writers(generation.world_size)
+        if self._step == 0 and (path := self._checkpoints.newest(generation, group)):
+            self._state.adopt(state_shard := self._checkpoints.read(path, everything))
             self._step = state_shard.step
         self._rank = generation.rank
         self._wrap(group)
@@ -200,8 +200,8 @@ class DDP(SynchronousStrategy):
         self._running.share(group)
         self._optimizer.step()
         self._commit_step()
-        self._write_checkpoint(
-            lambda: self._state.state_shard(self._step), lambda _: self._rank == 0
+        self._checkpoints.write(
+            self._step, lambda: self._state.state_shard(self._step), lambda _: self._rank == 0
         )
         acknowledged()
         self._backend.tidy()

@@ -1,12 +1,9 @@
 """Strategies whose members take each step together, over a group that lives for one generation."""
 
-import json
-import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import ClassVar
 
 import structlog
@@ -15,43 +12,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.backends.abortable.waiter import wait_abortable, waiters_of
+from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.choice import backend_for
 from shoal.backends.network.gloo import GlooBackend
-from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
+from shoal.backends.process_group.interface import Backend
 from shoal.checkpoint.background import Checkpoints
-from shoal.checkpoint.directory import complete
-from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
-from shoal.checkpoint.reading import Needs, read
-from shoal.checkpoint.samples import check_samples, with_samples
 from shoal.membership.generation import Context, Generation
-from shoal.membership.rendezvous_store import RendezvousStore
-from shoal.state.resharding import gather
-from shoal.state.shards import StateShard
 from shoal.strategies.base import Strategy
 from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
+from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
+from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import (
-    CheckpointFailed,
     GenerationBroken,
     InternalError,
     InvalidSpec,
-    StateLost,
     UnsupportedOptimizer,
 )
 from shoal_proto.v1 import membership_pb2 as pb
 
 log = structlog.get_logger(__name__)
-
-Writes = Callable[[str], bool]
-"""Whether this member writes the tensor of that name in a state."""
-MAX_CHECKPOINTS_NAMED = 100
-LOOPBACK = "127.0.0.1"
-STUCK_AFTER_S = 1.0
-"""A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
 
 
 class SynchronousStrategy(Strategy):
@@ -66,17 +49,10 @@ class SynchronousStrategy(Strategy):
 
     def __init__(self) -> None:
         self._backend: Backend = GlooBackend()
-        self._lock = threading.Lock()
-        self._cut_up_to = 0
-        self._number = 0
-        self._group: Group | None = None
-        self._opened: dist.ProcessGroup | None = None
-        """Also while what trains over it is brought up."""
+        self._generation_group = GenerationGroup()
         self._process_group: dist.ProcessGroup | None = None
         self._coordinators: Coordinators | None = None
-        self._checkpoints: Checkpoints | None = None
-        self._writers: Peers | None = None
-        self._samples: Mapping[str, str] = {}
+        self._checkpoints = GenerationCheckpoints()
         self._step = 0
         self._has_state = False
         self._in_step = False
@@ -151,15 +127,18 @@ class SynchronousStrategy(Strategy):
         started_s = time.perf_counter()
         if self._hyperparameters is not None:
             self._hyperparameters.entering()
-        group = self._new_group(generation)
+        assert self._coordinators is not None, "attach comes before enter"
+        group = self._generation_group.connect(
+            self._backend, self._coordinators, generation, self.context.limits
+        )
         self._stands_at(TrainerStage.BRINGING_UP, generation.number)
         try:
-            self._opened = process_group = group.open()
+            process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
             self._stands_at(TrainerStage.BRINGING_UP, generation.number, process_group)
             self._bring_up(generation, process_group)
         except RuntimeError as error:
-            if self._cut_up_to >= generation.number:
+            if self._generation_group.is_cut:
                 raise GenerationBroken(
                     f"generation {generation.number} ended while it was brought up",
                     seen=str(error),
@@ -182,36 +161,13 @@ class SynchronousStrategy(Strategy):
         )
 
     def cut(self, generation: int) -> None:
-        with self._lock:
-            self._cut_up_to = max(self._cut_up_to, generation)
-            group = self._group if self._number <= generation else None
-        if group is not None:
-            reason = f"generation {generation} is over"
-            group.cut(reason)
-            self._watch_for_stuck(group, reason)
-
-    def _watch_for_stuck(self, group: Group, reason: str) -> None:
-        """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
-
-        def abort() -> None:
-            with self._lock:
-                opened = self._opened if self._group is group else None
-            stuck = [one for one in waiters_of(opened) if one.is_waiting] if opened else []
-            if stuck:
-                log.warning("collective_stuck", reason=reason)
-                group.keep_for_ever()
-            for waiter in stuck:
-                waiter.abort(reason)
-
-        timer = threading.Timer(STUCK_AFTER_S, abort)
-        timer.daemon = True
-        timer.start()
+        self._generation_group.cut(generation)
 
     def hand_over(self) -> None:
         group = self._process_group
         if group is not None:
             # As slow as its state is large: judged as a bring-up is.
-            self._stands_at(TrainerStage.BRINGING_UP, self._number, group)
+            self._stands_at(TrainerStage.BRINGING_UP, self._generation_group.number, group)
             self._hand_over()
 
     def _hand_over(self) -> None:
@@ -227,95 +183,19 @@ class SynchronousStrategy(Strategy):
         self._agreement = None
         self._buffers.forget()
         self._let_go()
-        self._process_group = self._opened = None
-        with self._lock:
-            group, self._group = self._group, None
-        if group is not None:
-            group.retire()
-
-    def _new_group(self, generation: Generation) -> Group:
-        limits, me = self.context.limits, generation.me
-        peers = generation.record.roster.entries
-        watched = self._backend.is_watched
-        one_host = len({(entry.host, entry.address) for entry in peers}) == 1
-        seat = Seat(
-            generation=generation.number,
-            rank=generation.rank,
-            world_size=generation.world_size,
-            address=LOOPBACK if one_host else me.address,
-            bring_up_s=LONGEST_S if watched else limits.bring_up_s,
-            collective_s=LONGEST_S if watched else limits.collective_s,
-        )
-        assert self._coordinators is not None, "attach comes before enter"
-        store = RendezvousStore(self._coordinators, generation.token, timeout_s=seat.bring_up_s)
-        with self._lock:
-            self._group = group = self._backend.group(seat, store)
-            self._number = generation.number
-            over = self._cut_up_to >= generation.number
-        if over:
-            group.cut(f"generation {generation.number} is over")
-        return group
+        self._process_group = None
+        self._generation_group.release()
 
     # --- checkpoints ---
 
     def keep_checkpoints(self, checkpoints: Checkpoints) -> None:
-        self._checkpoints = checkpoints
+        self._checkpoints.keep(checkpoints)
 
     def trains_on(self, samples: Mapping[str, str]) -> None:
-        self._samples = samples
-
-    def _join_writers(self, world_size: int) -> None:
-        """Collective: form the group in which the members write checkpoints, if they do."""
-        if self._checkpoints is not None:
-            self._writers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
+        self._checkpoints.trains_on(samples)
 
     def checkpoint_steps(self) -> Sequence[int]:
-        if self._checkpoints is None:
-            return ()
-        return sorted(complete(self._checkpoints.directory))[-MAX_CHECKPOINTS_NAMED:]
-
-    def _newest_checkpoint(self, generation: Generation, group: dist.ProcessGroup) -> Path | None:
-        """Collective: the newest complete checkpoint that every member sees; None without any.
-
-        Raises StateLost on all alike where the generation has nothing else to start from.
-        """
-        needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
-        own = complete(self._checkpoints.directory) if self._checkpoints is not None else {}
-        if self._checkpoints is None and not needed:
-            return None
-        words = gather(json.dumps(sorted(own)).encode(), group)
-        common = set.intersection(*(set(json.loads(word)) for word in words))
-        if common:
-            log.info("checkpoint_read", path=str(own[max(common)]), step=max(common))
-            return own[max(common)]
-        if needed:
-            raise StateLost(
-                "nobody holds the state that the job had come to, and no checkpoint is seen by all",
-                seen="; ".join(f"rank {rank}: {json.loads(w)}" for rank, w in enumerate(words)),
-                expected="a complete checkpoint that every member sees",
-                fix="Run it with --fresh to start from step 0.",
-            )
-        return None
-
-    def _read_checkpoint(self, path: Path, needs: Needs) -> StateShard:
-        """What is needed of it. Raises InvalidSpec if its step stands for other samples."""
-        state_shard = read(path, needs)
-        check_samples(path, state_shard, self._samples)
-        log.info("checkpoint_read", path=str(path), step=state_shard.step)
-        return state_shard
-
-    def _write_checkpoint(self, state_shard: Callable[[], StateShard], writes: Writes) -> None:
-        """Where one is due after the step that was just committed, have it written."""
-        checkpoints = self._checkpoints
-        if checkpoints is not None and checkpoints.due(self._step):
-            assert self._writers is not None
-            try:
-                checkpoints.close()
-            except CheckpointFailed as error:
-                # Training does not stop for a full disk: each is tried anew, and what the last one
-                # failed with is raised at the end.
-                log.error("checkpoint_failed", step=self._step, reason=str(error))
-            checkpoints.offer(with_samples(state_shard(), self._samples), self._writers, writes)
+        return self._checkpoints.steps()
 
     # --- steps ---
 
@@ -379,9 +259,8 @@ class SynchronousStrategy(Strategy):
     def finish(self) -> None:
         if self._process_group is None:
             raise GenerationBroken("the last step was taken in a generation that is over")
-        if self._checkpoints is not None:
-            # Before anybody leaves: each writes its part.
-            self._checkpoints.close()
+        # Before anybody leaves: each writes its part.
+        self._checkpoints.close()
         group = self._process_group
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
@@ -401,13 +280,12 @@ class SynchronousStrategy(Strategy):
     def close(self) -> None:
         if self._watch is not None:
             self._watch.close()
-        if self._group is not None:
+        if self._generation_group.is_connected:
             self.abandon()
         if self._coordinators is not None:
             self._coordinators.close()
             self._coordinators = None
-        if self._checkpoints is not None:
-            self._checkpoints.close()
+        self._checkpoints.close()
 
 
 def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:

@@ -1,0 +1,106 @@
+"""The checkpoints of members that step together: whether to start from one, and when to write."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+import torch.distributed as dist
+
+from shoal.checkpoint.background import Checkpoints
+from shoal.checkpoint.directory import complete
+from shoal.checkpoint.peers import ALONE, GroupPeers, Peers
+from shoal.checkpoint.reading import Needs
+from shoal.checkpoint.reading import read as read_state
+from shoal.checkpoint.samples import check_samples, with_samples
+from shoal.membership.generation import Generation
+from shoal.state.resharding import gather
+from shoal.state.shards import StateShard
+from shoal_proto.errors import CheckpointFailed, StateLost
+from shoal_proto.v1 import membership_pb2 as pb
+
+log = structlog.get_logger(__name__)
+
+Writes = Callable[[str], bool]
+"""Whether this member writes the tensor of that name in a state."""
+MAX_CHECKPOINTS_NAMED = 100
+
+
+class GenerationCheckpoints:
+    """One member's part in them; nothing happens where the script asked for none."""
+
+    def __init__(self) -> None:
+        self._checkpoints: Checkpoints | None = None
+        self._writers: Peers | None = None
+        self._samples: Mapping[str, str] = {}
+
+    def keep(self, checkpoints: Checkpoints) -> None:
+        """Write these, and start from one of them. Called before all else."""
+        self._checkpoints = checkpoints
+
+    def trains_on(self, samples: Mapping[str, str]) -> None:
+        """What the order of samples follows from: kept in each checkpoint."""
+        self._samples = samples
+
+    def join_writers(self, world_size: int) -> None:
+        """Collective: form the group in which the members write checkpoints, if they do."""
+        if self._checkpoints is not None:
+            self._writers = GroupPeers(dist.new_group()) if world_size > 1 else ALONE
+
+    def steps(self) -> Sequence[int]:
+        """Steps of the complete ones that this member sees, the newest 100."""
+        if self._checkpoints is None:
+            return ()
+        return sorted(complete(self._checkpoints.directory))[-MAX_CHECKPOINTS_NAMED:]
+
+    def newest(self, generation: Generation, group: dist.ProcessGroup) -> Path | None:
+        """Collective: the newest complete checkpoint that every member sees; None without any.
+
+        Raises StateLost on all alike where the generation has nothing else to start from.
+        """
+        needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
+        own = complete(self._checkpoints.directory) if self._checkpoints is not None else {}
+        if self._checkpoints is None and not needed:
+            return None
+        words = gather(json.dumps(sorted(own)).encode(), group)
+        common = set.intersection(*(set(json.loads(word)) for word in words))
+        if common:
+            log.info("checkpoint_read", path=str(own[max(common)]), step=max(common))
+            return own[max(common)]
+        if needed:
+            raise StateLost(
+                "nobody holds the state that the job had come to, and no checkpoint is seen by all",
+                seen="; ".join(f"rank {rank}: {json.loads(w)}" for rank, w in enumerate(words)),
+                expected="a complete checkpoint that every member sees",
+                fix="Run it with --fresh to start from step 0.",
+            )
+        return None
+
+    def read(self, path: Path, needs: Needs) -> StateShard:
+        """What is needed of it. Raises InvalidSpec if its step stands for other samples."""
+        state_shard = read_state(path, needs)
+        check_samples(path, state_shard, self._samples)
+        log.info("checkpoint_read", path=str(path), step=state_shard.step)
+        return state_shard
+
+    def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
+        """Where one is due after so many steps, the last just committed, have it written."""
+        checkpoints = self._checkpoints
+        if checkpoints is not None and checkpoints.due(step):
+            assert self._writers is not None
+            try:
+                checkpoints.close()
+            except CheckpointFailed as error:
+                # Training does not stop for a full disk: each is tried anew, and what the last one
+                # failed with is raised at the end.
+                log.error("checkpoint_failed", step=step, reason=str(error))
+            checkpoints.offer(with_samples(state_shard(), self._samples), self._writers, writes)
+
+    def due(self, step: int) -> bool:
+        """Whether one is to be written of the state after so many steps."""
+        return self._checkpoints is not None and self._checkpoints.due(step)
+
+    def close(self) -> None:
+        """Return once what was begun is written. Raises what the last one failed with."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()

@@ -1,0 +1,107 @@
+"""The group of the generation that a member is in: connected, cut by any thread, let go of."""
+
+import threading
+
+import structlog
+import torch.distributed as dist
+
+from shoal.backends.abortable.waiter import waiters_of
+from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
+from shoal.membership.generation import Generation
+from shoal.membership.rendezvous_store import RendezvousStore
+from shoal_client.connection.coordinators import Coordinators
+from shoal_proto.v1.membership_pb2 import Limits
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK = "127.0.0.1"
+STUCK_AFTER_S = 1.0
+"""A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
+
+
+class GenerationGroup:
+    """One at a time. All methods but `cut` are the trainer's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cut_up_to = 0
+        self.number = 0
+        """Of the generation that was connected last."""
+        self._group: Group | None = None
+        self._opened: dist.ProcessGroup | None = None
+        """Also while what trains over it is brought up."""
+
+    def connect(
+        self, backend: Backend, coordinators: Coordinators, generation: Generation, limits: Limits
+    ) -> Group:
+        """The group of a generation, not opened yet; cut already if its generation is over."""
+        me = generation.me
+        peers = generation.record.roster.entries
+        watched = backend.is_watched
+        one_host = len({(entry.host, entry.address) for entry in peers}) == 1
+        seat = Seat(
+            generation=generation.number,
+            rank=generation.rank,
+            world_size=generation.world_size,
+            address=LOOPBACK if one_host else me.address,
+            bring_up_s=LONGEST_S if watched else limits.bring_up_s,
+            collective_s=LONGEST_S if watched else limits.collective_s,
+        )
+        store = RendezvousStore(coordinators, generation.token, timeout_s=seat.bring_up_s)
+        with self._lock:
+            self._group = group = backend.group(seat, store)
+            self.number = generation.number
+            over = self._cut_up_to >= generation.number
+        if over:
+            group.cut(f"generation {generation.number} is over")
+        return group
+
+    def open(self, group: Group) -> dist.ProcessGroup:
+        """Its collectives, once all members are there."""
+        self._opened = opened = group.open()
+        return opened
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a group that was not let go of."""
+        return self._group is not None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the generation is over."""
+        return self._cut_up_to >= self.number
+
+    def cut(self, generation: int) -> None:
+        """Make whatever waits in the group raise, unless it is a later generation's. Any thread."""
+        with self._lock:
+            self._cut_up_to = max(self._cut_up_to, generation)
+            group = self._group if self.number <= generation else None
+        if group is not None:
+            reason = f"generation {generation} is over"
+            group.cut(reason)
+            self._watch_for_stuck(group, reason)
+
+    def _watch_for_stuck(self, group: Group, reason: str) -> None:
+        """Free the trainer if Gloo does not end what it was doing, though its group is cut."""
+
+        def abort() -> None:
+            with self._lock:
+                opened = self._opened if self._group is group else None
+            stuck = [one for one in waiters_of(opened) if one.is_waiting] if opened else []
+            if stuck:
+                log.warning("collective_stuck", reason=reason)
+                group.keep_for_ever()
+            for waiter in stuck:
+                waiter.abort(reason)
+
+        timer = threading.Timer(STUCK_AFTER_S, abort)
+        timer.daemon = True
+        timer.start()
+
+    def release(self) -> None:
+        """Let go of the group, if there is one."""
+        self._opened = None
+        with self._lock:
+            group, self._group = self._group, None
+        if group is not None:
+            group.retire()
