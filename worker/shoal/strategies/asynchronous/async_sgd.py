@@ -7,18 +7,16 @@ object, whose learning rates travel with every push, unless a schedule of them w
 
 - A parameter without gradient in a step is left alone by the optimizer, as `torch.optim` does: no
   weight decay, no momentum, no step counted. What other members changed in it still comes back.
-- What becomes of gradients of values that others have changed since: `async_staleness`.
+- What becomes of gradients of values that others have changed since: `staleness_policy.py`.
 - Buffers, such as running means, are no parameters: each member keeps its own.
 - The values that training starts from are those of rank 0 of the first generation. Should it die
   half-way through, another member creates what is missing, from its own initial values.
 """
 
-import threading
 from collections.abc import Callable, Mapping
 from typing import ClassVar, NoReturn
 
 import structlog
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -29,8 +27,9 @@ from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.state.whole_model import on_host
 from shoal.strategies.asynchronous.first_values import first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
-from shoal.strategies.asynchronous.loss_watch import WINDOW_STEPS, LossWatch
+from shoal.strategies.asynchronous.loss_watch import LossMonitor
 from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
+from shoal.strategies.asynchronous.push_counts import PushCounts
 from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
 from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal.strategies.asynchronous.staleness_policy import to_policy
@@ -96,19 +95,14 @@ class AsyncSGD(Strategy):
         self._acknowledgement = _level(acknowledge)
         self._refused: frozenset[int] = frozenset()
         self._redone = 0
-        self._rejected = 0
         self._clock = StalenessClock(consistency, staleness_bound)
         self._tables = TableExchange(nn.Module())
         self._step = 0
         self._has_state = False
         self._cut_generation = 0
         self._client: ParameterClient | None = None
-        self._last_push: PushResult | None = None
-        self._pushes = 0
-        self._lock = threading.Lock()
-        self._watch: LossWatch | None = None
-        self._losses: list[Tensor] = []
-        self._warning = ""
+        self._counts = PushCounts()
+        self._losses: LossMonitor | None = None
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         self._spec = self._servers_spec(optimizer)
@@ -180,7 +174,7 @@ class AsyncSGD(Strategy):
         )
         self._has_state = True
         if self._num_updates < BEGINNING_UPDATES:
-            self._watch = LossWatch()
+            self._losses = LossMonitor(in_words(self._policy))
 
     def cut(self, generation: int) -> None:
         self._cut_generation = max(self._cut_generation, generation)
@@ -195,9 +189,8 @@ class AsyncSGD(Strategy):
             self._refresh()
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        if self._watch is not None:
-            # Read later: on a GPU that would wait for the device.
-            self._losses.append(loss.detach().float().reshape(()))
+        if self._losses is not None:
+            self._losses.add(loss)
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     @property
@@ -228,21 +221,8 @@ class AsyncSGD(Strategy):
         acknowledged()
 
     def _watch_loss(self) -> None:
-        """Say, once each time that it begins, that the loss does not fall."""
-        if self._watch is None or not self._losses or self._step % WINDOW_STEPS:
-            return
-        mean = torch.stack(self._losses).mean().item()
-        self._losses.clear()
-        stagnation = self._watch.see(mean, self._num_updates)
-        if stagnation is not None and not self._warning:
-            log.warning(
-                "loss_not_falling",
-                reason=str(stagnation),
-                policy=in_words(self._policy),
-                fix="Lower the learning rate or the momentum, or train with fewer members:"
-                " docs/parameter-server.md, Staleness.",
-            )
-        self._warning = str(stagnation) if stagnation is not None else ""
+        if self._losses is not None and self._losses.is_due(self._step):
+            self._losses.look(self._num_updates)
 
     @property
     def _num_updates(self) -> int:
@@ -251,12 +231,10 @@ class AsyncSGD(Strategy):
 
     @property
     def warning(self) -> str:
-        return self._warning
+        return self._losses.warning if self._losses is not None else ""
 
     def _count(self, result: PushResult) -> None:
-        with self._lock:
-            self._last_push = result
-            self._pushes += 1
+        self._counts.pushed(result)
 
     def _push(self, gradients: Mapping[str, Tensor], step: JointStep | None = None) -> PushResult:
         compensates = self._spec.staleness.kind == "compensate"
@@ -278,8 +256,7 @@ class AsyncSGD(Strategy):
         """Get fresh values for the shards that refused the step; what the others have counts."""
         self._refused = frozenset(result.stale)
         self._redone += 1
-        with self._lock:
-            self._rejected += 1
+        self._counts.rejected()
         self._refresh()
         refusal = next(iter(result.stale.values()))
         if self._redone <= MAX_REDONE:
@@ -324,17 +301,10 @@ class AsyncSGD(Strategy):
         return on_host(self._model)
 
     def metrics(self) -> Mapping[str, float]:
-        with self._lock:
-            if self._last_push is None:
-                return {}
-            return {
-                "staleness": self._last_push.staleness_mean,
-                "staleness_max": float(self._last_push.staleness_max),
-                "pushes": float(self._pushes),
-                "rejected": float(self._rejected),
-                **self._clock.metrics(),
-                **self._tables.metrics(),
-            }
+        counts = self._counts.metrics()
+        if not counts:
+            return {}
+        return {**counts, **self._clock.metrics(), **self._tables.metrics()}
 
     def close(self) -> None:
         self._clock.close()

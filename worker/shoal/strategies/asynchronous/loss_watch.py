@@ -2,6 +2,12 @@
 
 from dataclasses import dataclass
 
+import structlog
+import torch
+from torch import Tensor
+
+log = structlog.get_logger(__name__)
+
 WINDOW_STEPS = 10
 """Losses are looked at as the mean of so many of this member's steps."""
 NUM_RECENT = 3
@@ -56,3 +62,38 @@ class LossWatch:
         if recent < low * self._first:
             return None
         return Stagnation(first=self._first, recent=recent, num_updates=since)
+
+
+class LossMonitor:
+    """One member's losses, of which a warning is logged when the job's begins not to fall."""
+
+    def __init__(self, policy: str) -> None:
+        """`policy`: what the job does about staleness, for the log."""
+        self._policy = policy
+        self._watch = LossWatch()
+        self._losses: list[Tensor] = []
+        self.warning = ""
+        """What is wrong at the moment, for the health report."""
+
+    def add(self, loss: Tensor) -> None:
+        """One more; read later: on a GPU that would wait for the device."""
+        self._losses.append(loss.detach().float().reshape(()))
+
+    def is_due(self, step: int) -> bool:
+        """Whether a window of steps is full."""
+        return bool(self._losses) and not step % WINDOW_STEPS
+
+    def look(self, num_updates: int) -> None:
+        """Say, once each time that it begins, that the loss does not fall."""
+        mean = torch.stack(self._losses).mean().item()
+        self._losses.clear()
+        stagnation = self._watch.see(mean, num_updates)
+        if stagnation is not None and not self.warning:
+            log.warning(
+                "loss_not_falling",
+                reason=str(stagnation),
+                policy=self._policy,
+                fix="Lower the learning rate or the momentum, or train with fewer members:"
+                " docs/parameter-server.md, Staleness.",
+            )
+        self.warning = str(stagnation) if stagnation is not None else ""
