@@ -156,7 +156,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def cut(self, generation: int) -> None:
         super().cut(generation)
-        if self._generation_group.is_cut:
+        if self._generation_group.has_cut(self._generation_group.number):
             # Gloo may leave a message of a group that is cut until its limit: wait for none.
             self._peer_checkpoints.interrupt()
             binding = self._binding

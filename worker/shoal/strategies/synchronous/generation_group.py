@@ -66,10 +66,9 @@ class GenerationGroup:
         """Whether there is a group that was not let go of."""
         return self._group is not None
 
-    @property
-    def is_cut(self) -> bool:
+    def has_cut(self, generation: int) -> bool:
         """Whether the generation is over."""
-        return self._cut_up_to >= self.number
+        return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:
         """Make whatever waits in the group raise, unless it is a later generation's. Any thread."""

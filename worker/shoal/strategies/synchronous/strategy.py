@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.choice import backend_for
 from shoal.backends.network.gloo import GlooBackend
-from shoal.backends.process_group.interface import Backend
+from shoal.backends.process_group.interface import Backend, Group
 from shoal.checkpoint.background import Checkpoints
 from shoal.membership.generation import Context, Generation
 from shoal.strategies.base import Strategy
@@ -127,10 +127,7 @@ class SynchronousStrategy(Strategy):
         started_s = time.perf_counter()
         if self._hyperparameters is not None:
             self._hyperparameters.entering()
-        assert self._coordinators is not None, "attach comes before enter"
-        group = self._generation_group.connect(
-            self._backend, self._coordinators, generation, self.context.limits
-        )
+        group = self._new_group(generation)
         self._stands_at(TrainerStage.BRINGING_UP, generation.number)
         try:
             process_group = self._generation_group.open(group)
@@ -138,7 +135,7 @@ class SynchronousStrategy(Strategy):
             self._stands_at(TrainerStage.BRINGING_UP, generation.number, process_group)
             self._bring_up(generation, process_group)
         except RuntimeError as error:
-            if self._generation_group.is_cut:
+            if self._generation_group.has_cut(generation.number):
                 raise GenerationBroken(
                     f"generation {generation.number} ended while it was brought up",
                     seen=str(error),
@@ -158,6 +155,12 @@ class SynchronousStrategy(Strategy):
             step=self._step,
             connect_s=round(opened_s - started_s, 4),
             state_s=round(time.perf_counter() - opened_s, 4),
+        )
+
+    def _new_group(self, generation: Generation) -> Group:
+        assert self._coordinators is not None, "attach comes before enter"
+        return self._generation_group.connect(
+            self._backend, self._coordinators, generation, self.context.limits
         )
 
     def cut(self, generation: int) -> None:
