@@ -117,7 +117,7 @@ class SynchronousStrategy(Strategy):
         if self._watch is not None:
             self._watch.waits_inside(begins=begins)
 
-    def _stands_at(
+    def _set_stage(
         self, stage: TrainerStage, number: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         if self._watch is not None:
@@ -128,11 +128,11 @@ class SynchronousStrategy(Strategy):
         if self._hyperparameters is not None:
             self._hyperparameters.entering()
         group = self._new_group(generation)
-        self._stands_at(TrainerStage.BRINGING_UP, generation.number)
+        self._set_stage(TrainerStage.BRINGING_UP, generation.number)
         try:
             process_group = self._generation_group.open(group)
             opened_s = time.perf_counter()
-            self._stands_at(TrainerStage.BRINGING_UP, generation.number, process_group)
+            self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
             self._bring_up(generation, process_group)
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
@@ -142,7 +142,7 @@ class SynchronousStrategy(Strategy):
                 ) from None
             raise
         self._process_group = process_group
-        self._stands_at(TrainerStage.TRAINING, generation.number, process_group)
+        self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
         if self._hyperparameters is not None:
             members = [entry.member_id for entry in generation.entries]
@@ -170,14 +170,14 @@ class SynchronousStrategy(Strategy):
         group = self._process_group
         if group is not None:
             # As slow as its state is large: judged as a bring-up is.
-            self._stands_at(TrainerStage.BRINGING_UP, self._generation_group.number, group)
+            self._set_stage(TrainerStage.BRINGING_UP, self._generation_group.number, group)
             self._hand_over()
 
     def _hand_over(self) -> None:
         """See `Strategy.hand_over`."""
 
     def abandon(self) -> None:
-        self._stands_at(TrainerStage.AWAY)
+        self._set_stage(TrainerStage.AWAY)
         if self._in_step:
             self._in_step = False
             self._buffers.restore()
