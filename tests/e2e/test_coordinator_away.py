@@ -13,8 +13,6 @@ from support.processes.served_process import ServedProcess, awaited
 
 from shoal_client.local.process import Supervisor
 
-pytestmark = pytest.mark.timeout(300)
-
 EPOCHS, STEPS_PER_EPOCH, RATE = 60, 28, 2.0**-10
 LEADS_WITHIN_S = 60.0
 

@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 from e2e.conftest import Shoal, finish, read_until
 
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_the_demo_trains_and_counts(shoal_command: Shoal, tmp_path: Path) -> None:
     """Both strategies reach 95 %, no sample is lost, both go on within 2 s, no process is left."""

@@ -9,9 +9,6 @@ from pathlib import Path
 import pytest
 from e2e.conftest import Shoal, finish, read_until
 
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(300)
-
 SCRIPT = """
 import os, pathlib, time
 import shoal, torch

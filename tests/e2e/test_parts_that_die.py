@@ -8,9 +8,6 @@ from pathlib import Path
 import pytest
 from e2e.conftest import Shoal, finish, read_until
 
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(300)
-
 EPOCHS, STEPS_PER_EPOCH, RATE = 60, 28, 2.0**-10
 
 # Each gradient is one everywhere, so the weights count the updates: none lost, none twice. For that

@@ -15,9 +15,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plain_grpc_worker.py"
 DEADLINE_S = 100.0
 NUM_WORKERS, STEPS = 2, 200
 
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(240)
-
 
 def test_the_example_uses_generated_modules_only() -> None:
     """What it imports of Shoal are messages, stubs and the number of the protocol."""

@@ -3,11 +3,7 @@
 import signal
 from pathlib import Path
 
-import pytest
 from e2e.conftest import Shoal, finish, read_until
-
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(300)
 
 EPOCHS, STEPS_PER_EPOCH, RATE = 3, 28, 2.0**-10
 

@@ -12,9 +12,6 @@ from e2e.conftest import Shoal, finish, read_until
 ROOT = Path(__file__).parents[2]
 README_SCRIPT = re.compile(r"```python\n(import shoal\n.*?)```", re.DOTALL)
 
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(300)
-
 
 def await_progress(audit: Path, num_lines: int) -> list[str]:
     """The lines of a file, once there are so many."""

@@ -6,7 +6,6 @@ from array import array
 from contextlib import ExitStack
 from pathlib import Path
 
-import pytest
 from e2e.conftest import Shoal, finish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -17,9 +16,6 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(300)
 
 NUM_ELEMENTS = 1000
 SCHEMA = [

@@ -12,9 +12,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 100.0
 
-# Seconds on an idle machine; the bound is for one that is busy with other tests.
-pytestmark = pytest.mark.timeout(300)
-
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
     own = {

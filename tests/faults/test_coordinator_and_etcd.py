@@ -14,7 +14,6 @@ from support.processes.served_process import awaited
 from .conftest import NUM_REPLICAS, new_cast
 
 DEPOSED_S = 30.0
-pytestmark = pytest.mark.timeout(300)
 
 Fault = Callable[[Replicas, Etcd], AbstractContextManager[None]]
 

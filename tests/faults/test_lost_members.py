@@ -12,7 +12,6 @@ from support.members.losable_members import LOSABLE, Losable
 from .conftest import NUM_REPLICAS, new_cast
 
 ENDED_S = 20.0
-pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="module", params=[signal.SIGKILL, signal.SIGSTOP], ids=lambda s: str(s.name))

@@ -55,7 +55,6 @@ def distance(weights: dict[str, list[float]]) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(240)
 def test_a_killed_worker_is_started_again_and_goes_on_from_the_checkpoint(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -134,7 +134,6 @@ async def world_in(directory: Path) -> AsyncIterator[World]:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
 async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: Path) -> None:
     """Its launcher beats for it, with its steps; the same worker without a launcher is lost."""
     async with world_in(tmp_path) as world:
@@ -151,7 +150,6 @@ async def test_a_worker_that_holds_pythons_lock_is_not_taken_for_lost(tmp_path: 
         assert world.member(alone_pid) is None
 
 
-@pytest.mark.timeout(200)
 async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> None:
     """SIGSTOP of the launcher: its worker beats by itself for longer than silence is borne."""
     async with world_in(tmp_path) as world:
@@ -168,7 +166,6 @@ async def test_a_halted_launcher_costs_its_workers_nothing(tmp_path: Path) -> No
         await until(beats_on)
 
 
-@pytest.mark.timeout(200)
 async def test_a_halted_worker_is_lost_by_its_launchers_word(tmp_path: Path) -> None:
     """SIGSTOP of the worker: lost as halted and not as silent; when it goes on it is fenced, and
     its launcher starts it again, a fresh incarnation of the same member."""

@@ -94,7 +94,6 @@ def test_parts_of_a_fixed_size_are_refused_where_shares_differ(
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "local-sgd"])
 def test_equal_numbers_of_passes_add_up_to_the_gradient_of_the_batch(
     cluster: LocalCluster, tmp_path: Path, strategy: str
@@ -129,7 +128,6 @@ def test_hyperparameters_that_differ_are_refused_by_field_and_member(
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local-sgd"])
 def test_a_scheduler_that_a_joiner_began_anew_is_told(
     cluster: LocalCluster, tmp_path: Path, strategy: str
@@ -160,7 +158,6 @@ def test_a_scheduler_that_a_joiner_began_anew_is_told(
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 @pytest.mark.parametrize("rates", ["step", "closed form"])
 def test_a_rate_that_follows_from_the_step_is_exact_over_changes(
@@ -176,7 +173,6 @@ def test_a_rate_that_follows_from_the_step_is_exact_over_changes(
         check_weights(schedule.finish(), run, scheduled=True)
 
 
-@pytest.mark.timeout(180)
 def test_a_scheduler_that_counts_committed_steps_survives_losses(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:
@@ -189,7 +185,6 @@ def test_a_scheduler_that_counts_committed_steps_survives_losses(
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_step_that_is_taken_again_with_another_rate_is_refused(
     cluster: LocalCluster, tmp_path: Path, strategy: str

@@ -26,7 +26,6 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("strategy", "options", "optimizer"), CASES, ids=str)
 def test_changes_leave_no_trace_in_the_weights(
     cluster: LocalCluster,
@@ -53,7 +52,6 @@ def test_changes_leave_no_trace_in_the_weights(
         check_no_trace(schedule, run, TOLERANCE)
 
 
-@pytest.mark.timeout(180)
 def test_a_mesh_that_changes_its_shape_leaves_no_trace(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -53,7 +53,6 @@ def expect_planted(schedule: Schedule, rank: Rank, place: str) -> None:
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_whoever_raises_leaves_and_the_others_train_on(
     cluster: LocalCluster, tmp_path: Path, strategy: str
@@ -66,7 +65,6 @@ def test_whoever_raises_leaves_and_the_others_train_on(
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
 def test_whoever_raises_in_a_round_leaves_and_the_others_train_it_again(
     cluster: LocalCluster, tmp_path: Path, strategy: str
@@ -103,7 +101,6 @@ def fate(rank: Rank, before: int) -> Mapping[str, Any]:
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_gradient_that_is_not_finite_stops_the_step_of_all(
     cluster: LocalCluster, tmp_path: Path, strategy: str

@@ -15,7 +15,6 @@ TOLERANCE = 1e-5
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("first", "second"), [(("fsdp", 3), ("ddp", 2)), (("ddp", 2), ("zero1", 3))], ids=str
 )
@@ -43,7 +42,6 @@ def test_a_checkpoint_of_one_strategy_and_world_size_is_read_by_another(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(180)
 def test_training_goes_on_where_checkpoints_cannot_be_written(
     cluster: LocalCluster, tmp_path: Path
 ) -> None:

@@ -178,7 +178,6 @@ CASES: list[Any] = [
 
 
 @pytest.mark.sampled()
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(("strategy", "options", "optimizer"), CASES, ids=str)
 def test_a_tied_gpt_survives_kills_joins_and_a_drain(
     cluster: LocalCluster,

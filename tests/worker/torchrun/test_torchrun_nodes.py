@@ -19,7 +19,6 @@ def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest)
         yield running
 
 
-@pytest.mark.timeout(300)
 def test_a_lost_node_and_one_that_comes(nodes: Nodes) -> None:
     """Two nodes of two workers train. One is killed, agent and workers: the other goes on alone.
     Another comes: they train together again. They end together, and the job's name is spent."""
@@ -47,7 +46,6 @@ def test_a_lost_node_and_one_that_comes(nodes: Nodes) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_failed_workers_are_restarted(nodes: Nodes) -> None:
     """torchrun restarts the workers of both nodes. They meet at once, in a store of their own: none
     reads an address of the workers before."""
@@ -62,7 +60,6 @@ def test_failed_workers_are_restarted(nodes: Nodes) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
     """Without restarts left, torchrun exits with 1 as ever; the job is not taken for completed."""
     (nodes.directory / "fail-0-0").touch()
@@ -73,7 +70,6 @@ def test_a_failure_for_good_fails_the_node(nodes: Nodes) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(300)
 def test_an_agent_that_gets_a_signal_leaves(nodes: Nodes) -> None:
     """torchrun shuts no rendezvous down then; the others hear of it all the same, at once and with
     the reason, and go on."""

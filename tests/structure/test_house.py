@@ -1,0 +1,121 @@
+"""The house rules of the source: small folders, modules and classes, packages in one direction."""
+
+import ast
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {
+    "shoal_proto": ROOT / "proto",
+    "shoal_client": ROOT / "client",
+    "shoal": ROOT / "worker",
+    "shoal_server": ROOT / "server",
+}
+MAX_MODULES, MAX_LINES, MAX_ATTRIBUTES = 15, 500, 15
+
+
+@cache
+def modules() -> Mapping[str, Path]:
+    """The source by module name, without what protoc writes; a package stands for its __init__."""
+    found = {}
+    for package, root in PACKAGES.items():
+        for path in (root / package).rglob("*.py"):
+            if "_pb2" not in path.name:
+                parts = path.relative_to(root).with_suffix("").parts
+                found[".".join(parts[:-1] if path.name == "__init__.py" else parts)] = path
+    return found
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def test_no_folder_has_many_modules() -> None:
+    helpers = (ROOT / "tests" / "support").rglob("*.py")
+    counts = Counter(
+        path.parent for path in [*modules().values(), *helpers] if path.name != "__init__.py"
+    )
+    found = {str(path.relative_to(ROOT)): n for path, n in counts.items() if n > MAX_MODULES}
+    assert found == {}
+
+
+def test_no_module_is_long() -> None:
+    lines = {name: path.read_text().count("\n") for name, path in modules().items()}
+    assert {name: n for name, n in lines.items() if n > MAX_LINES} == {}
+
+
+def test_no_class_has_many_attributes() -> None:
+    """Its fields, and what its methods set of itself."""
+    found = {
+        f"{name}.{node.name}": len(attributes(node))
+        for name, path in modules().items()
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES
+    }
+    assert found == {}
+
+
+def attributes(node: ast.ClassDef) -> set[str]:
+    fields = {
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+    }
+    methods = [
+        each for each in node.body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return fields | {
+        each.attr
+        for method in methods
+        for each in ast.walk(method)
+        if isinstance(each, ast.Attribute)
+        and isinstance(each.ctx, ast.Store)
+        and isinstance(each.value, ast.Name)
+        and each.value.id == "self"
+    }
+
+
+def test_packages_import_each_other_in_no_circle() -> None:
+    """Also not within a function: of two packages one knows the other, or neither does."""
+    known: dict[str, set[str]] = defaultdict(set)
+    for name, path in modules().items():
+        own = package_of(name)
+        known[own] |= {package_of(each) for each in imported(path)} - {own}
+    try:
+        TopologicalSorter(known).prepare()
+    except CycleError as error:
+        raise AssertionError(" imports ".join(reversed(error.args[1]))) from None
+
+
+def package_of(module: str) -> str:
+    is_package = modules()[module].name == "__init__.py"
+    return module if is_package else module.rpartition(".")[0]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The modules of ours that it names in import statements."""
+    for node in ast.walk(parsed(path)):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            names = [f"{node.module}.{each.name}" for each in node.names]
+            names = [name if name in modules() else node.module for name in names]
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        yield from (name for name in names if name in modules())
+
+
+def test_nothing_private_of_argparse_is_used() -> None:
+    """Its private classes change with Python's versions."""
+    found = []
+    for name, path in modules().items():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.ImportFrom) and node.module == "argparse":
+                found += [f"{name}: {each.name}" for each in node.names if each.name[0] == "_"]
+            of_argparse = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "argparse"
+            if of_argparse and node.attr.startswith("_"):  # type: ignore[attr-defined]
+                found.append(f"{name}: argparse.{node.attr}")  # type: ignore[attr-defined]
+    assert found == []
