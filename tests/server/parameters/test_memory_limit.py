@@ -202,5 +202,5 @@ def test_without_a_limit_it_is_a_share_of_the_machine(tmp_path: Path) -> None:
 
 def test_a_limit_must_be_above_zero() -> None:
     """Nobody means a server that takes nothing."""
-    with pytest.raises(InvalidSpec, match="memory_limit_bytes 0"):
+    with pytest.raises(InvalidSpec, match="--memory-limit-bytes; saw 0"):
         config("ps-0", memory_limit_bytes=0)
