@@ -34,6 +34,7 @@ from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.replication.journal_recovery import JournalRecovery, disown
+from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service import handlers
@@ -123,19 +124,22 @@ async def running(
         me = Holder(server_id, new_incarnation())
         run = Workers(pool)
         catalog = Catalog(store, me)
-        replicas = ShardReplicas(store, me, catalog, run, config.timeouts)
         budget = Budget(config.max_unfinished_bytes)
         memory = Memory(config.memory_limit_bytes, catalog, budget)
+        received = ReceivedUpdates(catalog, memory, run)
+        replicas = ShardReplicas(
+            store, me, catalog, settle=received.settle, run=run, timeouts=config.timeouts
+        )
         offers = Offers()
         replication = ReplicationServicer(
             me=me,
             replicas=replicas,
+            received=received,
             run=run,
             timeouts=config.timeouts,
             memory=memory,
             offers=offers,
         )
-        replicas.settle = replication.settle
         await stack.enter_async_context(replicas)
         fence = await stack.enter_async_context(Fence(store, on_finished=replicas.drop_job))
         barriers = SnapshotBarriers(catalog, fence)

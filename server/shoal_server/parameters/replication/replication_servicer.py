@@ -1,17 +1,14 @@
 """The Replication service: what a primary's server tells this one of the copies kept here."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
 import structlog
 
 from shoal_proto.errors import (
-    InternalError,
     MalformedMessage,
     Overloaded,
     ShoalError,
@@ -27,19 +24,17 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication.bounded_queue import BoundedQueue
 from shoal_server.parameters.replication.frames import Arrived, Arriving, Assembly
+from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Role, ShardReplica, num_bytes_of
+from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.workers import Runner
-from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
-MAX_UNAPPLIED_BYTES = 256 * 1024 * 1024
-"""Of records received and not applied yet, over all shards; beyond it the stream is not read."""
 MAX_ANSWERS = 64
 """Of one stream, not sent yet; beyond it the stream is not read."""
 
@@ -70,18 +65,6 @@ class ReplicaStore(Protocol):
     def stream_ended(self, primary: Holder, reason: str) -> None: ...
 
 
-@dataclass(slots=True)
-class _Backlog:
-    """What was received for one shard and is still to be applied, in order."""
-
-    replica: ShardReplica
-    received_version: int
-    is_closed: bool = False
-    """No more is taken: the shard is to be led here, or another image of it has come."""
-    records: deque[UpdateRecord] = field(default_factory=deque)
-    task: asyncio.Task[None] | None = None
-
-
 class ReplicationServicer:
     """Acknowledges a record once it is received whole and is the next one; applies it behind."""
 
@@ -90,6 +73,7 @@ class ReplicationServicer:
         *,
         me: Holder,
         replicas: ReplicaStore,
+        received: ReceivedUpdates,
         run: Runner,
         timeouts: PeerTimeouts,
         memory: Memory,
@@ -97,14 +81,12 @@ class ReplicationServicer:
     ) -> None:
         self._me = me
         self._replicas = replicas
+        self._received = received
         self._run = run
         self._timeouts = timeouts
         self._memory = memory
         self._offers = offers
         self._is_full = False
-        self._backlogs: dict[tuple[str, int], _Backlog] = {}
-        self._unapplied_bytes = 0
-        self._room = asyncio.Condition()
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
         return pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation)
@@ -195,11 +177,10 @@ class ReplicationServicer:
                 self._replicas.check_source(arrived, primary)
                 reply.version = await self._take_image(arrived, arrived.content, primary)
             else:
-                async with self._room:
-                    await self._room.wait_for(self._has_room)
+                await self._received.await_room()
                 # Only now: while there was no room, this server may have come to lead the shard.
                 self._replicas.check_source(arrived, primary)
-                reply.version = self._take_record(arrived, arrived.content)
+                reply.version = self._received.take(arrived, arrived.content)
         except ShoalError as error:
             self._log_refusal(arrived, error)
             reply.error.CopyFrom(to_detail(error))
@@ -214,13 +195,10 @@ class ReplicationServicer:
             )
         self._is_full |= isinstance(error, Overloaded)
 
-    def _has_room(self) -> bool:
-        return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
-
     async def _take_image(self, arrived: Arrived, image: Image, primary: Holder) -> int:
         key = arrived.job, arrived.shard_id
-        self._check_not_older(arrived, image)
-        await self._settle(key)
+        self._received.check_not_older(arrived, image)
+        await self._received.settle_key(key)
         before = self._replicas.replica(*key)
         more_bytes = image.num_bytes - (before.state.memory_bytes if before is not None else 0)
         what = f"a copy of shard {arrived.shard_id} of job {arrived.job}"
@@ -233,86 +211,5 @@ class ReplicationServicer:
             self._replicas.adopt(replica)
             claim.became(more_bytes)
         self._is_full = False
-        self._backlogs[key] = _Backlog(replica, image.version)
+        self._received.begin(replica, self._replicas.discard)
         return image.version
-
-    def _check_not_older(self, arrived: Arrived, image: Image) -> None:
-        """What a primary was told to be received here must not be replaced by less."""
-        backlog = self._backlogs.get((arrived.job, arrived.shard_id))
-        if (
-            backlog is not None
-            and self._replicas.replica(arrived.job, arrived.shard_id) is backlog.replica
-            and backlog.replica.epoch == arrived.epoch
-            and backlog.received_version > image.version
-        ):
-            raise InternalError(
-                f"an image of shard {arrived.shard_id} is older than the copy that is here",
-                seen=f"version {image.version}",
-                expected=f"version {backlog.received_version} or a newer one",
-            )
-
-    def _take_record(self, arrived: Arrived, record: UpdateRecord) -> int:
-        """Without an await: what was checked holds until the record has its place in the order."""
-        key = arrived.job, arrived.shard_id
-        backlog = self._backlogs.get(key)
-        is_open = backlog is not None and not backlog.is_closed
-        if backlog is None or not is_open or self._replicas.replica(*key) is not backlog.replica:
-            raise InternalError(
-                f"no copy of shard {arrived.shard_id} of job {arrived.job} is here",
-                seen=f"a record of version {record.push.version}",
-                expected="the shard's image first",
-            )
-        if record.push.version != backlog.received_version + 1:
-            raise InternalError(
-                f"a record of shard {arrived.shard_id} does not follow on what came before",
-                seen=f"version {record.push.version}",
-                expected=f"version {backlog.received_version + 1}",
-            )
-        if record.push.row_ids:
-            # What was acknowledged stays here until the record says that it may go.
-            self._memory.check(f"more rows in a copy of shard {arrived.shard_id}")
-        self._unapplied_bytes += num_bytes_of(record)
-        backlog.received_version = record.push.version
-        backlog.records.append(record)
-        if backlog.task is None or backlog.task.done():
-            backlog.task = asyncio.create_task(self._apply(backlog))
-        return record.push.version
-
-    async def _apply(self, backlog: _Backlog) -> None:
-        """Replay until nothing is left; a copy that fails to is given up."""
-        while backlog.records:
-            record = backlog.records.popleft()
-            size = num_bytes_of(record)
-            state = backlog.replica.state
-            num_bytes = len(record.data) + state.body.regrown_bytes(
-                len(record.push.row_ids) // ID_BYTES
-            )
-            try:
-                await self._run(num_bytes, partial(state.replay, record))
-            except Exception:
-                log.exception(
-                    "copy_failed", job=backlog.replica.job, shard_id=backlog.replica.shard_id
-                )
-                size += sum(map(num_bytes_of, backlog.records))
-                backlog.records.clear()
-                self._replicas.discard(backlog.replica)
-            finally:
-                self._unapplied_bytes -= size
-                async with self._room:
-                    self._room.notify_all()
-
-    async def settle(self, replica: ShardReplica) -> None:
-        """Return once everything that was received for a shard is applied."""
-        await self._settle((replica.job, replica.shard_id))
-
-    async def _settle(self, key: tuple[str, int]) -> None:
-        backlog = self._backlogs.get(key)
-        if backlog is None:
-            return
-        backlog.is_closed = True
-        if backlog.task is not None:
-            # Whoever else settles it waits too, and what was acknowledged is applied although who
-            # waits for it is cancelled.
-            await asyncio.wait({backlog.task})
-        if self._backlogs.get(key) is backlog:
-            del self._backlogs[key]

@@ -46,19 +46,21 @@ Settle = Callable[[ShardReplica], Coroutine[Any, Any, None]]
 
 
 class ShardReplicas:
-    """Lives on the event loop. `run` does work on so many bytes without holding the loop up."""
+    """Lives on the event loop. `run` does work on so many bytes without holding the loop up;
+    `settle` waits until all that was received for a shard is applied."""
 
     def __init__(
         self,
         store: KeyValueStore,
         me: Holder,
         catalog: Catalog,
+        *,
+        settle: Settle,
         run: Runner,
         timeouts: PeerTimeouts,
     ) -> None:
         self.me = me
-        self.settle: Settle
-        """Waits until all that was received for a shard is applied; set before anything comes."""
+        self.settle = settle
         self._catalog = catalog
         self._directory = ServerDirectory(store, self._look_whether_empty)
         self._record = AssignmentTable(store, self._carry_out, self._record_gone)

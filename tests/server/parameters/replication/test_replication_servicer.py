@@ -30,11 +30,12 @@ from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication import frames
-from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
+from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.workers import Workers
 
 JOB, EPOCH = "job", 3
 PRIMARY = Holder("ps-9", "one")
@@ -344,11 +345,11 @@ def catalog_of(world: World) -> Catalog:
     return world.server.replicas._catalog
 
 
-def follower_of(world: World) -> ReplicationServicer:
-    """The service that the server's custody has told to settle shards."""
+def received_of(world: World) -> ReceivedUpdates:
+    """What the server has received of its primaries."""
     bound = world.server.replicas.settle
     assert isinstance(bound, MethodType)
-    assert isinstance(bound.__self__, ReplicationServicer)
+    assert isinstance(bound.__self__, ReceivedUpdates)
     return bound.__self__
 
 
@@ -370,14 +371,14 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
     of its own: these stay, it leads on, and the image is refused."""
     await in_step(world, 1)
     image = world.primary.image()
-    gate, run = Gate(), follower_of(world)._run
+    gate, run = Gate(), Workers.__call__
 
-    async def held_up(num_bytes: int, work: Callable[[], T]) -> T:
-        result = await run(num_bytes, work)
+    async def held_up(workers: Workers, num_bytes: int, work: Callable[[], T]) -> T:
+        result = await run(workers, num_bytes, work)
         await gate()
         return result
 
-    monkeypatch.setattr(follower_of(world), "_run", held_up)
+    monkeypatch.setattr(Workers, "__call__", held_up)
     telling = asyncio.create_task(tell(world, image))
     async with asyncio.timeout(ANSWER_S):
         await gate.reached.wait()
@@ -409,14 +410,14 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     """It came while there was no room for it, and when there is, the server leads the shard: the
     last primary must not tell anybody that the push is safe, and the shard stays."""
     await in_step(world, 1)
-    service, gate = follower_of(world), Gate()
-    wait_for = service._room.wait_for
+    received, gate = received_of(world), Gate()
+    wait_for = received._room.wait_for
 
     async def held_up(is_so: Callable[[], bool]) -> bool:
         await gate()
         return await wait_for(is_so)
 
-    monkeypatch.setattr(service._room, "wait_for", held_up)
+    monkeypatch.setattr(received._room, "wait_for", held_up)
     telling = asyncio.create_task(tell(world, world.primary.told(world.primary.push())))
     async with asyncio.timeout(ANSWER_S):
         await gate.reached.wait()
@@ -424,7 +425,7 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     replica = await led(world)
     gate.go_on.set()
     assert outcomes(await telling) == [WrongEpoch]
-    await service.settle(replica)
+    await received.settle(replica)
     assert world.server.replicas.replica(JOB, 0) is replica
     assert (replica.role, replica.state.version) == (Role.PRIMARY, 1)
 
@@ -435,22 +436,22 @@ async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
     """Also where an image has come for it meanwhile, which waits for the same: and the stream that
     brought the image may end."""
     await in_step(world, 1)
-    service, gate = follower_of(world), Gate()
-    run = service._run
+    received, gate = received_of(world), Gate()
+    run = received._run
 
     async def held_up(num_bytes: int, work: Callable[[], T]) -> T:
         await gate()
         return await run(num_bytes, work)
 
-    monkeypatch.setattr(service, "_run", held_up)
+    monkeypatch.setattr(received, "_run", held_up)
     assert outcomes(await tell(world, world.primary.told(world.primary.push()))) == [2]
-    settle, settling = service._settle, asyncio.Event()
+    settle, settling = received.settle_key, asyncio.Event()
 
     async def noted(key: tuple[str, int]) -> None:
         settling.set()
         await settle(key)
 
-    monkeypatch.setattr(service, "_settle", noted)
+    monkeypatch.setattr(received, "settle_key", noted)
     telling = asyncio.create_task(tell(world, world.primary.image(), hold=True))
     async with asyncio.timeout(ANSWER_S):
         await gate.reached.wait()
