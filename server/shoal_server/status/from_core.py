@@ -174,7 +174,7 @@ def _state(job: Job, member: Member) -> str:
         return "halted"
     if member.disconnected_s is not None:
         return "disconnected"
-    if member.draining_s is not None:
+    if member.drain.since_s is not None:
         return "draining"
     if member.is_in(job.running):
         return "training"

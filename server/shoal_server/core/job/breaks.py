@@ -97,7 +97,7 @@ class Breaks:
         """
         texts = []
         for member in members:
-            since_s = member.own_code_since_s
+            since_s = member.trainer.own_code_since_s
             if since_s is None or now_s < since_s + self._state.limits.collective_s / 2:
                 continue
             rank = self._state.rank_of(member)

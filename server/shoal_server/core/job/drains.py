@@ -16,31 +16,31 @@ class Drains:
         self._removal = removal
 
     def ask(self, member: Member, event: DrainAsked, now_s: float) -> None:
-        if member.draining_s is None:
+        if member.drain.since_s is None:
             self._state.table.drain(member, event.reason, now_s)
             self._state.log(
                 "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
             )
-        self._state.tell(member, DrainNotice(reason=event.reason, now=member.let_go))
+        self._state.tell(member, DrainNotice(reason=event.reason, now=member.drain.let_go))
 
     def let_go(self, now_s: float) -> None:
         """Tell those to leave now whom no planned change can spare the others."""
         for member in list(self._state.table.draining.values()):
-            if member.let_go or self._is_worth_waiting(member, now_s):
+            if member.drain.let_go or self._is_worth_waiting(member, now_s):
                 continue
-            member.let_go = True
+            member.drain.let_go = True
             member.waits("nothing: it leaves at its next step boundary", now_s)
-            self._state.tell(member, DrainNotice(reason=member.drain_reason, now=True))
+            self._state.tell(member, DrainNotice(reason=member.drain.reason, now=True))
 
     def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
         """Whether a generation without the member may soon follow the one it trains in."""
         if self._may_hand_over(member):
-            return not passed(member.draining_s, self._state.limits.drain_s, now_s)
+            return not passed(member.drain.since_s, self._state.limits.drain_s, now_s)
         roster = self._state.attempt if member.is_in(self._state.attempt) else self._state.running
         if roster is None or not roster.synchronous or not member.is_in(roster):
             return False
         if self._state.end.completing or passed(
-            member.draining_s, self._state.limits.drain_s, now_s
+            member.drain.since_s, self._state.limits.drain_s, now_s
         ):
             return False
         candidates = self._state.table.candidates
@@ -50,7 +50,7 @@ class Drains:
             return True
         # Else its state has to be handed to somebody who is only on the way.
         return any(
-            m.draining_s is None and not m.is_in(roster) for m in self._state.members.values()
+            m.drain.since_s is None and not m.is_in(roster) for m in self._state.members.values()
         )
 
     def _may_hand_over(self, member: Member) -> bool:
@@ -73,9 +73,9 @@ class Drains:
     def part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
         """Let those go who trained in the old generation and are not in the one that runs now."""
         for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
-            if leaver.draining_s is not None:
-                self._state.tell(leaver, DrainNotice(reason=leaver.drain_reason, now=True))
-                self._removal.remove(leaver, f"drained: {leaver.drain_reason}", now_s)
+            if leaver.drain.since_s is not None:
+                self._state.tell(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
+                self._removal.remove(leaver, f"drained: {leaver.drain.reason}", now_s)
             else:
                 # It asked a leader before this one, and will ask again: it waits at the boundary.
                 self._state.table.settle((leaver,), settled=False)

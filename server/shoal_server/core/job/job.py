@@ -149,10 +149,10 @@ class Job:
         member = self.state.members.get(event.member_id)
         if member is None or member.incarnation != event.incarnation:
             return
-        if event.moved != member.moved:
-            member.moved, member.moved_s = event.moved, now_s
-        member.waits_for_others = event.waits
-        member.own_code_since_s = now_s - event.own_code_s if event.own_code_s > 0 else None
+        if event.moved != member.trainer.moved:
+            member.trainer.moved, member.trainer.moved_s = event.moved, now_s
+        member.trainer.waits_for_others = event.waits
+        member.trainer.own_code_since_s = now_s - event.own_code_s if event.own_code_s > 0 else None
 
     def next_deadline_s(self) -> float | None:
         """When `tick` should be called next, if no event comes before."""

@@ -78,7 +78,7 @@ class PauseKeeper:
     def end(self, member: Member, now_s: float) -> None:
         pause = self._state.table.pauses.end(member)
         # What it did meanwhile was announced.
-        member.own_code_since_s = None
+        member.trainer.own_code_since_s = None
         if pause is not None:
             text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"
             self._state.log("member_resumed", text, member)

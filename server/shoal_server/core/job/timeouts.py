@@ -54,7 +54,7 @@ class Timeouts:
         Where it stands still, who waits for others is not to blame.
         """
         concerned = self._state.concerned(agreement.roster)
-        moved_s = max((m.moved_s for m in concerned), default=float("-inf"))
+        moved_s = max((m.trainer.moved_s for m in concerned), default=float("-inf"))
         if now_s < moved_s + self._state.limits.bring_up_s:
             self._state.deadlines.deadline_s = moved_s + self._state.limits.bring_up_s
             # Who waits for this one to end counts from now on.
@@ -62,7 +62,7 @@ class Timeouts:
             return
         to_stop = self._state.running is not None and agreement.stop_at is None
         late = agreement.unoffered if to_stop and agreement.unoffered else agreement.unready
-        waiting = {m.member_id for m in concerned if m.waits_for_others}
+        waiting = {m.member_id for m in concerned if m.trainer.waits_for_others}
         if late <= waiting:
             names = names_of([m for m in concerned if m.member_id in late])
             limit = f"{self._state.limits.bring_up_s:g} s"
@@ -140,8 +140,8 @@ class Timeouts:
         if self._state.deadlines.overdue_check_s is not None:
             yield self._state.deadlines.overdue_check_s
         for member in self._state.table.draining.values():
-            if not member.let_go and member.draining_s is not None:
-                yield member.draining_s + self._state.limits.drain_s
+            if not member.drain.let_go and member.drain.since_s is not None:
+                yield member.drain.since_s + self._state.limits.drain_s
         if self._state.stage.phase is Phase.COLLECT and not self._state.end.completing:
             yield from self._collect_deadlines()
 

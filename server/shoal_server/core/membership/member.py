@@ -1,7 +1,7 @@
 """One member of a job, as the coordinator knows it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal_server.core.generations.roster import (
     NO_GENERATION,
@@ -13,6 +13,31 @@ from shoal_server.core.generations.roster import (
 )
 
 MAX_NAMES = 10
+
+
+@dataclass(kw_only=True)
+class Drain:
+    """Whether a member is to leave."""
+
+    since_s: float | None = None
+    """Since when; None: it is not."""
+    reason: str = ""
+    let_go: bool = False
+    """Was told to leave at its next step boundary."""
+
+
+@dataclass(kw_only=True)
+class TrainerActivity:
+    """What a member's heartbeats tell of its trainer."""
+
+    moved: int = 0
+    """Counts what its bring-up has brought about."""
+    moved_s: float = float("-inf")
+    """When that was last seen to change."""
+    own_code_since_s: float | None = None
+    """Since when it has been in the script's own code, as far as is known."""
+    waits_for_others: bool = False
+    """Whether it is known to wait for other members."""
 
 
 @dataclass(kw_only=True)
@@ -32,21 +57,10 @@ class Member:
     disconnected_s: float | None = None
     halted_s: float | None = None
     """Since when a signal has halted its process."""
-    draining_s: float | None = None
-    """Since when it is to leave."""
-    drain_reason: str = ""
+    drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
     """The newest generation that it could not bring up by its own failure."""
-    moved: int = 0
-    """Counts what its bring-up has brought about, as its newest heartbeat told."""
-    moved_s: float = float("-inf")
-    """When that was last seen to change."""
-    own_code_since_s: float | None = None
-    """Since when its trainer has been in the script's own code, as far as is known."""
-    waits_for_others: bool = False
-    """Whether its trainer is known to wait for other members."""
-    let_go: bool = False
-    """Was told to leave at its next step boundary."""
+    trainer: TrainerActivity = field(default_factory=TrainerActivity)
     waiting_for: str = "its own model: it has not proposed yet"
     waiting_since_s: float = 0.0
 

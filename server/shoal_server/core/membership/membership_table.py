@@ -59,12 +59,12 @@ class MembershipTable:
     def propose(self, member: Member, proposal: Proposal) -> None:
         member.proposal = proposal
         self.unheard.discard(member.member_id)
-        if member.draining_s is None:
+        if member.drain.since_s is None:
             self.candidates[member.member_id] = member
 
     def drain(self, member: Member, reason: str, now_s: float) -> None:
         """From now on the member is wanted in no further roster."""
-        member.draining_s, member.drain_reason = now_s, reason
+        member.drain.since_s, member.drain.reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
 
@@ -114,8 +114,8 @@ class MembershipTable:
     def postpone_drains(self, by_s: float) -> None:
         """Give those who are to leave so much more time."""
         for member in self.draining.values():
-            assert member.draining_s is not None
-            member.draining_s += by_s
+            assert member.drain.since_s is not None
+            member.drain.since_s += by_s
 
     # --- questions ---
 

@@ -211,9 +211,11 @@ class JobMachine(RuleBasedStateMachine):
         table = self.job.table
         everybody = table.members.values()
         assert set(table.candidates) == {
-            m.member_id for m in everybody if m.proposal is not None and m.draining_s is None
+            m.member_id for m in everybody if m.proposal is not None and m.drain.since_s is None
         }
-        assert set(table.draining) == {m.member_id for m in everybody if m.draining_s is not None}
+        assert set(table.draining) == {
+            m.member_id for m in everybody if m.drain.since_s is not None
+        }
         assert {m.member_id for m in table.unsettled()} == {
             m.member_id for m in everybody if not m.settled
         }
