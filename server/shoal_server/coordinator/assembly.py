@@ -15,7 +15,6 @@ from shoal_proto.v1 import (
     snapshots_pb2_grpc,
 )
 from shoal_server.coordinator.clocks import ClocksService
-from shoal_server.coordinator.config import SnapshotPolicy
 from shoal_server.coordinator.job_reset import JobReset
 from shoal_server.coordinator.jobs.job_actor import JobDependencies
 from shoal_server.coordinator.jobs.membership import MembershipService
@@ -27,6 +26,7 @@ from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.service import ShardsService
+from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.service import SnapshotService

@@ -11,7 +11,7 @@ import structlog
 from shoal_proto.errors import InvalidSpec, ShoalError, UnknownSnapshot
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsServicer
-from shoal_server.coordinator.config import SnapshotPolicy
+from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.taking import SnapshotTaker
 from shoal_server.etcd import keys

@@ -40,7 +40,7 @@ from shoal_proto.v1.replication_pb2 import SessionImage
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
-from shoal_server.coordinator.config import SnapshotPolicy
+from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.etcd import keys
