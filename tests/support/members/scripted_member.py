@@ -1,12 +1,14 @@
 """A member that does all that the protocol asks of it, or withholds what a test tells it to.
 
-It speaks with the real Membership service by the generated stubs and has no trainer: it says at
-once what a trainer's acts would let it say. So a test can hold a job in any phase, for as long as
-the coordinator's own time limits let it.
+The member's real core decides. It speaks with the real Membership service by the generated stubs
+and has no trainer: it does at once what a trainer would. So a test can hold a job in any phase, for
+as long as the coordinator's own time limits let it.
 """
 
 import os
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,10 +18,11 @@ from support.clusters.coordinator_world import FIELDS
 from support.processes.ranks import Rank, Ranks, Report
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_proto import PROTOCOL_VERSION
-from shoal_proto.digest import roster_digest
+from shoal_client.membership import member_events as ev
+from shoal_client.membership.identity import Identity
+from shoal_client.membership.member_core import MemberCore
 from shoal_proto.errors import RetryError, ShoalError
-from shoal_proto.incarnation import new_incarnation
+from shoal_proto.incarnation import new_incarnation, public_id
 from shoal_proto.status import from_detail, from_rpc_error
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
@@ -71,9 +74,7 @@ class ScriptedMember:
         self.script = script
         self.incarnation = new_incarnation()
         self.notices: list[tuple[str, pb.Notice]] = []
-        self.failure: ShoalError | None = None
-        self.generation = 0
-        """The newest generation it trains in or brings up."""
+        self.core = MemberCore(self._identity())
         self._coordinators = Coordinators(coordinators)
         self._on_notice = on_notice
         self._on_withheld = on_withheld
@@ -85,17 +86,34 @@ class ScriptedMember:
         self._pending: list[tuple[str, Any]] = []
         self._done: list[str] = []
         self._wrong_digests = script.num_wrong_digests
-        self._change = 0
-        self._crossed = False
         self._ready_in = 0
-        self._stands: pb.SettleRequest | None = None
-        self._broken: set[int] = set()
+        self._proposed = False
+        self._settled = 0
         self._stream: grpc.Call | None = None
         self._hears = False
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._listen, self._beat)
         ]
         self._heartbeat_s = 0.0
+
+    def _identity(self) -> Identity:
+        script = self.script
+        return Identity(
+            spec=script.spec,
+            member_id=script.member_id,
+            incarnation=self.incarnation,
+            public_id=public_id(self.incarnation),
+            info=pb.MemberInfo(host=HOST, pid=script.pid, address="127.0.0.1"),
+        )
+
+    @property
+    def failure(self) -> ShoalError | None:
+        return self.core.failure
+
+    @property
+    def generation(self) -> int:
+        """The newest generation it trains in or brings up."""
+        return self.core.track.generation
 
     def start(self) -> "ScriptedMember":
         for thread in self._threads:
@@ -130,13 +148,14 @@ class ScriptedMember:
         """Do what was withheld, and withhold these acts no longer."""
         with self._changed:
             self._withheld -= set(acts)
-            if READY in acts:
-                self._ready_in = self.generation
             due = [pending for pending in self._pending if pending[0] in acts]
             self._pending = [pending for pending in self._pending if pending[0] not in acts]
         for act, request in due:
-            self.call(act, request)
-            self._has_done(act)
+            if isinstance(request, ev.BroughtUp):
+                self._come_up(request)
+            else:
+                self.call(act, request)
+                self._has_done(act)
 
     def call(self, act: str, request: Any, timeout_s: float = WAIT_S) -> Any:
         """One call to whoever leads. Raises what it refuses with."""
@@ -255,19 +274,17 @@ class ScriptedMember:
             self._hear(False)
             if self._closing.is_set() or not self._connected.is_set():
                 continue
-            if error is not None and not isinstance(error, RetryError):
-                self._fail(error)
-            elif error is not None:
+            with self._changed:
+                self.core.step(ev.StreamEnded(error=error), time.monotonic())
+                self._changed.notify_all()
+            if isinstance(error, RetryError):
                 self._coordinators.move_on(address, error)
             self._closing.wait(PAUSE_S)
 
     def _attend(self) -> None:
-        request = pb.AttendRequest(
-            protocol=PROTOCOL_VERSION,
-            token=self.token(),
-            spec=self.script.spec,
-            info=pb.MemberInfo(host=HOST, pid=self.script.pid, address="127.0.0.1"),
-        )
+        request = self.core.identity.attend_request(self.generation)
+        # Its notices are looked at by tests: each with its roster.
+        request.keeps_prepare = False
         stream = MembershipStub(self._coordinators.channel()).Attend(request)
         self._stream = stream
         for notice in stream:
@@ -301,26 +318,71 @@ class ScriptedMember:
 
     def _fail(self, error: ShoalError) -> None:
         with self._changed:
-            self.failure = self.failure or error
+            self.core.step(ev.HeartbeatRefused(error=error), time.monotonic())
             self._changed.notify_all()
 
     # --- what it does about a notice ---
 
     def _take(self, kind: str, notice: pb.Notice) -> None:
         if kind == "admitted":
-            self._admitted(notice.admitted)
-        elif kind == "prepare":
-            self._prepare(notice.prepare)
-        elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
-            self._committed(notice.outcome.roster)
-        elif kind == "outcome":
-            self._aborted(notice.outcome.roster.generation)
-        elif kind == "stop_at" and notice.stop_at.generation == self._change:
-            self._enter(self._change)
-        elif kind == "break":
-            self._settle(getattr(notice, "break").generation)
-        elif kind == "refused":
-            self._fail(from_detail(notice.refused))
+            self._heartbeat_s = notice.admitted.limits.heartbeat_s
+        refusal = from_detail(notice.refused) if kind == "refused" else None
+        self._do(ev.NoticeCame(notice=notice, refusal=refusal))
+        if not self._proposed:
+            self._proposed = True
+            proposal = pb.Proposal(fields=self.script.fields, synchronous=True)
+            self._do(ev.Proposed(proposal=proposal))
+        self._train_on()
+
+    def _do(self, event: ev.Event) -> None:
+        """Take an event in, and carry out what follows, or put it off."""
+        with self._changed:
+            due = deque(self.core.step(event, time.monotonic()))
+            self._changed.notify_all()
+        while due:
+            effect = due.popleft()
+            if isinstance(effect, ev.Call):
+                self._act(type(effect.request).__name__.removesuffix("Request"), effect.request)
+            elif isinstance(effect, ev.Judge):
+                digest = "wrong" if self._wrong_digests > 0 else effect.digest
+                self._wrong_digests -= 1
+                number = effect.prepare.roster.generation
+                self._do(ev.Judged(generation=number, digest=digest))
+            elif isinstance(effect, ev.Raise):
+                raise effect.error
+
+    def _train_on(self) -> None:
+        """What a trainer would do: it has one step to finish, and that at once."""
+        core, now_s, before = self.core, time.monotonic(), self.generation
+        with self._changed:
+            decision: object
+            if core.track.successor is not None:
+                decision = core.begin_step(1_000_000, now_s)
+            else:
+                decision = core.next_generation(before, now_s, now_s)
+        if isinstance(decision, ev.BringUp):
+            with self._changed:
+                core.begin_step(0, now_s)
+            self._bring_up(ev.BroughtUp(record=decision.record))
+        elif before > self._settled and core.track.is_broken(before):
+            self._settled = before
+            self._do(ev.StoodStill(step=0, has_state=self._ready_in > 0))
+            self._train_on()
+
+    def _bring_up(self, brought_up: ev.BroughtUp) -> None:
+        with self._changed:
+            withheld = READY in self._withheld
+            if withheld:
+                self._pending.append((READY, brought_up))
+                self._changed.notify_all()
+        if withheld:
+            self._on_withheld(READY)
+        else:
+            self._come_up(brought_up)
+
+    def _come_up(self, brought_up: ev.BroughtUp) -> None:
+        self._ready_in = brought_up.record.roster.generation
+        self._do(brought_up)
 
     def _act(self, act: str, request: Any) -> None:
         with self._changed:
@@ -336,65 +398,6 @@ class ScriptedMember:
         with self._changed:
             self._done.append(act)
             self._changed.notify_all()
-
-    def _admitted(self, admitted: pb.Admitted) -> None:
-        self._heartbeat_s = admitted.limits.heartbeat_s
-        holds = self._ready_in > 0
-        proposal = pb.Proposal(fields=self.script.fields, synchronous=True, has_state=holds)
-        self._act(PROPOSE, pb.ProposeRequest(token=self.token(), proposal=proposal))
-        # A new leader knows the records from etcd, not what each member has said since.
-        if self._stands is not None:
-            self._act(SETTLE, self._stands)
-        elif self._ready_in and self._ready_in == self.generation:
-            self.call(READY, pb.ReadyRequest(token=self.token()))
-
-    def _prepare(self, prepare: pb.Prepare) -> None:
-        digest = roster_digest(prepare.roster)
-        if self._wrong_digests:
-            self._wrong_digests -= 1
-            digest = "wrong"
-        number = prepare.roster.generation
-        self._act(ANSWER, pb.AnswerRequest(token=self.token(), generation=number, digest=digest))
-
-    def _committed(self, roster: pb.Roster) -> None:
-        trains = self.generation > 0 and self.generation not in self._broken
-        if roster.generation <= self.generation:
-            if roster.generation == self.generation and self._crossed:
-                self._offer(roster.generation)
-            return
-        if not trains or not roster.planned:
-            self._enter(roster.generation)
-            return
-        self._change = roster.generation
-        self._offer(roster.generation)
-
-    def _offer(self, generation: int) -> None:
-        token = self.token()
-        self._act(OFFER, pb.OfferRequest(token=token, generation=generation, next_step=1))
-
-    def _enter(self, generation: int) -> None:
-        self._crossed = generation == self._change
-        self.generation, self._change, self._stands = generation, 0, None
-        request = pb.ReadyRequest(token=self.token())
-        if READY not in self._withheld:
-            self._ready_in = generation
-        self._act(READY, request)
-
-    def _aborted(self, generation: int) -> None:
-        if generation == self._change:
-            self._change = 0
-        if generation == self.generation:
-            self._settle(generation)
-
-    def _settle(self, generation: int) -> None:
-        # With a successor every generation before it is over too.
-        over = {generation, min(generation, self.generation)}
-        if over <= self._broken:
-            return
-        self._broken |= over
-        self._change = 0
-        self._stands = pb.SettleRequest(token=self.token(), step=0, has_state=self._ready_in > 0)
-        self._act(SETTLE, self._stands)
 
 
 # --- as a process of its own, for what takes a signal ---
