@@ -29,7 +29,7 @@ LARGE_CLASSES = {
     "HangWatch": 16,
     "RunConfig": 16,
 }
-CIRCLES = {("shoal_server.coordinator.snapshots", "shoal_server.coordinator")}
+CIRCLES: set[tuple[str, str]] = set()
 """Who imports whom, where that closes a circle."""
 
 

@@ -28,13 +28,23 @@ class Agreement:
     """The step behind the state that its members start from, once one of them has said it."""
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
+    is_inherited: bool = False
+    """Whether an earlier leader began it, which may have told members where to stop."""
     _highest_offer: Step | None = None
 
     @classmethod
-    def on(cls, roster: Roster, digest: str, stopping: Iterable[str] = ()) -> "Agreement":
+    def on(
+        cls, roster: Roster, digest: str, stopping: Iterable[str] = (), *, inherited: bool = False
+    ) -> "Agreement":
         """Nobody has said anything yet. `stopping`: the members of the old generation."""
-        names = roster.member_ids
-        agreement = cls(roster=roster, digest=digest, unanswered=set(names), unready=set(names))
+        names = set(roster.member_ids)
+        agreement = cls(
+            roster=roster,
+            digest=digest,
+            unanswered=set(names),
+            unready=names,
+            is_inherited=inherited,
+        )
         if agreement.has_boundary:
             agreement.unoffered.update(stopping)
         return agreement
@@ -47,6 +57,14 @@ class Agreement:
     def has_boundary(self) -> bool:
         """Whether an old generation has to stop at a step that all its members share."""
         return self.roster.planned and self.roster.synchronous
+
+    @property
+    def may_have_stopped(self) -> bool:
+        """Whether a member may have left the old generation for this one.
+
+        Where to stop is not durable: a leader that comes later learns it when all offer again.
+        """
+        return self.stop_at is not None or self.is_inherited
 
     def accept(
         self,

@@ -19,8 +19,8 @@ class Endings:
     def abort(self, reason: str, now_s: float, conflicts: tuple[Conflict, ...] = ()) -> None:
         """End the attempt with one record for all.
 
-        Once the boundary is agreed, members may have begun to leave the old generation: then that
-        is over too. Before, it goes on as if nothing had been.
+        Once the boundary may be agreed, members may have begun to leave the old generation: then
+        that is over too. Before, it goes on as if nothing had been.
         """
         agreement = self._state.agreement
         assert agreement is not None
@@ -28,7 +28,7 @@ class Endings:
         brought_up = self._state.stage.phase is Phase.COMMITTED and roster.synchronous
         if brought_up:
             self._state.tries.failed_roster = roster
-        old_is_over = self._state.running is None or agreement.stop_at is not None
+        old_is_over = self._state.running is None or agreement.may_have_stopped
         self._state.to(Trigger.FAILED, reason, now_s)
         record = self._state.record_of(Verdict.ABORTED, reason, now_s, conflicts)
         self._state.agreement, self._state.tries.failures = None, self._state.tries.failures + 1

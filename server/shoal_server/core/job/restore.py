@@ -87,7 +87,7 @@ def _continue_generation(
             state.table.settle(state.members_of(old), settled=not old.synchronous)
         stopping = state.running.member_ids if state.running is not None else ()
         state.stage.phase = Phase.COMMITTED
-        state.agreement = Agreement.on(roster, record.digest, stopping=stopping)
+        state.agreement = Agreement.on(roster, record.digest, stopping=stopping, inherited=True)
         state.deadlines.deadline_s = now_s + state.limits.collective_s + state.limits.bring_up_s
     elif roster.synchronous and present:
         # One of them was lost while nobody led: those who are left hear of it when they attend.

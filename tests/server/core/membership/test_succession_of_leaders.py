@@ -98,7 +98,7 @@ def test_a_newcomer_with_a_checkpoint_takes_the_state_of_those_who_train() -> No
 
 
 def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None:
-    """A new leader waits with a change until all who train have said what they train."""
+    """A new leader waits with a change until all who train have said what they train, and where."""
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "ab":
@@ -108,12 +108,29 @@ def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None
     attend(job, "x", 0.4, step=0)
     job.tick(10.0)
     assert job.attempt is None
-    job.handle(events.Proposed(**who("a"), proposal=proposal(5)), 10.1)
-    job.tick(11.0)
-    assert job.attempt is None
-    job.handle(events.Proposed(**who("b"), proposal=proposal(5)), 11.1)
+    for name, at_s in (("a", 10.1), ("b", 11.1)):
+        assert job.attempt is None
+        job.handle(events.Proposed(**who(name), proposal=proposal(5)), at_s)
+        stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(1))
+        job.handle(stand, at_s)
+        job.tick(at_s + 0.9)
     assert job.attempt is not None
     assert sorted(job.attempt.member_ids) == ["a", "b", "x"]
+
+
+def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_gone_over() -> None:
+    """Where to stop is not durable: who leads next ends both generations, or one trains alone."""
+    old = roster(1, "ab")
+    job = new_leader("abc", roster(2, "abc", running=old), before=old)
+    for name in "abc":
+        job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
+    error = events.Broke(**who("c"), generation=Generation(2), error="no memory", own=True)
+    told = [e for e in job.handle(error, 0.2) if isinstance(e, events.Tell)]
+    broken = {
+        (e.member_id, e.notice.generation) for e in told if isinstance(e.notice, events.BreakNotice)
+    }
+    assert {("a", 1), ("b", 1), ("a", 2), ("b", 2), ("c", 2)} <= broken
+    assert job.running is None
 
 
 def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
