@@ -53,7 +53,8 @@ class Breaks:
         self._state.log("collective_failed", self._state.stage.reason, member)
         member.reported_broken = running.generation
         for other in self._state.members_of(running):
-            if other.disconnected_s is not None:
+            # A leader that has just taken over gives everybody time to come.
+            if other.disconnected_s is not None and other.disconnected_s <= now_s:
                 self._removal.remove(other, "its stream broke, and so did a collective", now_s)
         if all(m.reported_broken == running.generation for m in trainers):
             # Every one of them is here and says so: there is nobody's loss to wait for.

@@ -85,8 +85,13 @@ class Endings:
     def believe_left(self, member: Member, left: Generation, now_s: float) -> None:
         """It was told of a break by a leader whose word is lost: what it left does not run."""
         reason = f"{member.member_id} has left generation {left}"
-        running, newest = self._state.running, self._state.last_generation
-        if left >= newest and self._state.agreement_of(member, newest, Phase.COMMITTED) is not None:
+        running, attempt = self._state.running, self._state.attempt
+        # A leader that took over may attempt an older one than the newest, which was aborted.
+        if (
+            attempt is not None
+            and left >= attempt.generation
+            and self._state.agreement_of(member, attempt.generation, Phase.COMMITTED) is not None
+        ):
             self.abort(reason, now_s)
         if running is not None and member.is_in(running) and left >= running.generation:
             self.break_off((), reason, now_s)

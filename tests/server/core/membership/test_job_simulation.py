@@ -3,12 +3,20 @@
 import os
 
 import pytest
+from support.sim.failover import simulate_failover
 from support.sim.schedule import simulate
 
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
+NUM_FAILOVERS = 130
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 def test_any_schedule_of_faults_ends_in_one_generation_of_all_who_live(seed: int) -> None:
     """Invariants hold at every event; once faults stop, the living train together."""
     simulate(seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_FAILOVERS))
+def test_a_change_outlives_its_leader_without_loss_or_delay(seed: int) -> None:
+    """Only leaders die: every member goes on, and none waits for a time limit."""
+    simulate_failover(seed)

@@ -223,3 +223,26 @@ def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
     job.handle(events.Left(**who("x"), completed=True, reason="done"), 0.4)
     assert not job.completing
     assert job.running is not None
+
+
+def test_who_has_not_come_back_yet_is_not_lost_by_a_collective_that_failed() -> None:
+    """A new leader gives everybody time to join again, whatever the first that do tell it."""
+    old = roster(1, "abc")
+    job = new_leader("abcx", roster(2, "abcx", running=old), before=old)
+    attend(job, "a", 0.1)
+    broke = events.Broke(**who("a"), generation=Generation(1), error="connection reset")
+    job.handle(broke, 0.2)
+    assert sorted(job.members) == ["a", "b", "c", "x"]
+
+
+def test_who_left_an_aborted_generation_has_left_those_before_it() -> None:
+    """A new leader tries again at once, instead of waiting for members that stand still."""
+    job = new_leader("ab", roster(2, "ab"))
+    job.state.last_generation = Generation(3)  # it was aborted, and nobody heard of that
+    for name in "ab":
+        attend(job, name, 0.1)
+        stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(3))
+        job.handle(stand, 0.2)
+    job.tick(1.0)
+    assert job.attempt is not None
+    assert job.attempt.generation == 4
