@@ -22,7 +22,6 @@ LARGE_CLASSES = {
     "AsyncSGD": 26,
     "SynchronousStrategy": 22,
     "Member": 20,
-    "LocalSGD": 18,
     "DDP": 17,
     "MemberView": 17,
     "ShardView": 17,

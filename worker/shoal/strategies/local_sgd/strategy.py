@@ -30,7 +30,8 @@ from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
 from shoal.strategies.local_sgd.outer_step import OuterStep
-from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
+from shoal.strategies.local_sgd.round import Round
+from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.strategy import SynchronousStrategy, receivers_of, refuse_lbfgs
 from shoal_proto.errors import GenerationBroken, InvalidSpec, NonFiniteGradient
 from shoal_proto.v1 import membership_pb2 as pb
@@ -66,14 +67,9 @@ class LocalSGD(SynchronousStrategy):
         self._every_steps = every_steps
         self._outer = _PLAIN
         self._compression = None if compression is None else find_compression(compression)
-        self._weight = 0.0
-        self._weights = 0.0
-        self._applied: dict[int, Values] = {}
-        """In each step of the round so far."""
-        self._conflict = ""
+        self._round = Round()
         self._rank = 0
         self._watching: list[RemovableHandle] = []
-        self._unacknowledged: list[Callable[[], None]] = []
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
         refuse_lbfgs(self.name, optimizer)
@@ -154,10 +150,7 @@ class LocalSGD(SynchronousStrategy):
     def abandon(self) -> None:
         moved = self._in_step
         super().abandon()
-        self._weights = 0.0
-        self._applied.clear()
-        self._conflict = ""
-        self._unacknowledged.clear()
+        self._round.give_up()
         if self._outer_loop.has_agreed and (moved or self._step != self._outer_loop.agreed.step):
             self._outer_loop.go_back()
             self._step = self._outer_loop.agreed.step
@@ -166,10 +159,11 @@ class LocalSGD(SynchronousStrategy):
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._in_step, self._weighted, self._weight = True, False, 0.0
+        self._in_step, self._weighted = True, False
+        self._round.weight = 0.0
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        self._weight = weight
+        self._round.weight = weight
         with self._weighing():
             # A member without a share holds another's sample: its replica stays where it is.
             if weight:
@@ -193,23 +187,16 @@ class LocalSGD(SynchronousStrategy):
                 fix="Lower the learning rate, clip gradients, or look at the batch's samples.",
                 details={"parameter": fault, "step": str(self._step)},
             )
-        self._note_hyperparameters()
+        assert self._hyperparameters is not None, "distribute made it"
+        self._round.note(self._step, self._hyperparameters)
         self._optimizer.step()
-        self._weights += self._weight
         self._commit_step()
-        self._unacknowledged.append(acknowledged)
+        self._round.stepped(acknowledged)
         if self._checkpoints.due(self._step) or self._step % self._every_steps == 0:
             self._meet(group)
         # With the optimizer's state of the first member: who resumes is a joiner.
         self._checkpoints.write(self._step, self._outer_loop.state_shard, lambda _: self._rank == 0)
         self._backend.tidy()
-
-    def _note_hyperparameters(self) -> None:
-        hyper = self._hyperparameters
-        assert hyper is not None, "distribute made it"
-        self._conflict = self._conflict or hyper.conflict(self._step)
-        hyper.apply(self._step)
-        self._applied[self._step] = hyper.now()
 
     def _meet(self, group: dist.ProcessGroup) -> None:
         """End the round here, if it has any steps."""
@@ -217,13 +204,9 @@ class LocalSGD(SynchronousStrategy):
         if not num_steps:
             return
         if self._agreement is not None:
-            self._agreement.settle_round(self._applied, self._conflict)
-        self._applied.clear()
-        # In each step the members' weights average to one, and so do these.
-        self._outer_loop.synchronise(self._step, self._weights / num_steps, group)
-        self._weights = 0.0
-        while self._unacknowledged:
-            self._unacknowledged.pop(0)()
+            self._agreement.settle_round(self._round.applied, self._round.conflict)
+        self._outer_loop.synchronise(self._step, self._round.mean_weight(num_steps), group)
+        self._round.end()
 
     def finish(self) -> None:
         if self._process_group is not None:
