@@ -120,7 +120,7 @@ def generation_view(
 
 
 def samples_view(counts: LedgerCounts) -> SamplesView:
-    """The books on samples, in numbers."""
+    """The sample ledger, in numbers."""
     numbers = asdict(counts)
     epochs = tuple(EpochSamplesView(**epoch) for epoch in numbers.pop("epochs"))
     return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)

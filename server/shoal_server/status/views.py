@@ -268,7 +268,7 @@ class EpochSamplesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesView(View):
-    """The books on samples of a job whose members train at their own pace."""
+    """The sample ledger of a job whose members train at their own pace."""
 
     dataset_size: int
     num_epochs: int

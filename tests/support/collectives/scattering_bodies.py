@@ -1,4 +1,4 @@
-"""What ranks of tests/worker/layouts/test_scattering.py run, in processes of their own."""
+"""What ranks of layouts/sharded/test_reduce_scatter.py run, in processes of their own."""
 
 from typing import Any
 
