@@ -153,5 +153,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected arguments: {' '.join(error.unused_tokens or ())}"
     if isinstance(error, MissingArgumentError) and error.argument is not None:
+        if error.argument.index is not None:
+            return f"{error.argument.names[0].lstrip('-').upper()} is required"
         return f"{error.argument.name} is required, with a value"
     return " ".join(str(error).split())
