@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from shoal.data.batches import Loader, Order, dataset_size, describe, share
 from shoal_proto.errors import InvalidSpec
@@ -129,5 +129,8 @@ def test_bad_datasets_and_sizes_are_refused_by_name() -> None:
         describe((torch.zeros(3), torch.zeros(4)))
     with pytest.raises(InvalidSpec, match="no length"):
         dataset_size(iter([1]))  # type: ignore[arg-type]
+    loader = DataLoader(TensorDataset(torch.zeros(4)), batch_size=2)
+    with pytest.raises(InvalidSpec, match=r"saw DataLoader; .*\. Give a DataLoader's dataset"):
+        dataset_size(loader)  # type: ignore[arg-type]
     with pytest.raises(InvalidSpec, match=r"global_batch_size.*saw 0"):
         Order(num_samples=3, global_batch_size=0)

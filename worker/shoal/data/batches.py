@@ -146,16 +146,17 @@ class Loader:
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Number of samples. Raises InvalidSpec for what has no length."""
+    """Number of samples. Raises InvalidSpec for what has no length or no items by index."""
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])
-    if isinstance(dataset, Sized):
+    if isinstance(dataset, Sized) and hasattr(dataset, "__getitem__"):
         return len(dataset)
     raise InvalidSpec(
-        "the dataset has no length",
+        "the dataset has no length, or no items by index",
         seen=type(dataset).__name__,
         expected="a map-style dataset, a TensorDataset or a tuple of tensors",
+        fix="Give a DataLoader's dataset, not the DataLoader: session.batches makes the batches.",
     )
 
 
