@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import shoal
 from shoal.session.session import Session
+from shoal.session.step import reason_of
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec
 
@@ -190,3 +191,9 @@ def test_a_second_backward_pass_that_ddp_would_not_reduce_is_refused(
 
     with pytest.raises(InvalidSpec, match="second backward pass"):
         run(cluster, strategy, body)
+
+
+def test_an_error_without_a_text_is_told_by_its_name_alone() -> None:
+    """What the others are told of a member that Ctrl-C ended has no colon before nothing."""
+    assert reason_of(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert reason_of(ValueError("bad")) == "ValueError: bad"

@@ -127,7 +127,8 @@ def reason_of(error: BaseException) -> str:
     """What the others are told of a member that leaves with this error."""
     if isinstance(error, Drained):
         return f"drained: {error.reason}"
-    return f"{type(error).__name__}: {error}"
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _nothing() -> None:
