@@ -17,7 +17,7 @@ _CHOSEN = {
     "join_s": "The longest wait for a generation before a member is told why there is none. You"
     " choose it: --join-s.",
     "collective_s": "The longest wait in one collective before it is taken for hung, and for a"
-    " trainer to come to a stand after a break. You may choose it: --collective-s.",
+    " trainer to stop after a break. You may choose it: --collective-s.",
 }
 
 

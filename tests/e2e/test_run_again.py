@@ -48,7 +48,7 @@ def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
     code, output = shoal("run", "--fresh", "train.py")
     assert code == 1, output
     assert "job train has 1 live member; saw " in output
-    assert "Stop them, or leave --fresh away to join them." in output
+    assert "Stop them first. To join them, use `shoal run` without --fresh." in output
     interrupted.send_signal(signal.SIGINT)
     code, output = finish(interrupted)
     assert code == 128 + signal.SIGINT, output
@@ -66,7 +66,7 @@ def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
         assert line.startswith("shoal: job train is finished (")
         assert line.endswith("run it again with --fresh, or give another --job")
 
-    assert shoal("rm", "train") == (0, "job train is gone\n")
+    assert shoal("rm", "train") == (0, "job train is removed\n")
     code, output = shoal("rm", "train")
     assert code == 1, output
     assert "there is no job 'train'" in output

@@ -41,7 +41,7 @@ def remove(config: RemoveConfig) -> int:
     """Remove the job. Raises UnknownJob, JobInUse."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     if not reset_job(config.coordinators, config.job):
-        raise UnknownJob(f"there is no job {config.job!r}", expected="one of `shoal status`")
+        raise UnknownJob(f"there is no job {config.job!r}", fix="`shoal status` lists the jobs.")
     print(f"job {config.job} is removed")
     return 0
 

@@ -99,7 +99,7 @@ class Limits:
 
     @property
     def drain_s(self) -> float:
-        """How long a member that is to leave waits for the others to agree on going on without."""
+        """How long a member that is to leave waits until the others have agreed to go on."""
         return self.join_s / 4
 
     @property

@@ -100,7 +100,7 @@ async def test_nothing_is_taken_away_under_members() -> None:
         a, b = await world.training("a", "b")
         with pytest.raises(JobInUse, match="job j has 2 live members; saw a, b") as raised:
             await asyncio.to_thread(reset_job, [world.address], "j")
-        assert "leave --fresh away to join them" in str(raised.value)
+        assert "To join them, use `shoal run` without --fresh." in str(raised.value)
         assert await beat(world, a.token) is None
         assert not b.is_broken(1)
 

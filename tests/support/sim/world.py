@@ -413,7 +413,7 @@ class SimWorld:
         if untroubled and not member.is_clumsy:
             assert not isinstance(member.end, BringUpFailed), member.end
         if untroubled and not member.process.was_halted and isinstance(member.end, ShoalError):
-            for task in ("come to a stand", "accept or reject", "bring the generation up"):
+            for task in ("did not stop", "accept or reject", "bring the generation up"):
                 assert task not in str(member.end), member.end
         for number, group in self.groups.items():
             if member.is_in(group.record.roster):

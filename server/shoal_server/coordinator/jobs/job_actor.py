@@ -167,7 +167,7 @@ class JobActor:
                 seen=f"process {public_id(token.incarnation)}",
                 expected=f"process {public_id(member.incarnation)}"
                 if member
-                else "a member that attends",
+                else "a process that has joined",
                 fix="It may have been declared lost: join again.",
                 details={"generation": str(self.job.last_generation), **replaced},
             )

@@ -142,7 +142,7 @@ class SnapshotTaker:
             raise SnapshotFailed(
                 f"job {job} has no shards",
                 seen="no shard map",
-                expected="members that train with parameter servers",
+                expected="a job that trains with parameter servers, and has not finished",
             )
         present = await shard_map.servers(self._store)
         addresses = {}

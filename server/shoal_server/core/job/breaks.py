@@ -85,7 +85,7 @@ class Breaks:
         limit = f"{self._state.limits.collective_s:g} s"
         for member in self._state.table.unsettled():
             if self._state.members.get(member.member_id) is member:
-                reason = f"{member.member_id} did not come to a stand within {limit} of the break"
+                reason = f"{member.member_id} did not stop within {limit} of the break"
                 if away := self._who_is_away([member], now_s):
                     self._removal.refuse(member, refusals.away(f"{away}: {reason}"), now_s)
                 else:

@@ -16,7 +16,7 @@ class Deadlines:
     first_proposal_s: float | None = None
     """Since when somebody is ready to train."""
     broken_since_s: float | None = None
-    """Since when members have to come to a stand."""
+    """Since when members have been asked to stop."""
     suspect_since_s: float | None = None
     """Since when word of a loss is awaited, after a collective failed."""
     overdue_check_s: float | None = None

@@ -16,7 +16,7 @@ has not begun and begins none from there on; the highest offer is where the old 
 Members of a synchronous generation are never more than one step apart, so this takes a step at the
 most, and since a member offers while its trainer computes, nobody holds up a collective.
 
-A loss breaks the generation at once. Its survivors settle (come to a stand and say at which step)
+A loss breaks the generation at once. Its survivors settle (stop, and say at which step)
 and form the next one without waiting for anybody else.
 
 A member that is to leave (drain) is left out by a planned change too, and goes once the others

@@ -77,7 +77,7 @@ class Timeouts:
         attempt = self._state.attempt if self._state.stage.phase is Phase.COMMITTED else None
         if attempt is not None and attempt.synchronous:
             # Who holds the state waits for those who come to it, and is not put out with them. If
-            # it hangs too, it does not come to a stand.
+            # it hangs too, it does not stop.
             late = [m for m in late if not attempt.keeps(m.member_id)] or late
         reason = f"{names_of(late)} did not {task} in time"
         self._endings.abort(reason, now_s)

@@ -9,9 +9,9 @@ def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,
         what=f"{event.member_id} is not a member of job {job}",
-        seen="a process that never attended, or was declared lost",
-        expected=f"a member that attends; the current generation is {generation}",
-        fix="It may have been declared lost: join again.",
+        seen="a process that never joined, that left, or that was declared lost",
+        expected=f"a process that has joined; the current generation is {generation}",
+        fix="Join again.",
     )
 
 
