@@ -22,7 +22,6 @@ LARGE_CLASSES = {
     "AsyncSGD": 26,
     "SynchronousStrategy": 22,
     "Member": 20,
-    "DDP": 17,
     "MemberView": 17,
     "ShardView": 17,
     "HangWatch": 16,

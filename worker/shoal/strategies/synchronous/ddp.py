@@ -7,21 +7,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from shoal.checkpoint.reading import everything
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
 from shoal.compression.exchange import exchange_for
-from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic
 from shoal.layouts.base import Layout, World
-from shoal.layouts.buffers import RunningBuffers
 from shoal.layouts.optimizer_binding import MetaModel
 from shoal.layouts.replicated import ReplicatedLayout, meets_in_forward
 from shoal.membership.generation import Generation
 from shoal.model.digests import optimizer_digest, schema_digest
-from shoal.model.gradients import watch_parameters
 from shoal.model.module_proxy import proxy_of
 from shoal.planning.figures import Plan, Subject, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
@@ -29,6 +25,7 @@ from shoal.state.replicated import ReplicatedState, State
 from shoal.state.transfer import receive, send
 from shoal.state.whole_model import on_host
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
+from shoal.strategies.synchronous.model_replica import ModelReplica
 from shoal.strategies.synchronous.strategy import (
     SynchronousStrategy,
     check_same_step,
@@ -66,9 +63,7 @@ class DDP(SynchronousStrategy):
         # Lives over all generations: what it holds back is this member's own.
         self._compressor = self._compression.compressor() if self._compression else None
         self._traffic = Traffic()
-        self._ddp: DistributedDataParallel | None = None
-        self._exchange: GradientExchange | None = None
-        self._watching: list[RemovableHandle] = []
+        self._replica: ModelReplica | None = None
         self._rank = 0
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
@@ -120,13 +115,9 @@ class DDP(SynchronousStrategy):
 
     def _let_go(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        while self._watching:
-            self._watching.pop().remove()
-        ddp, self._ddp, self._exchange = self._ddp, None, None
-        if ddp is not None:
-            # Whoever still holds the wrapper (a traceback, say) must not hold the reducer: it has
-            # hooks on the parameters, and it would join Gloo's threads if it were last to go.
-            del ddp.logger, ddp.reducer
+        replica, self._replica = self._replica, None
+        if replica is not None:
+            replica.release()
 
     @torch.no_grad()
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
@@ -144,7 +135,7 @@ class DDP(SynchronousStrategy):
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         # Everybody has the source's state already: DDP need not compare and send it once more.
-        self._ddp = DistributedDataParallel(
+        ddp = DistributedDataParallel(
             self._model,
             process_group=group,
             init_sync=False,
@@ -152,33 +143,33 @@ class DDP(SynchronousStrategy):
             gradient_as_bucket_view=True,
             find_unused_parameters=self._find_unused_parameters,
         )
-        self._running = RunningBuffers(self._model)
-        self._exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
-        self._watching = watch_parameters(self._model.parameters(), self._ours)
-        self._ddp.register_comm_hook(None, self._exchange.average)
+        exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
+        self._replica = ModelReplica(ddp, exchange)
+        self._replica.watch(self._ours)
 
     # --- steps ---
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._open_step(self._model)
-        if self._exchange is not None:
-            self._exchange.begin(self._step)
+        if self._replica is not None:
+            self._replica.exchange.begin(self._step)
 
     @property
     def module(self) -> nn.Module:
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
-        if self._in_step and self._ddp is not None and torch.is_grad_enabled():
+        replica = self._replica
+        if self._in_step and replica is not None and torch.is_grad_enabled():
             first = self._agreement is not None and self._agreement.is_first_step
-            if meets_in_forward(self._ddp, is_first_step=first):
+            if meets_in_forward(replica.ddp, is_first_step=first):
                 self._announce()
-            return self._ddp
+            return replica.ddp
         return self._model
 
     def backward(self, loss: Tensor, weight: float) -> None:
         with self._weighing():
-            if self._exchange is not None:
-                self._exchange.begin_pass()
+            if self._replica is not None:
+                self._replica.exchange.begin_pass()
             (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
@@ -186,18 +177,18 @@ class DDP(SynchronousStrategy):
         return norm
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        group = self._process_group
-        if self._exchange is None or group is None:
+        group, replica = self._process_group, self._replica
+        if replica is None or group is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
         self._check_weighted()
-        if not self._exchange.complete:
+        if not replica.exchange.complete:
             raise self._not_averaged()
         # On its way while this member looks at its gradients.
         self._propose()
-        self._exchange.check(self._step)
+        replica.exchange.check(self._step)
         self._settle()
         # Before the optimizer steps: what fails here leaves the state of the last step.
-        self._running.share(group)
+        replica.running.share(group)
         self._optimizer.step()
         self._commit_step()
         self._checkpoints.write(
