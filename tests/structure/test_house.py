@@ -24,7 +24,6 @@ LARGE_CLASSES = {
     "Member": 20,
     "MemberView": 17,
     "ShardView": 17,
-    "HangWatch": 16,
     "RunConfig": 16,
 }
 CIRCLES: set[tuple[str, str]] = set()

@@ -67,17 +67,29 @@ class HangWatchConfig:
     """(generation, reason): cuts the group of the generation."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainerPlace:
+    """Where the trainer is, and which thread it is."""
+
+    stage: TrainerStage = TrainerStage.AWAY
+    generation: int = 0
+    group: dist.ProcessGroup | None = None
+    """None too while one is connected."""
+    ident: int = 0
+    native_id: int = 0
+
+    @property
+    def connects(self) -> bool:
+        return self.stage is TrainerStage.BRINGING_UP and self.group is None
+
+
 class HangWatch:
     """One trainer's, from a thread of its own. The methods are the trainer's."""
 
     def __init__(self, config: HangWatchConfig) -> None:
         self._config = config
-        self._lock = threading.Lock()
-        self._stage = TrainerStage.AWAY
-        self._generation = 0
-        self._group: dist.ProcessGroup | None = None
-        self._trainer: tuple[int, int] = (0, 0)
-        self._connects = False
+        self._place = TrainerPlace()
+        """Replaced as a whole, so that the watch's thread sees one that fits together."""
         self._inside = 0
         self._sign_s = time.monotonic()
         # What only the watch's own thread touches.
@@ -102,10 +114,13 @@ class HangWatch:
         self, stage: TrainerStage, generation: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         """The trainer, which calls, is there now. Without a group while one is connected."""
-        with self._lock:
-            self._stage, self._generation, self._group = stage, generation, group
-            self._connects = stage is TrainerStage.BRINGING_UP and group is None
-            self._trainer = (threading.get_ident(), threading.get_native_id())
+        self._place = TrainerPlace(
+            stage=stage,
+            generation=generation,
+            group=group,
+            ident=threading.get_ident(),
+            native_id=threading.get_native_id(),
+        )
         self.sign()
 
     def sign(self) -> None:
@@ -125,10 +140,10 @@ class HangWatch:
             self._look(time.monotonic())
 
     def _look(self, now_s: float) -> None:
-        with self._lock:
-            stage, generation, group = self._stage, self._generation, self._group
-        since_s = self._waits_since_s(group, now_s)
-        waits = since_s is not None or self._connects or self._inside > 0
+        place = self._place
+        stage, generation = place.stage, place.generation
+        since_s = self._waits_since_s(place, now_s)
+        waits = since_s is not None or place.connects or self._inside > 0
         if waits:
             self._sign_s = max(self._sign_s, now_s)
         own_code_ns = 0 if waits or stage is TrainerStage.AWAY else int(self._sign_s * 1e9)
@@ -158,14 +173,14 @@ class HangWatch:
             limit = f"{self._config.leaderless_s:g} s"
             self._config.hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
-    def _waits_since_s(self, group: dist.ProcessGroup | None, now_s: float) -> float | None:
+    def _waits_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
         """Since when the trainer has waited for others; None: it does not wait."""
-        if group is None:
+        if place.group is None:
             self._pending, self._blocked, self._counted = {}, None, ()
             return None
-        waiters = waiters_of(group)
+        waiters = waiters_of(place.group)
         self._count(waiters)
-        found = self._oldest_wait_s(waiters, now_s), self._blocked_since_s(now_s)
+        found = self._oldest_wait_s(waiters, now_s), self._blocked_since_s(place, now_s)
         return min((since_s for since_s in found if since_s is not None), default=None)
 
     def _count(self, waiters: Iterable[AbortableWaiter]) -> None:
@@ -186,15 +201,14 @@ class HangWatch:
         }
         return min((since_s for _, since_s in self._pending.values()), default=None)
 
-    def _blocked_since_s(self, now_s: float) -> float | None:
+    def _blocked_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
         """Since when the trainer has stood still in code that waits for other ranks.
 
         What is no wait of ours is seen by this alone: torch's own collectives, memory that
         ranks share, copies at peers.
         """
-        ident, native_id = self._trainer
-        ticks = _cpu_ticks(native_id)
-        if ticks is None or not _is_in_collective(ident):
+        ticks = _cpu_ticks(place.native_id)
+        if ticks is None or not _is_in_collective(place.ident):
             self._blocked = None
         elif self._blocked is None or self._blocked[0] != ticks:
             self._blocked = (ticks, now_s)
