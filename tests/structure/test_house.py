@@ -20,7 +20,6 @@ MAX_MODULES, MAX_LINES, MAX_ATTRIBUTES = 15, 500, 15
 LONG_MODULES = {"shoal_client.membership.member_session": 520}
 LARGE_CLASSES = {
     "AsyncSGD": 26,
-    "SynchronousStrategy": 22,
     "Member": 20,
     "MemberView": 17,
     "ShardView": 17,

@@ -123,7 +123,7 @@ class LayoutStrategy(SynchronousStrategy):
         state_shard = self._found(generation, group, held, binding)
         binding.fill(state_shard)
         take_modes(self._proxy, binding.layout.plain)
-        binding.layout.watch(self._ours)
+        binding.layout.watch(self._passes.ours)
         self._binding, self._step = binding, state_shard.step
         retarget(self._proxy, binding.layout.plain)
         filled = replace(binding.collect(self._step), elsewhere=binding.known)
@@ -186,7 +186,7 @@ class LayoutStrategy(SynchronousStrategy):
     @property
     def module(self) -> nn.Module:
         layout = self._layout()
-        if not self._in_step or not torch.is_grad_enabled():
+        if not self._passes.in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
         first = self._agreement is not None and self._agreement.is_first_step

@@ -88,7 +88,7 @@ class LocalSGD(SynchronousStrategy):
         }
         self._model, self._optimizer = model, optimizer
         self._hyperparameters = Hyperparameters(optimizer)
-        self._watching = watch_parameters(model.parameters(), self._ours)
+        self._watching = watch_parameters(model.parameters(), self._passes.ours)
         return model, optimizer
 
     def figures(self, subject: Subject) -> Plan:
@@ -148,7 +148,7 @@ class LocalSGD(SynchronousStrategy):
             self._watching.pop().remove()
 
     def abandon(self) -> None:
-        moved = self._in_step
+        moved = self._passes.in_step
         super().abandon()
         self._round.give_up()
         if self._outer_loop.has_agreed and (moved or self._step != self._outer_loop.agreed.step):
@@ -159,7 +159,7 @@ class LocalSGD(SynchronousStrategy):
 
     def begin_step(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        self._in_step, self._weighted = True, False
+        self._passes.begin()
         self._round.weight = 0.0
 
     def backward(self, loss: Tensor, weight: float) -> None:

@@ -145,7 +145,7 @@ class DDP(SynchronousStrategy):
         )
         exchange = exchange_for(group, self._state.name_of, self._traffic, self._compressor)
         self._replica = ModelReplica(ddp, exchange)
-        self._replica.watch(self._ours)
+        self._replica.watch(self._passes.ours)
 
     # --- steps ---
 
@@ -159,7 +159,7 @@ class DDP(SynchronousStrategy):
     def module(self) -> nn.Module:
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
         replica = self._replica
-        if self._in_step and replica is not None and torch.is_grad_enabled():
+        if self._passes.in_step and replica is not None and torch.is_grad_enabled():
             first = self._agreement is not None and self._agreement.is_first_step
             if meets_in_forward(replica.ddp, is_first_step=first):
                 self._announce()

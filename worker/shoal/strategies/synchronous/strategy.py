@@ -2,8 +2,8 @@
 
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import structlog
@@ -19,12 +19,12 @@ from shoal.backends.process_group.interface import Backend, Group
 from shoal.checkpoint.background import Checkpoints
 from shoal.membership.generation import Context, Generation
 from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
 from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.step_agreement import StepAgreement
+from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal_client.connection.coordinators import Coordinators
 from shoal_proto.errors import (
     GenerationBroken,
@@ -55,10 +55,7 @@ class SynchronousStrategy(Strategy):
         self._checkpoints = GenerationCheckpoints()
         self._step = 0
         self._has_state = False
-        self._in_step = False
-        self._weighted = False
-        self._computes = False
-        self._buffers = BufferSnapshot()
+        self._passes = StepPasses()
         self._watch: HangWatch | None = None
         self._hang = (0, "")
         """The newest generation in which a collective hung, and how."""
@@ -178,13 +175,10 @@ class SynchronousStrategy(Strategy):
 
     def abandon(self) -> None:
         self._set_stage(TrainerStage.AWAY)
-        if self._in_step:
-            self._in_step = False
-            self._buffers.restore()
-            if self._hyperparameters is not None:
-                self._hyperparameters.failed(self._step)
+        if self._passes.undo() and self._hyperparameters is not None:
+            self._hyperparameters.failed(self._step)
         self._agreement = None
-        self._buffers.forget()
+        self._passes.forget()
         self._let_go()
         self._process_group = None
         self._generation_group.release()
@@ -206,28 +200,18 @@ class SynchronousStrategy(Strategy):
         """A step begins: remember what a forward pass changes, so that it can be undone."""
         if self._watch is not None:
             self._watch.sign()
-        self._buffers.keep(model)
-        self._in_step, self._weighted = True, False
+        self._passes.begin(model)
         if self._agreement is not None:
             self._agreement.begin(self._step)
 
-    def _ours(self) -> bool:
-        """Whether a gradient that comes now was asked for through the session, if it has to be."""
-        return self._computes or not self._in_step
-
-    @contextmanager
-    def _weighing(self) -> Iterator[None]:
-        """Within, gradients come of a loss that is weighed with this member's share.
+    def _weighing(self) -> AbstractContextManager[None]:
+        """See `StepPasses.weighing`.
 
         Raises UnequalPasses, on all members, if not all of them make this backward pass.
         """
         if self._agreement is not None and self.passes_meet:
             self._agreement.passing()
-        self._weighted = self._computes = True
-        try:
-            yield
-        finally:
-            self._computes = False
+        return self._passes.weighing()
 
     def _announce(self) -> None:
         """A forward pass that communicates begins: see `StepAgreement.announce`."""
@@ -245,7 +229,7 @@ class SynchronousStrategy(Strategy):
             self._agreement.settle()
 
     def _check_weighted(self) -> None:
-        if not self._weighted:
+        if not self._passes.weighted:
             raise InvalidSpec(
                 f"step {self._step} has no session.backward(loss)",
                 seen="no backward pass, or a plain loss.backward()",
@@ -256,8 +240,7 @@ class SynchronousStrategy(Strategy):
         if self._watch is not None:
             self._watch.sign()
         self._step += 1
-        self._in_step = False
-        self._buffers.clear()
+        self._passes.commit()
 
     def finish(self) -> None:
         if self._process_group is None:
