@@ -84,12 +84,12 @@ class AsyncDiLoCo(AsyncSGD):
     def begin_step(self) -> None:
         super().begin_step()
         if not self._began:
-            self._began = {n: _on_host(p) for n, p in self._values.parameters.items()}
+            self._began = {n: _on_host(p) for n, p in self._shared.values.parameters.items()}
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         # Raises for what is not finite, before it is in the member's own values.
-        gradients_of(self._values.parameters, self._step)
-        self._optimizer.step()
+        gradients_of(self._shared.values.parameters, self._step)
+        self._shared.optimizer.step()
         self._step += 1
         self._steps_of_round += 1
         self._unacknowledged.append(acknowledged)
@@ -101,7 +101,7 @@ class AsyncDiLoCo(AsyncSGD):
         """Push what the round has changed, and go on from what the servers make of it."""
         if not self._steps_of_round:
             return
-        gone = {n: self._began[n] - _on_host(p) for n, p in self._values.parameters.items()}
+        gone = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
         self._count(self._push(gone))
         self._began, self._steps_of_round = {}, 0
         while self._unacknowledged:

@@ -30,9 +30,12 @@ from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import LossMonitor
 from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
 from shoal.strategies.asynchronous.push_counts import PushCounts
+from shoal.strategies.asynchronous.push_options import PushOptions, level
+from shoal.strategies.asynchronous.shared_model import SharedModel
 from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
 from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal.strategies.asynchronous.staleness_policy import to_policy
+from shoal.strategies.asynchronous.step_refusals import StepRefusals
 from shoal.strategies.base import Strategy
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_client.parameters.joint_step import JointStep
@@ -41,15 +44,9 @@ from shoal_proto.errors import (
     InvalidSpec,
     StalePush,
 )
-from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 
 log = structlog.get_logger(__name__)
-
-MAX_REDONE = 16
-"""So often one step is taken anew on fresh values before its member gives up."""
-
-LEVELS = ("applied", "replicated", "durable")
 
 BEGINNING_UPDATES = 100
 """Who first gets values with more updates behind them came to a job that trains already: whether
@@ -90,11 +87,12 @@ class AsyncSGD(Strategy):
 
         Raises InvalidSpec for options that contradict each other.
         """
-        self._policy = to_policy(staleness, reject_above, compensation, adaptive=adaptive)
-        self._schedule = schedule
-        self._acknowledgement = _level(acknowledge)
-        self._refused: frozenset[int] = frozenset()
-        self._redone = 0
+        self._options = PushOptions(
+            policy=to_policy(staleness, reject_above, compensation, adaptive=adaptive),
+            schedule=schedule,
+            acknowledgement=level(acknowledge),
+        )
+        self._refusals = StepRefusals()
         self._clock = StalenessClock(consistency, staleness_bound)
         self._tables = TableExchange(nn.Module())
         self._step = 0
@@ -105,16 +103,17 @@ class AsyncSGD(Strategy):
         self._losses: LossMonitor | None = None
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        self._spec = self._servers_spec(optimizer)
-        self._spec.staleness.CopyFrom(self._policy)
-        self._model = model
-        self._optimizer = optimizer
-        self._values = SharedValues(model, optimizer)
+        policy = self._options.policy
+        spec = self._servers_spec(optimizer)
+        spec.staleness.CopyFrom(policy)
+        self._shared = SharedModel(
+            model=model, optimizer=optimizer, values=SharedValues(model, optimizer), spec=spec
+        )
         self._fields = {
             "schema": schema_digest(model),
             "optimizer": optimizer_digest(optimizer),
-            "staleness": in_words(self._policy),
-            "schedule": in_words(self._spec.schedule) or "with each push",
+            "staleness": in_words(policy),
+            "schedule": in_words(spec.schedule) or "with each push",
             **self._clock.fields(),
             **self._own_fields(),
         }
@@ -126,12 +125,12 @@ class AsyncSGD(Strategy):
                 expected="a model without them, or the strategy async-sgd",
             )
         self._fields |= self._tables.fields()
-        log.info("staleness_policy_chosen", strategy=self.name, policy=in_words(self._policy))
+        log.info("staleness_policy_chosen", strategy=self.name, policy=in_words(policy))
         return model, optimizer
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
         """What the servers do with what they are pushed."""
-        return to_spec(optimizer, self._schedule)
+        return to_spec(optimizer, self._options.schedule)
 
     def _own_fields(self) -> Mapping[str, str]:
         """What else all members must have in common."""
@@ -139,9 +138,9 @@ class AsyncSGD(Strategy):
 
     def _rates(self) -> list[float]:
         """What goes with a push; empty where the servers know the rates."""
-        if self._schedule is not None:
+        if self._options.schedule is not None:
             return []
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        return [float(group["lr"]) for group in self._shared.optimizer.param_groups]
 
     def fields(self) -> Mapping[str, str]:
         return self._fields
@@ -152,29 +151,29 @@ class AsyncSGD(Strategy):
             context.coordinators,
             context.token,
             timeout_s=context.limits.collective_s or 60.0,
-            acknowledgement=self._acknowledgement,
+            acknowledgement=self._options.acknowledgement,
         )
         self._clock.attach(context)
-        self._tables.attach(context, self._acknowledgement)
+        self._tables.attach(context, self._options.acknowledgement)
 
     def enter(self, generation: Generation) -> None:
         """The first one brings the values; a later one changes nothing, training goes on."""
         if self._has_state:
             return
         client = self._connected()
-        client.place(self._values.schema, self._tables.specs)
+        client.place(self._shared.values.schema, self._tables.specs)
         self._tables.enter()
         first_values(
             client,
-            self._values,
-            self._spec,
+            self._shared.values,
+            self._shared.spec,
             creates=generation.rank == 0,
             limit_s=self.context.limits.bring_up_s,
             is_broken=lambda: generation.number <= self._cut_generation,
         )
         self._has_state = True
         if self._num_updates < BEGINNING_UPDATES:
-            self._losses = LossMonitor(in_words(self._policy))
+            self._losses = LossMonitor(in_words(self._options.policy))
 
     def cut(self, generation: int) -> None:
         self._cut_generation = max(self._cut_generation, generation)
@@ -183,7 +182,7 @@ class AsyncSGD(Strategy):
         """Nothing ties this member to a generation."""
 
     def begin_step(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
+        self._shared.optimizer.zero_grad(set_to_none=True)
         self._tables.begin_step()
         if self._clock.begin():
             self._refresh()
@@ -195,15 +194,15 @@ class AsyncSGD(Strategy):
 
     @property
     def module(self) -> nn.Module:
-        return self._model
+        return self._shared.model
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        gradients = gradients_of(self._values.parameters, self._step)
+        gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.gather()
         self._clock.before_push()
         # A step that is taken anew has brought its rows to the tables already.
         step, push_of_rows = None, None
-        if rows and not self._redone:
+        if rows and not self._refusals.num_redone:
             step = self._connected().joint_step(self._tables.shard_ids(rows))
             push_of_rows = self._tables.start_push(rows, step)
         result = self._push(gradients, step)
@@ -211,10 +210,10 @@ class AsyncSGD(Strategy):
             push_of_rows.result()
         if result.stale:
             self._begin_anew(result)
-        self._refused, self._redone = frozenset(), 0
+        self._refusals.over()
         self._clock.pushed()
         # The servers stepped for it; else a learning-rate schedule warns that nobody did.
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        self._shared.optimizer._opt_called = True  # type: ignore[attr-defined]
         self._step += 1
         self._count(result)
         self._watch_loss()
@@ -237,39 +236,30 @@ class AsyncSGD(Strategy):
         self._counts.pushed(result)
 
     def _push(self, gradients: Mapping[str, Tensor], step: JointStep | None = None) -> PushResult:
-        compensates = self._spec.staleness.kind == "compensate"
+        compensates = self._shared.spec.staleness.kind == "compensate"
         # Copied: a retry must send the same, and by then some of the new values may be there.
-        bases = self._values.copies() if compensates else None
+        bases = self._shared.values.copies() if compensates else None
         result = self._connected().push(
             {name: bytes_of(gradient) for name, gradient in gradients.items()},
             lr=self._rates(),
-            into=self._values.writable() if self._clock.wants_values else None,
+            into=self._shared.values.writable() if self._clock.wants_values else None,
             bases=bases,
-            only=self._refused or None,
+            only=self._refusals.shards or None,
             step=step,
         )
         if self._clock.wants_values:
-            self._values.adopt()
+            self._shared.values.adopt()
         return result
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
         """Get fresh values for the shards that refused the step; what the others have counts."""
-        self._refused = frozenset(result.stale)
-        self._redone += 1
+        self._refusals.refused(result.stale)
         self._counts.rejected()
         self._refresh()
-        refusal = next(iter(result.stale.values()))
-        if self._redone <= MAX_REDONE:
-            raise refusal
-        raise StalePush(
-            f"step {self._step} was refused as too stale again and again",
-            seen=f"{self._redone} times, at last with {refusal.seen}",
-            expected=refusal.expected,
-            fix="Raise reject_above, or let this member have smaller batches.",
-        )
+        self._refusals.tell(self._step, next(iter(result.stale.values())))
 
     def redoes(self, error: BaseException) -> bool:
-        return isinstance(error, StalePush) and self._redone <= MAX_REDONE
+        return isinstance(error, StalePush) and self._refusals.may_redo
 
     def finish(self) -> None:
         """Take the values as they are now: once all samples are done, the job's final ones."""
@@ -283,8 +273,8 @@ class AsyncSGD(Strategy):
 
     def _refresh(self) -> None:
         """Take the values as they are now."""
-        self._connected().pull(self._values.writable(), wait_s=0.0)
-        self._values.adopt()
+        self._connected().pull(self._shared.values.writable(), wait_s=0.0)
+        self._shared.values.adopt()
 
     @property
     def step(self) -> int:
@@ -298,7 +288,7 @@ class AsyncSGD(Strategy):
         """The values this member computes with, on the host: behind the last sample those of the
         job, before that as of its last push. Buffers are its own; the optimizer's state lives on
         the servers."""
-        return on_host(self._model)
+        return on_host(self._shared.model)
 
     def metrics(self) -> Mapping[str, float]:
         counts = self._counts.metrics()
@@ -316,15 +306,3 @@ class AsyncSGD(Strategy):
         if self._client is None:
             raise InternalError("the strategy was not attached", expected="attach() before enter()")
         return self._client
-
-
-def _level(acknowledge: str) -> Acknowledgement.ValueType:
-    name = f"ACKNOWLEDGEMENT_{acknowledge.upper()}"
-    if acknowledge not in LEVELS:
-        raise InvalidSpec(
-            "no such level of acknowledgement",
-            seen=repr(acknowledge),
-            expected=" or ".join(LEVELS),
-        )
-    # Where a shard has no backup, "replicated" is what its primary alone can give.
-    return Acknowledgement.Value(name)

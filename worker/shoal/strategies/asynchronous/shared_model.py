@@ -1,0 +1,19 @@
+"""What all members train together, as one of them holds it."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.strategies.asynchronous.shared_values import SharedValues
+from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedModel:
+    model: nn.Module
+    optimizer: Optimizer
+    values: SharedValues
+    """The model's parameters, to send and to fill."""
+    spec: OptimizerSpec
+    """What the servers do with what they are pushed."""
