@@ -14,26 +14,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import grpc
 import structlog
 
 from shoal_client.connection.coordinators import Coordinators, chance
-from shoal_client.connection.first_reply import FirstReplyTimeout
 from shoal_client.liveness.beat_board import Doing, Ending
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
+from shoal_client.membership.held_stream import HeldStream
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_core import JOIN_TIMEOUT_S, MemberCore
 from shoal_proto.errors import DeadlineExceeded, ShoalError
-from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 log = structlog.get_logger(__name__)
 
-FIRST_ANSWER_S = 1.0
-"""A coordinator that says nothing for so long is left for another, twice as late each time."""
 LEAVE_TIMEOUT_S = 3.0
 BEATEN_WITHIN_HEARTBEATS = 1.5
 """Heartbeats of the launcher that are no older spare this member its own."""
@@ -98,9 +94,7 @@ class MemberSession:
         self._core = MemberCore(member.identity)
         """Stepped under the condition's lock; single values are read without it."""
         self._threads = _Threads()
-        self._stream: grpc.Call | None = None
-        self._stream_address = ""
-        self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
+        self._stream = HeldStream(self._threads.closing)
         self._doing = Doing()
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -392,9 +386,9 @@ class MemberSession:
             case ev.OpenStream():
                 return self._hold_stream(effect)
             case ev.CancelStream():
-                self._cancel_stream()
+                self._stream.cancel()
             case ev.FindLeader():
-                self._coordinators.move_on(self._stream_address, effect.error)
+                self._coordinators.move_on(self._stream.address, effect.error)
             case ev.Judge():
                 return self._judge(effect)
             case ev.Break():
@@ -461,31 +455,10 @@ class MemberSession:
         """Until the stream ends, or what follows from a notice does not get through."""
         if self._threads.closing.wait(opening.after_s):
             return None
-        address = self._stream_address = self._coordinators.current
-        error: ShoalError | None = None
-        try:
-            stream = MembershipStub(self._coordinators.channel()).Attend(opening.request)
-            with self._changed:
-                self._stream = stream
-                if self._threads.closing.is_set():
-                    # `close` came in between, and found no stream that it could cancel.
-                    stream.cancel()
-            with self._first_reply.until_answered(stream):
-                for notice in stream:
-                    self._first_reply.answered()
-                    self._do(_heard(notice))
-        except grpc.RpcError as rpc_error:
-            error = self._first_reply.error(address) or from_rpc_error(rpc_error, address)
-        except ShoalError as answer_error:
-            # An answer to a notice did not get through, or came too late to count.
-            error = answer_error
-            self._cancel_stream()
+        error = self._stream.hold(
+            self._coordinators, opening.request, lambda notice: self._do(_heard(notice))
+        )
         return ev.StreamEnded(error=error, chance=chance())
-
-    def _cancel_stream(self) -> None:
-        with self._changed:
-            if self._stream is not None:
-                self._stream.cancel()
 
     def _beat(self) -> None:
         """Say every `heartbeat_s` that this member lives, until it is told that it is none."""
