@@ -66,10 +66,6 @@ class RunConfig:
         default_factory=lambda: dict(os.environ)
     )
     """What the workers' environment is made from."""
-    colour: Annotated[bool, _INTERNAL] = field(
-        default_factory=lambda: sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    )
-    """Whether the prefixes of the output are coloured."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "job", self.job or _job_of(self.script[0], self.module))
@@ -115,6 +111,11 @@ class RunConfig:
             )
         object.__setattr__(self, "desired_members", desired)
         object.__setattr__(self, "max_members", highest)
+
+    @property
+    def colour(self) -> bool:
+        """Whether the prefixes of the output are coloured."""
+        return sys.stdout.isatty() and "NO_COLOR" not in self.environment
 
     @property
     def target(self) -> Sequence[str]:
