@@ -1,7 +1,7 @@
 """How a membership ends by the member's own will, or an operator's."""
 
 from shoal_client.membership import member_events as ev
-from shoal_proto.errors import Fenced, ShoalError
+from shoal_proto.errors import Fenced, MemberDrained, ShoalError
 
 
 class Leaving:
@@ -29,8 +29,8 @@ class Leaving:
             self.was_told = True
             return []
         fields = {"member": member_id, "reason": str(error)}
-        if not isinstance(error, Fenced):
+        if not isinstance(error, (Fenced, MemberDrained)):
             return [ev.Log(event="leave_failed", fields=fields, is_warning=True)]
-        self.was_told = self._drained
-        ending: list[ev.Effect] = [] if self._drained else [ev.TellEnding(error=error)]
+        self.was_told = self._drained or isinstance(error, MemberDrained)
+        ending: list[ev.Effect] = [] if self.was_told else [ev.TellEnding(error=error)]
         return [*ending, ev.Log(event="leave_not_needed", fields=fields)]

@@ -315,6 +315,9 @@ class MemberCore:
     def _fail(self, error: ShoalError) -> Effects:
         if self.failure is not None:
             return []
+        if isinstance(error, MemberDrained):
+            # The others train without it; the word that says so is still on its way.
+            return self._take_drain(error.seen, now=True)
         self.failure = error
         effects = self._tell_ending(error)
         if self.track.generation:

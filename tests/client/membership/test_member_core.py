@@ -464,6 +464,24 @@ def test_a_drained_member_hands_over_once_and_goes_when_the_others_run() -> None
     assert member.does(leave) == ["Unclaim", "Leave"]
 
 
+def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_does() -> None:
+    """That is no loss: nothing is cut, and the word that it leaves is not needed."""
+    member = training()
+    member.does(ev.DrainWished(reason="SIGTERM"))
+    member.hears(committed(2, "b", planned=True), stop_at(2, 8))
+    call = the_call(member.core.step(ev.StoodStill(step=8, has_state=True), 0))
+    drained = MemberDrained("a has left job j", seen="SIGTERM")
+    assert member.does(ended(call, drained)) == [
+        "drain_noticed",
+        "TellEnding MemberDrained",
+        "Raise MemberDrained",
+    ]
+    leave = ev.LeaveWished(completed=False, reason="drained", timeout_s=3)
+    call = the_call(member.core.step(leave, 0))
+    assert member.does(ended(call, drained)) == ["leave_not_needed"]
+    assert member.core.leaving.was_told
+
+
 def test_who_finds_nobody_to_agree_with_on_its_drain_goes() -> None:
     member = training()
     call = the_call(member.core.step(ev.DrainWished(reason="SIGTERM"), 0))

@@ -12,7 +12,7 @@ from shoal_client.membership.member_core import MemberCore
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
-MAX_SEEDS = 60
+MAX_SEEDS = 150
 
 Patch = pytest.MonkeyPatch
 

@@ -4,6 +4,7 @@ from shoal_server.core.generations.roster import Roster
 from shoal_server.core.job.deadlines import passed
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.removal import Removal
+from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import DrainAsked, DrainNotice
 from shoal_server.core.membership.member import Member
 
@@ -75,7 +76,10 @@ class Drains:
         for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
             if leaver.drain.since_s is not None:
                 self._state.tell(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
-                self._removal.remove(leaver, f"drained: {leaver.drain.reason}", now_s)
+                reason, job = leaver.drain.reason, self._state.spec.job
+                refusal = refusals.drained(job, leaver.member_id, reason)
+                # A call of its own may come before the notice: it is to hear the same.
+                self._removal.remove(leaver, f"drained: {reason}", now_s, refusal=refusal)
             else:
                 # It asked a leader before this one, and will ask again: it waits at the boundary.
                 self._state.table.settle((leaver,), settled=False)

@@ -215,6 +215,7 @@ class RefusalKind:
     UNREACHABLE = "PeersUnreachable"
     STATE_LOST = "StateLost"
     BRING_UP = "BringUpFailed"
+    DRAINED = "MemberDrained"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,15 @@ def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
     )
 
 
+def drained(job: str, member_id: str, reason: str) -> Refusal:
+    return Refusal(
+        kind=RefusalKind.DRAINED,
+        what=f"{member_id} has left job {job}",
+        seen=reason,
+        expected="nothing more of it: the others train without it",
+    )
+
+
 def replaced(event: Event, incarnation: str, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,

@@ -3,7 +3,14 @@
 import pytest
 from support.members.job_world import World
 
-from shoal_server.core.generations.roster import JobSpec, Proposal, StateAction, Verdict
+from shoal_server.core.generations.roster import (
+    Generation,
+    JobSpec,
+    Proposal,
+    StateAction,
+    Step,
+    Verdict,
+)
 from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase
 
@@ -51,6 +58,26 @@ def test_the_leaver_goes_only_when_the_others_run() -> None:
     w.drain("b")
     w.run(1.5)
     assert leaver.drained
+
+
+def test_a_leaver_whose_own_call_is_faster_than_the_notice_hears_that_it_has_left() -> None:
+    """It is not told that it was lost: its launcher would start it again."""
+    w = running("a", "b", "c")
+    leaver = w.members["b"]
+    w.drain("b")
+    w.run(1.5)
+    assert leaver.drained
+    late = events.StepReported(
+        member_id="b",
+        incarnation=leaver.incarnation,
+        step=Step(6),
+        has_state=True,
+        left=Generation(1),
+    )
+    with pytest.raises(events.Refused) as refused:
+        w.job.handle(late, w.now_s)
+    assert refused.value.refusal.kind == events.RefusalKind.DRAINED
+    assert refused.value.refusal.seen == "spot notice"
 
 
 def test_several_leave_in_one_change() -> None:
