@@ -43,13 +43,18 @@ def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> No
     fitting = [cast.joins(name, desired=3) for name in ("a", "b")]
     odd = cast.joins("c", desired=3, fields=OTHER_FIELDS)
     members = [*fitting, odd]
-    records = [member.told("outcome").outcome for member in members]
-    assert records[0] == records[1] == records[2] == cast.record(1)
-    assert records[0].verdict == pb.VERDICT_ABORTED
-    (conflict,) = records[0].conflicts
-    assert conflict.field == "schema"
     for member in members:
-        assert isinstance(member.failed(), ProposalConflict)
+        error = member.failed()
+        assert isinstance(error, ProposalConflict)
+        assert error.details["schema"] == "schema: 's1' in a, b but 's2' in c"
+    record = cast.record(1)
+    assert record.verdict == pb.VERDICT_ABORTED
+    (conflict,) = record.conflicts
+    assert conflict.field == "schema"
+    # Who is refused in answer to a call may hear that before the notice.
+    told = [notice.outcome for member in members for k, notice in member.notices if k == "outcome"]
+    assert told
+    assert all(outcome == record for outcome in told)
 
 
 def test_a_newcomer_that_differs_disturbs_nobody(cast: Cast) -> None:

@@ -113,11 +113,15 @@ def test_as_a_module_its_layers_are_split():
     assert largest_difference(assemble(ranks), one_process(done)) <= TOLERANCE
     for rank in ranks:
         kernels = {
-            name: piece.box.sizes for name, piece in rank.pieces.items() if name.endswith("kernel")
+            name: shard.chunk.sizes
+            for name, shard in rank.shards.items()
+            if name.endswith("kernel")
         }
         assert len(kernels) == 3
         assert all(
-            piece.box.sizes != piece.shape for name, piece in rank.pieces.items() if name in kernels
+            shard.chunk.sizes != shard.shape
+            for name, shard in rank.shards.items()
+            if name in kernels
         )
 
 

@@ -18,7 +18,7 @@ from shoal_proto.errors import InvalidSpec, ShoalError, UnknownStrategy
 
 TOLERANCE = 1e-5
 NUM_STEPS, BATCH = 12, 24
-EXAMPLE = Path(__file__).parents[2] / "examples" / "train_torchrun.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "train_torchrun.py"
 
 
 def new_model() -> nn.Module:
