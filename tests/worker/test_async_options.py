@@ -199,7 +199,7 @@ def test_only_what_was_refused_is_pushed_again(servers: ParameterServers) -> Non
     )
     begin(slow, model, 1)
     ahead = min(slow._connected().versions)
-    fast._refused = frozenset({ahead})
+    fast._refusals.shards = frozenset({ahead})
     train(fast, other, range(1))
     with pytest.raises(StalePush, match=f"shard {ahead}"):
         slow.end_step(lambda: None)
