@@ -96,6 +96,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else arguments
     _forget_empty_variables()
     try:
+        code = _carry_out(given)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads has enough. Python would complain once more when it flushes at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return code
+
+
+def _carry_out(given: Sequence[str]) -> int:
+    try:
         run = parse(given)
     except (CycloptsError, ValueError) as error:
         print(f"{f'shoal {_name_of(given)}'.rstrip()}: {_sentence(error)}", file=sys.stderr)

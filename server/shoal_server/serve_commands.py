@@ -17,6 +17,8 @@ from shoal_server.parameters.config import ParameterServerConfig
 
 def coordinator(config: CoordinatorConfig) -> int:
     """Serve as a coordinator until SIGTERM or SIGINT."""
+    if _lacks("coordinator", "grpc_health", "fastapi", "prometheus_client"):
+        return 1
     from shoal_server.coordinator.process import serve  # noqa: PLC0415
 
     return _run("coordinator", serve(config))
@@ -24,16 +26,25 @@ def coordinator(config: CoordinatorConfig) -> int:
 
 def parameter_server(config: ParameterServerConfig) -> int:
     """Serve shards until SIGTERM or SIGINT."""
-    if importlib.util.find_spec("torch") is None:
-        print(
-            "shoal ps: torch is not installed; expected the extra 'server'."
-            " Run: pip install 'shoal[server]'",
-            file=sys.stderr,
-        )
+    if _lacks("ps", "torch", "grpc_health", extra="server"):
         return 1
     from shoal_server.parameters.process import serve  # noqa: PLC0415
 
     return _run("ps", serve(config))
+
+
+def _lacks(command: str, *modules: str, extra: str = "") -> bool:
+    """Whether one of the modules is not installed, which is told. The extra has the command's name
+    if not said otherwise."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        extra = extra or command
+        print(
+            f"shoal {command}: {missing[0]} is not installed; expected the extra '{extra}'."
+            f" Run: pip install 'shoal[{extra}]'",
+            file=sys.stderr,
+        )
+    return bool(missing)
 
 
 def _run(command: str, work: Coroutine[Any, Any, None]) -> int:

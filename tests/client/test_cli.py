@@ -1,6 +1,8 @@
 """The command line as a whole: help, typing errors, refusals, and completion."""
 
 import dataclasses
+import importlib.util
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -213,3 +215,39 @@ def test_without_a_command_the_list_is_shown(capsys: pytest.CaptureFixture[str])
     assert main([]) == 2
     assert "coordinator" in capsys.readouterr().out
     assert build_app(installed_commands()).name[0] == "shoal"
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly() -> None:
+    """`shoal completion zsh | head -1`: no traceback, of ours or of Python's."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal_client", "completion", "zsh"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [("coordinator", "grpc_health", "coordinator"), ("ps", "torch", "server")],
+)
+def test_a_server_whose_packages_are_not_installed_names_the_extra(
+    command: str,
+    module: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == module else real(name)
+    )
+    assert main([command]) == 1
+    assert f"pip install 'shoal[{extra}]'" in capsys.readouterr().err
