@@ -11,6 +11,7 @@ from support.clusters.coordinator_world import Served, entered, propose, served
 from support.processes.load import unhurried
 
 from shoal.data.sample_leases import Leases
+from shoal_client.connection import back_off
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import member_core
 from shoal_client.progress.clocks import Clock
@@ -23,6 +24,13 @@ from shoal_server.etcd.memory import MemoryStore
 
 LIMITS = Limits(heartbeat_s=unhurried(0.1), join_s=unhurried(3.0))
 LONGER_THAN_ANY_LIMIT_S = 1.5 * LIMITS.join_s
+
+
+@pytest.fixture(autouse=True)
+def clients_look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with limits of a minute: a roster may be answered for longer than a client rests."""
+    for name in ("PROMPT_BACK_OFF_S", "MAX_BACK_OFF_S"):
+        monkeypatch.setattr(back_off, name, LIMITS.prepare_s / 8)
 
 
 @asynccontextmanager
