@@ -50,6 +50,7 @@ def part_pids(command: Shoal) -> dict[str, int]:
     return found
 
 
+@pytest.mark.long
 def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path: Path) -> None:
     """Every part of `shoal up` is killed in turn while a DDP job and an asynchronous one train:
     each is started again, both jobs end with every update applied once, and nothing is left."""

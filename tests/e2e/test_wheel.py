@@ -85,6 +85,7 @@ print(len(modules))
 """
 
 
+@pytest.mark.long
 def test_every_module_imports_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     """All modules of the four packages import, from the new environment and not the source."""
     prefix = f"PREFIX = {str(installed.parent)!r}\n"

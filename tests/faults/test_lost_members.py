@@ -14,7 +14,11 @@ from .conftest import NUM_REPLICAS, new_cast
 ENDED_S = 20.0
 
 
-@pytest.fixture(scope="module", params=[signal.SIGKILL, signal.SIGSTOP], ids=lambda s: str(s.name))
+@pytest.fixture(
+    scope="module",
+    params=[signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)],
+    ids=lambda s: str(s.name),
+)
 def struck(
     request: pytest.FixtureRequest, replica_pool: Replicas
 ) -> Iterator[Mapping[str, Future[None]]]:

@@ -81,6 +81,7 @@ def test_a_hundred_kills_lose_no_row(cluster: ParameterCluster, kind: str) -> No
     kill_servers(cluster, kind, NUM_NIGHTLY_KILLS // len(KINDS))
 
 
+@pytest.mark.long
 def test_moves_lose_no_row(cluster: ParameterCluster) -> None:
     """A server that comes is given shards, one that gets SIGTERM hands its own over first; the
     state of each row's optimizer goes with the row, as the pushes behind the moves show."""
@@ -96,6 +97,7 @@ def test_moves_lose_no_row(cluster: ParameterCluster) -> None:
     assert check(work) > 0
 
 
+@pytest.mark.long
 def test_a_job_that_begins_right_after_a_kill_is_placed_on_servers_that_live(
     tmp_path: Path,
 ) -> None:

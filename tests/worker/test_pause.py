@@ -121,6 +121,7 @@ def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
         assert [generations(rank) for rank in crew] == [{1}] * 3
 
 
+@pytest.mark.long
 def test_who_is_away_without_a_pause_is_found_and_told_of_it(
     quick: LocalCluster, tmp_path: Path
 ) -> None:

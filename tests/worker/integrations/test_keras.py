@@ -106,6 +106,7 @@ def test_as_a_module_it_trains_under_any_strategy(strategy):
     assert largest_difference(ours, one_process(done)) <= TOLERANCE
 
 
+@pytest.mark.long
 def test_as_a_module_its_layers_are_split():
     """Over three ranks, by which no size divides; each rank's layers are its process' own."""
     done = keras_ranks.training()
