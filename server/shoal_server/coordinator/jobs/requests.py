@@ -105,6 +105,3 @@ def _seconds(name: str, value: float, above: float = -1.0) -> float:
 
 def _who(token: Token) -> dict[str, str]:
     return {"member_id": token.member_id, "incarnation": token.incarnation}
-
-
-__all__ = ["MAX_ERROR", "MemberRequest", "event_of", "joined"]

@@ -154,7 +154,7 @@ class TablePushKind:
         run: Runner,
         memory: Memory,
     ) -> None:
-        self.scope = _check(header)
+        self.scope = checked(header)
         self._header = header
         self._session = session
         self._is_live = is_live
@@ -220,23 +220,3 @@ class TablePushKind:
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._maker.with_route(error, self._header.token.job, shard_id, epoch)
         return TablePushOutcome(shard_id=shard_id, error=to_detail(error))
-
-
-def _check(header: TablePushHeader) -> Scope | None:
-    """The step that a push is part of. Raises for what is wrong with the push as a whole."""
-    check_sequence(header.sequence)
-    shard_ids = [item.shard_id for item in header.shards]
-    if len(set(shard_ids)) != len(shard_ids) or not set(shard_ids) <= set(header.all_shard_ids):
-        raise MalformedMessage(
-            "a push names a shard twice, or leaves one out of all its shards",
-            seen=str(sorted(shard_ids))[:200],
-            expected=f"each once, of {sorted(header.all_shard_ids)}"[:200],
-        )
-    for item in header.shards:
-        if item.HasField("lr") and not 0.0 <= item.lr < float("inf"):
-            raise InvalidSpec(
-                "the learning rate of a push is out of range",
-                seen=f"{item.lr:g}",
-                expected="0 <= lr, finite",
-            )
-    return Scope.of(header.all_shard_ids, of_tables=not header.with_parameters)
