@@ -1,27 +1,42 @@
-"""What random `kill -9` of parameter servers costs and loses, in bench/results/faults.json.
+"""What faults of all kinds cost and lose, in bench/results/faults.json.
 
     make bench NAME=faults
-    .venv/bin/python bench/faults.py 1000 300    # kills and moves instead of the default
+    .venv/bin/python bench/faults.py --kills 1000 --moves 300
+    .venv/bin/python bench/faults.py --kills 0 --moves 0 --partitions 60 --seed 2    # a piece of it
 
 Three servers that keep a copy of each other's shards, three workers that push without a pause,
-etcd and a coordinator, all of them processes of this machine. A primary is drawn and killed as
-soon as every shard has its copy again; another server is started in its place. Half of the kills
-with SGD with momentum, half with Adam.
+etcd and a coordinator, all of them processes of this machine. Half of the faults with SGD with
+momentum, half with Adam.
+
+- Kills: a primary is drawn and killed as soon as every shard has its copy again; another server is
+  started in its place. `failover_p99` goes from the kill until a push that was sent after it is
+  acknowledged.
+- Moves: a server comes, or one leaves. `move_pause_p99` is the longest push that any worker makes
+  while shards move for it, less the usual time of a push.
+- Partitions, pauses and outages, of 0.5 to 20 s (one outage in ten of 30 s): every server, etcd and
+  the coordinator have a network namespace of their own, and a router between them drops packets or
+  says that there is no way, in one direction or both. A server is cut from etcd only, from its
+  peers, from the coordinator, from the workers, or from all; processes are halted and go on; etcd
+  is killed, halted or away. It takes root. `recovery_p99` goes from the end of such a fault until
+  every shard has its copies and each worker gets through; `KIND_longest_push` is the longest push
+  that was under way during any fault of that kind.
 
 Each worker writes down what it pushed and what it was told. In the end the values must be, to the
 last bit, those of the serial replay of exactly the acknowledged pushes and some whose outcome
 nobody knows: `pushes_lost` and `pushes_applied_twice` count what contradicts it, and any other
-contradiction ends the bench. `failover_p99` goes from the kill until a push that was sent after it
-is acknowledged. `move_pause_p99` is the longest push that any worker makes while a server comes, or
-one leaves, and shards move for it, less the usual time of a push.
+contradiction ends the bench.
 """
 
+import argparse
 import gc
 import logging
+import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -30,16 +45,19 @@ import structlog
 # The checker and the cluster that may be killed are those of the tests.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
 
-from history.campaign import campaign, judge
+from history import faults
+from history.campaign import Campaign, campaign, judge
 from history.checker import Kind, Report
 from history.events import now_s
-from history.workers import OPTIMIZERS, Success, Work, Worker
+from history.workers import OPTIMIZERS, Work
 from rows import Row, publish, spread
 from support.clusters.parameter_cluster import ParameterCluster
+from support.network.namespaces import RoutedHosts, why_unavailable
 
 NUM_KILLS, NUM_MOVES = 200, 100
+NUM_PARTITIONS, NUM_PAUSES, NUM_OUTAGES = 24, 12, 12
 NUM_SERVERS, NUM_WORKERS = 3, 3
-SEED = 1
+FAULTS_A_JOB = 25
 
 
 class Contradiction(Exception):
@@ -68,27 +86,42 @@ def new_work(cluster: ParameterCluster, kind: str, directory: Path) -> Work:
     )
 
 
-def fail_over(kind: str, num_kills: int, directory: Path) -> tuple[list[float], Report]:
-    """Seconds of each failover, and what the checker says."""
+@dataclass(kw_only=True)
+class Measured:
+    """Of all that was done."""
+
+    failovers_s: list[float] = field(default_factory=list)
+    move_pauses_s: list[float] = field(default_factory=list)
+    recoveries_s: list[float] = field(default_factory=list)
+    longest_pushes_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """By kind of fault: the longest push during each."""
+    reports: list[Report] = field(default_factory=list)
+
+    def judged(self, work: Work) -> None:
+        report = judge(work)
+        print(f"{work.job}: {report}", flush=True)
+        self.reports.append(report)
+
+
+def fail_over(kind: str, num_kills: int, directory: Path, seed: int, measured: Measured) -> None:
     with ParameterCluster(directory, NUM_SERVERS) as cluster:
         work = new_work(cluster, kind, directory)
-        with without_collector(), campaign(cluster, work, SEED, NUM_WORKERS) as run:
+        with without_collector(), campaign(cluster, work, seed, NUM_WORKERS) as run:
             for number in range(num_kills):
                 cluster.await_ready()
                 run.await_in_step()
                 victim = run.kill_one()
                 took_s = run.failovers_s[-1]
                 print(f"{kind}: kill {number + 1}, {victim.server_id}: {took_s:.3f} s", flush=True)
-        return run.failovers_s, judge(work)
+        measured.failovers_s += run.failovers_s
+        measured.judged(work)
 
 
-def move(num_moves: int, directory: Path) -> list[float]:
-    """Seconds that pushes paused for in each planned move: a server comes, or the oldest is asked
-    to leave."""
-    pauses_s = []
+def move(num_moves: int, directory: Path, seed: int, measured: Measured) -> None:
+    """Planned moves: a server comes, or the oldest is asked to leave."""
     with ParameterCluster(directory, NUM_SERVERS) as cluster:
         work = new_work(cluster, "sgd", directory)
-        with without_collector(), campaign(cluster, work, SEED, NUM_WORKERS) as run:
+        with without_collector(), campaign(cluster, work, seed, NUM_WORKERS) as run:
             for number in range(num_moves):
                 run.await_in_step()
                 since_s = now_s()
@@ -99,56 +132,124 @@ def move(num_moves: int, directory: Path) -> list[float]:
                     cluster.await_ready()
                 run.await_spread()
                 run.await_all_succeed()
-                pauses_s.append(max(longest_pause_s(worker, since_s) for worker in run.workers))
-                print(f"move {number + 1}: {pauses_s[-1] * 1e3:.0f} ms", flush=True)
-        report = judge(work)
-    if report.faults:
-        raise Contradiction(str(report))
-    return pauses_s
+                pause_s = longest_push_s(run, since_s) - usual_push_s(run)
+                measured.move_pauses_s.append(pause_s)
+                print(f"move {number + 1}: {pause_s * 1e3:.0f} ms", flush=True)
+        measured.judged(work)
 
 
-def longest_pause_s(worker: Worker, since_s: float) -> float:
-    """The longest push of a worker from some time on, less a usual one."""
+def strike(planned: Sequence[faults.Fault], directory: Path, seed: int, measured: Measured) -> None:
+    """Every fault on one cluster; a few of them to a job, whose pushes are judged together."""
+    if not planned:
+        return
+    if why := why_unavailable():
+        raise SystemExit(f"partitions, pauses and outages: {why}")
+    with RoutedHosts() as hosts, ParameterCluster(directory, NUM_SERVERS, hosts=hosts) as cluster:
+        for first in range(0, len(planned), FAULTS_A_JOB):
+            number = first // FAULTS_A_JOB
+            kind = list(OPTIMIZERS)[number % len(OPTIMIZERS)]
+            work = new_work(cluster, kind, directory / str(number))
+            with without_collector(), campaign(cluster, work, seed, NUM_WORKERS) as run:
+                run.await_spread()
+                for fault in planned[first : first + FAULTS_A_JOB]:
+                    strike_once(run, hosts, fault, measured)
+            measured.judged(work)
 
-    def took_s(success: Success) -> float:
-        return success.answered_s - success.sent_s
 
-    recent = [success for success in worker.successes if success.answered_s > since_s]
-    return max(map(took_s, recent)) - median(map(took_s, worker.successes))
+def strike_once(run: Campaign, hosts: RoutedHosts, fault: faults.Fault, measured: Measured) -> None:
+    since_s = now_s()
+    faults.strike(run, hosts, fault)
+    took_s = now_s() - since_s
+    longest_s = longest_push_s(run, since_s)
+    measured.recoveries_s.append(took_s - fault.lasts_s)
+    measured.longest_pushes_s[fault.kind].append(longest_s)
+    print(f"{fault}: well after {took_s:.1f} s, longest push {longest_s:.1f} s", flush=True)
 
 
-def main() -> None:
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    asked = [int(argument) for argument in sys.argv[1:]]
-    num_kills = asked[0] if asked else NUM_KILLS
-    num_moves = asked[1] if len(asked) > 1 else NUM_MOVES
-    failovers_s: list[float] = []
-    reports = []
-    with tempfile.TemporaryDirectory() as name:
-        for kind in OPTIMIZERS:
-            taken_s, report = fail_over(kind, num_kills // len(OPTIMIZERS), Path(name) / kind)
-            print(f"{kind}: {report}", flush=True)
-            failovers_s += taken_s
-            reports.append(report)
-        pauses_s = move(num_moves, Path(name) / "move")
+def longest_push_s(run: Campaign, since_s: float) -> float:
+    """The longest push of any worker that was answered after some time."""
+    return max(
+        success.answered_s - success.sent_s
+        for worker in run.workers
+        for success in worker.successes
+        if success.answered_s > since_s
+    )
+
+
+def usual_push_s(run: Campaign) -> float:
+    return median(
+        success.answered_s - success.sent_s
+        for worker in run.workers
+        for success in worker.successes
+    )
+
+
+def asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for what, default in (
+        ("kills", NUM_KILLS),
+        ("moves", NUM_MOVES),
+        ("partitions", NUM_PARTITIONS),
+        ("pauses", NUM_PAUSES),
+        ("outages", NUM_OUTAGES),
+        ("seed", 1),
+    ):
+        parser.add_argument(f"--{what}", type=int, default=default)
+    return parser.parse_args()
+
+
+def contradictions(reports: Sequence[Report]) -> Mapping[Kind, int]:
     counted = {Kind.LOST: 0, Kind.TWICE: 0}
     for report in reports:
         for fault in report.faults:
             if fault.kind not in counted:
                 raise Contradiction(str(report))
             counted[fault.kind] += 1
-    pushed = sum(report.num_acknowledged for report in reports)
-    runs = {"runs": len(failovers_s)}
-    publish(
-        "faults",
-        [
-            Row(metric="pushes_lost", value=counted[Kind.LOST], unit="pushes", **runs),
-            Row(metric="pushes_applied_twice", value=counted[Kind.TWICE], unit="pushes", **runs),
-            Row(metric="pushes_acknowledged", value=pushed, unit="pushes", **runs),
-            *spread("failover", failovers_s, "s"),
-            *spread("move_pause", [pause_s * 1e3 for pause_s in pauses_s], "ms"),
-        ],
-    )
+    return counted
+
+
+def rows(measured: Measured) -> list[Row]:
+    counted = contradictions(measured.reports)
+    pushed = sum(report.num_acknowledged for report in measured.reports)
+    struck = len(measured.failovers_s) + len(measured.move_pauses_s) + len(measured.recoveries_s)
+    runs = {"runs": struck}
+    found = [
+        Row(metric="pushes_lost", value=counted[Kind.LOST], unit="pushes", **runs),
+        Row(metric="pushes_applied_twice", value=counted[Kind.TWICE], unit="pushes", **runs),
+        Row(metric="pushes_acknowledged", value=pushed, unit="pushes", **runs),
+    ]
+    if measured.failovers_s:
+        found += spread("failover", measured.failovers_s, "s")
+    if measured.move_pauses_s:
+        found += spread("move_pause", [s * 1e3 for s in measured.move_pauses_s], "ms")
+    if measured.recoveries_s:
+        found += spread("recovery", measured.recoveries_s, "s")
+    for kind, longest_s in sorted(measured.longest_pushes_s.items()):
+        metric = f"{kind}_longest_push"
+        found.append(Row(metric=metric, value=max(longest_s), unit="s", runs=len(longest_s)))
+    return found
+
+
+def main() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    want = asked()
+    measured = Measured()
+    rng = random.Random(want.seed)
+    planned = [
+        *faults.plan(faults.PARTITIONS, want.partitions, rng),
+        *faults.plan(faults.PAUSES, want.pauses, rng),
+        *faults.plan(faults.OUTAGES, want.outages, rng),
+    ]
+    rng.shuffle(planned)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for kind in OPTIMIZERS if want.kills else ():
+            num_kills = want.kills // len(OPTIMIZERS)
+            fail_over(kind, num_kills, directory / kind, want.seed, measured)
+        if want.moves:
+            move(want.moves, directory / "move", want.seed, measured)
+        strike(planned, directory / "strike", want.seed, measured)
+    publish("faults", rows(measured))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,8 @@ class EtcdOptions:
     """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
     """A member that does not serve after so long is given up."""
+    host: str = HOST
+    """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
     """What it takes to reach an etcd that serves TLS; None: it serves plain text."""
     arguments: Sequence[str] = ()
@@ -150,10 +152,11 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
     program = find_etcd()
     ports = _free_ports(2 * num_members)
     names = [f"etcd-{index}" if num_members > 1 else "etcd" for index in range(num_members)]
-    peers = {name: f"http://{HOST}:{port}" for name, port in zip(names, ports, strict=False)}
+    host = options.host
+    peers = {name: f"http://{host}:{port}" for name, port in zip(names, ports, strict=False)}
     scheme = "http" if options.credentials is None else "https"
     clients = {
-        name: f"{HOST}:{port}" for name, port in zip(names, ports[num_members:], strict=True)
+        name: f"{host}:{port}" for name, port in zip(names, ports[num_members:], strict=True)
     }
     # Tells our etcd from a stranger that took the port a moment before.
     token = secrets.token_hex(4)

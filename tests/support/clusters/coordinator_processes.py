@@ -34,7 +34,8 @@ class CoordinatorProcess(ServedProcess):
             supervisor,
             directory,
             name,
-            *("coordinator", "--etcd", etcd, "--listen", listen, "--http", "127.0.0.1:0"),
+            *("coordinator", "--etcd", etcd, "--listen", listen),
+            *("--http", f"{listen.rpartition(':')[0]}:0"),
             *("--heartbeat-s", str(heartbeat_s), "--leader-lease-s", str(lease_s)),
         )
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Self
@@ -21,6 +21,7 @@ import grpc
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import TEST_OPTIONS
 from support.network.gates import Network, Wire
+from support.network.namespaces import Host, RoutedHosts, SupervisorOn
 from support.processes.forking import forked
 from support.processes.served_process import awaited
 
@@ -41,7 +42,7 @@ LEASE_S = 2.0
 """As short as etcd grants it."""
 
 
-def _serve(config: ParameterServerConfig, log_path: Path) -> None:
+def _serve(config: ParameterServerConfig, log_path: Path, host: Host | None) -> None:
     """The whole life of a server process."""
     # Die with the process it was forked from, which ends with the one that runs the tests.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -50,6 +51,8 @@ def _serve(config: ParameterServerConfig, log_path: Path) -> None:
     with log_path.open("ab", buffering=0) as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
+    if host is not None:
+        host.enter()
     # What was said last before a SIGKILL is worth reading.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ["GRPC_VERBOSITY"] = "NONE"
@@ -65,6 +68,8 @@ class Server:
     log_path: Path
     wires: list[Wire] = field(default_factory=list)
     """The way of all others to it, and its own way to etcd."""
+    host: Host | None = None
+    """Where it runs, if not where the test does."""
     incarnation: str = ""
     """Known once it is registered; empty for one that was killed."""
 
@@ -73,7 +78,10 @@ class Server:
         assert self.config.ready_file is not None
         self.config.ready_file.unlink(missing_ok=True)
         self.process: BaseProcess = forked.Process(
-            target=_serve, args=(self.config, self.log_path), name=self.server_id, daemon=True
+            target=_serve,
+            args=(self.config, self.log_path, self.host),
+            name=self.server_id,
+            daemon=True,
         )
         self.process.start()
 
@@ -113,10 +121,13 @@ class ParameterCluster:
         network: Network | None = None,
         *,
         with_journals: bool = False,
+        hosts: RoutedHosts | None = None,
     ) -> None:
-        """With a network, every server lies behind wires of its own, which can be cut. With
-        journals, each finds its own again when it is started again."""
+        """With a network, every server lies behind wires of its own, which can be cut. With hosts,
+        each server has one of its id, and etcd and the coordinator have `etcd` and `coordinator`.
+        With journals, each finds its own again when it is started again."""
         self._with_journals = with_journals
+        self._hosts = hosts
         self._directory = directory
         self._num_servers = num_servers
         self._network = network
@@ -128,9 +139,11 @@ class ParameterCluster:
         with ExitStack() as stack:
             self._supervisor = stack.enter_context(Supervisor(grace_s=1.0))
             directory = self._directory / "etcd"
-            (self._etcd,) = start_etcd(self._supervisor.spawn, directory, TEST_OPTIONS)
+            on, address = self._on("etcd")
+            options = replace(TEST_OPTIONS, host=address)
+            (self._etcd,) = start_etcd(on.spawn, directory, options)
             self._channel = stack.enter_context(grpc.insecure_channel(self._etcd.endpoint))
-            self.coordinator = self._start_coordinator("127.0.0.1:0")
+            self.coordinator = self._start_coordinator(f"{self._on('coordinator')[1]}:0")
             stack.callback(self._end_servers)
             for number in range(self._num_servers):
                 self.start(f"ps-{number}")
@@ -159,7 +172,9 @@ class ParameterCluster:
         return server
 
     def _new(self, server_id: str) -> Server:
-        listen, advertise, etcd, wires = "127.0.0.1:0", "", self._etcd.endpoint, []
+        host = None if self._hosts is None else self._hosts.add(server_id)
+        address = "127.0.0.1" if host is None else host.address
+        listen, advertise, etcd, wires = f"{address}:0", "", self._etcd.endpoint, []
         if self._network is not None:
             listen = f"127.0.0.1:{_free_port()}"
             wires = [self._network.wire(listen), self._network.wire(etcd)]
@@ -176,7 +191,7 @@ class ParameterCluster:
             else None,
             num_threads=2,
         )
-        return Server(server_id, config, self._directory / f"{server_id}.log", wires)
+        return Server(server_id, config, self._directory / f"{server_id}.log", wires, host)
 
     def kill_all(self) -> None:
         """SIGKILL to every server before any of them can take over from another."""
@@ -280,7 +295,7 @@ class ParameterCluster:
     def _start_coordinator(self, listen: str) -> CoordinatorProcess:
         self._num_coordinators += 1
         return CoordinatorProcess(
-            self._supervisor,
+            self._on("coordinator")[0],
             self._directory,
             f"coordinator-{self._num_coordinators}",
             self._etcd.endpoint,
@@ -295,9 +310,24 @@ class ParameterCluster:
 
     def kill_etcd(self) -> None:
         """SIGKILL, and start it again on its data."""
+        self.end_etcd()
+        self.restart_etcd()
+
+    def end_etcd(self) -> None:
+        """SIGKILL."""
         self._etcd.process.kill()
         self._etcd.process.wait()
-        (self._etcd,) = start_members(self._supervisor.spawn, [self._etcd.member])
+
+    def restart_etcd(self) -> None:
+        """Start it again on its data, once it was ended."""
+        (self._etcd,) = start_members(self._on("etcd")[0].spawn, [self._etcd.member])
+
+    def _on(self, name: str) -> tuple[Supervisor, str]:
+        """What starts processes on a host, and its address."""
+        if self._hosts is None:
+            return self._supervisor, "127.0.0.1"
+        host = self._hosts.add(name)
+        return SupervisorOn(self._supervisor, host), host.address
 
     def signal_etcd(self, number: int) -> None:
         self._etcd.process.send_signal(number)
