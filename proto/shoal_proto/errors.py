@@ -81,6 +81,11 @@ class Overloaded(RetryError):
     """A bounded queue or table is full."""
 
 
+class DiskFull(Overloaded):
+    """The disk of a server's journal has no room. Pushes that are to be durable are retried until
+    there is some, however long that takes."""
+
+
 class CheckpointFailed(RetryError):
     """A checkpoint could not be written; training is as it was. `details` holds path, rank, errno.
 

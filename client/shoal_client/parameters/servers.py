@@ -15,6 +15,7 @@ from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_
 from shoal_proto import routes
 from shoal_proto.errors import (
     DeadlineExceeded,
+    DiskFull,
     RetryError,
     ShardNotReady,
     ShoalError,
@@ -67,8 +68,9 @@ class ShardServers(Generic[Stub]):
         took beyond the first.
 
         What may succeed later is attempted again until `timeout_s` has passed, by a newer map
-        where the old one may be at fault. Shards without values are waited for until `ready_by_s`
-        of the monotonic clock. A refusal that says where a shard is led now is followed at once:
+        where the old one may be at fault; room on a full disk is waited for, however long that
+        takes. Shards without values are waited for until `ready_by_s` of the monotonic clock. A
+        refusal that says where a shard is led now is followed at once:
         the map then names that server, too. Raises the error that ended it.
         """
         give_up_s = time.monotonic() + self._timeout_s
@@ -87,6 +89,11 @@ class ShardServers(Generic[Stub]):
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = worst_of(errors) if errors else _incomplete(todo)
+            for full in [error for error in errors if isinstance(error, DiskFull)][:1]:
+                # Once somebody has made room, all goes on from here. To end would help nobody.
+                give_up_s = time.monotonic() + self._timeout_s
+                if not isinstance(reason, DiskFull):
+                    log.warning("waiting_for_room_on_a_disk", reason=str(full))
             if _redirected(held, errors) and time.monotonic() < give_up_s:
                 retries += 1
                 continue

@@ -9,6 +9,9 @@
 Records are brought to disk in groups: all that came while the disk was busy goes with the next
 `fsync`. A shard's image, put there now and then, replaces all of its records up to the image's
 version; segments of which nothing is needed any more are removed.
+
+While the disk fails or is full, nothing new is taken: what was appended before is kept in memory,
+and written as soon as that succeeds. `failure` tells of it.
 """
 
 import fcntl
@@ -16,6 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, NamedTuple, TypeVar
@@ -24,6 +28,7 @@ import structlog
 
 from shoal_proto.errors import AddressInUse, Overloaded, ShoalError, Unavailable
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
+from shoal_server.parameters.journal.disk_failure import disk_failure
 from shoal_server.parameters.journal.images import JournalImages, Kept
 from shoal_server.parameters.journal.index import JournalSegment, Key
 from shoal_server.parameters.journal.replay import Recovered, read_index, replay
@@ -38,6 +43,8 @@ log = structlog.get_logger(__name__)
 State = TypeVar("State", bound=AnyShard)
 ENTRY_BYTES = 256
 """Counted for an entry beside its data."""
+RETRY_EACH_S = 0.5
+"""A disk that failed is tried again after so long."""
 
 
 class _Waiting(NamedTuple):
@@ -62,7 +69,7 @@ class Journal:
         self._pending_bytes = 0
         self._closing = False
         self._failure: ShoalError | None = None
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
         self._thread = threading.Thread(target=self._write_for_ever, name="shoal-journal")
 
     def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
@@ -73,7 +80,12 @@ class Journal:
         return replay(self._config.directory, self._images, self._index, make)
 
     def __enter__(self) -> "Journal":
-        self._begin_segment(self._next_number)
+        """Raises DiskFull or Unavailable where nothing can be written."""
+        try:
+            self._begin_segment(self._next_number)
+        except OSError as error:
+            self._claim.close()
+            raise disk_failure(self._config.directory, error) from error
         self._thread.start()
         return self
 
@@ -97,13 +109,20 @@ class Journal:
         with self._wake:
             return self._index.num_bytes
 
+    @property
+    def failure(self) -> ShoalError | None:
+        """DiskFull or Unavailable while the disk takes nothing."""
+        with self._wake:
+            return self._failure
+
     def check_room(self) -> None:
-        """Raise unless one more push can be kept: Overloaded, or Unavailable if the disk failed."""
+        """Raise Overloaded unless one more push can be kept. While the disk takes nothing at all,
+        pushes go on: only those that wait for it are told."""
         with self._wake:
             failure, pending_bytes = self._failure, self._pending_bytes
             num_bytes = self._index.num_bytes
         if failure is not None:
-            raise failure
+            return
         if pending_bytes > self._config.max_pending_bytes:
             raise Overloaded(
                 "the disk of the journal is behind",
@@ -123,7 +142,8 @@ class Journal:
         """Keep a push; done once it is on disk. To be called in the order of the versions.
 
         Never refuses, for the push is applied already: ask `check_room` before. The future fails
-        with Unavailable if the disk did.
+        with DiskFull or Unavailable if the disk did, or does: the push may be kept all the same,
+        and none after it is before an image of the shard was put.
         """
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
@@ -134,12 +154,16 @@ class Journal:
     def put_image(self, job: str, epoch: int, image: Image) -> None:
         """Keep a shard from here on, or let go of its records up to the image's version.
 
-        On disk when it returns. Blocks. Raises Unavailable, and then nothing has changed.
+        On disk when it returns. Blocks. Raises DiskFull or Unavailable, and then nothing has
+        changed.
         """
         with self._wake:
             # Above that of an end which was asked for before.
             number = self._next_number
-        kept = self._images.write(job, epoch, number, image)
+        try:
+            kept = self._images.write(job, epoch, number, image)
+        except Unavailable as error:
+            raise disk_failure(self._config.directory, error) from error
         with self._wake:
             superfluous = self._index.put(kept)
             removable = self._index.take_removable()
@@ -159,7 +183,8 @@ class Journal:
         done: Future[None] = Future()
         with self._wake:
             failure = self._failure
-            if failure is None:
+            # An end takes no room to speak of, and nobody would say it again.
+            if failure is None or entry.record is None:
                 self._queue.append(_Waiting(self._next_number, entry, done))
                 self._next_number += 1
                 self._pending_bytes += _num_bytes(entry)
@@ -175,45 +200,75 @@ class Journal:
                 batch, self._queue = self._queue, []
             if not batch:
                 return
-            try:
-                self._write(batch)
-            except (OSError, Unavailable) as error:
-                self._fail(error, batch)
+            superfluous = self._write_in_the_end(batch)
+            if superfluous is None:
                 return
             for waiting in batch:
-                waiting.done.set_result(None)
+                if not waiting.done.done():
+                    waiting.done.set_result(None)
+            self._tidy(superfluous, batch[-1].number + 1)
 
-    def _write(self, batch: Sequence[_Waiting]) -> None:
+    def _write_in_the_end(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
+        """The images that it made superfluous; None if the journal was to close before it could be
+        written."""
+        while True:
+            try:
+                superfluous = self._write(batch)
+            except OSError as error:
+                self._fail(error, batch)
+            else:
+                self._works_again()
+                return superfluous
+            with self._wake:
+                if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
+                    return None
+
+    def _write(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None]:
         assert self._file is not None
         segment = self._index.segments[-1]
         synced_bytes = segment.num_bytes
         data = b"".join(encode(entry, number, synced_bytes) for number, entry, _ in batch)
-        self._file.write(data)
-        self._file.flush()
+        # Of an attempt that failed any part may be there: it begins where the disk was sure.
+        self._file.truncate(synced_bytes)
+        self._file.seek(synced_bytes)
+        _write_all(self._file, data)
         self._fsync(self._file.fileno())
         with self._wake:
             segment.num_bytes += len(data)
-            superfluous = [self._index.note(number, entry) for number, entry, _ in batch]
             self._pending_bytes -= sum(_num_bytes(entry) for _, entry, _ in batch)
-        self._remove(superfluous, ())
-        if segment.num_bytes >= self._config.segment_bytes:
-            self._file.close()
-            self._begin_segment(batch[-1].number + 1)
+            return [self._index.note(number, entry) for number, entry, _ in batch]
+
+    def _tidy(self, superfluous: Sequence[Kept | None], next_number: int) -> None:
+        """Remove what is superfluous, and begin a new segment if this one is full. Where the disk
+        refuses, this one goes on growing, and more lies there than need be."""
+        try:
+            self._remove(superfluous, ())
+            if self._index.segments[-1].num_bytes >= self._config.segment_bytes:
+                self._begin_segment(next_number)
+        except (OSError, Unavailable) as error:
+            log.warning("journal_not_tidied", reason=str(error))
 
     def _begin_segment(self, first_number: int) -> None:
         segments = self._index.segments
         segment = JournalSegment(
             segments[-1].index + 1 if segments else 1, first_number, START_BYTES
         )
-        file = (self._config.directory / segment.file).open("xb")
-        file.write(start(first_number))
-        file.flush()
-        self._fsync(file.fileno())
-        sync_folder(self._config.directory)
+        path = self._config.directory / segment.file
+        file = path.open("xb", buffering=0)
+        try:
+            _write_all(file, start(first_number))
+            self._fsync(file.fileno())
+            sync_folder(self._config.directory)
+        except OSError:
+            file.close()
+            path.unlink()
+            raise
         with self._wake:
-            self._file = file
+            last, self._file = self._file, file
             segments.append(segment)
             removable = self._index.take_removable()
+        if last is not None:
+            last.close()
         self._remove((), removable)
 
     def _remove(self, images: Sequence[Kept | None], segments: Sequence[JournalSegment]) -> None:
@@ -221,20 +276,30 @@ class Journal:
             (self._config.directory / segment.file).unlink(missing_ok=True)
         self._images.remove([kept for kept in images if kept is not None])
 
-    def _fail(self, error: Exception, batch: Sequence[_Waiting]) -> None:
-        """After a failed write nobody knows what is on disk: nothing more is written."""
-        failure = Unavailable(
-            "the journal cannot be written",
-            seen=str(error),
-            expected=f"a disk at {self._config.directory} that works and has room",
-            fix="Restart the server once it does, or push with another level than durable.",
-        )
-        log.error("journal_failed", reason=str(failure))
+    def _fail(self, error: OSError, batch: Sequence[_Waiting]) -> None:
+        """Tell all who wait for the disk, and all who come to wait for it."""
+        failure = disk_failure(self._config.directory, error)
         with self._wake:
-            self._failure = failure
-            waiting, self._queue = [*batch, *self._queue], []
+            is_new, self._failure = self._failure is None, failure
+            waiting = [*batch, *self._queue]
+        if is_new:
+            log.error("journal_failed", reason=str(failure))
         for each in waiting:
-            each.done.set_exception(failure)
+            if not each.done.done():
+                each.done.set_exception(failure)
+
+    def _works_again(self) -> None:
+        with self._wake:
+            was_failing, self._failure = self._failure is not None, None
+        if was_failing:
+            log.info("journal_works_again")
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    """All of it to a file without a buffer, which may take a part only."""
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
 
 
 def _num_bytes(entry: JournalEntry) -> int:

@@ -4,23 +4,26 @@ What is applied counts as durable once the journal has the shard from an image o
 assignment names this server's disk (`ShardAssignment.on_disk`). A shard that is led elsewhere by
 now stays in the journal until its assignment names another disk: until then this is the only one
 that has it.
+
+While the disk takes nothing, whoever waits for it is told so; a shard is kept again, from a new
+image on, as soon as the disk works.
 """
 
 import asyncio
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor, Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 import structlog
 
-from shoal_proto.errors import ShoalError, Unavailable
+from shoal_proto.errors import ShoalError
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.image import Image, UpdateRecord
-from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.replica import Receipts, ShardReplica
+from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -28,6 +31,8 @@ log = structlog.get_logger(__name__)
 DISK = Holder("disk", "")
 """Stands for the disk among those who have received a version."""
 LOOK_EACH_S = 1.0
+LONGEST_PAUSE_S = 8.0
+"""Between two attempts to put an image of a shard that is not kept."""
 
 Take = Callable[[ShardReplica], Awaitable[Image]]
 PutOnDisk = Callable[[str, Collection[int]], Awaitable[None]]
@@ -36,11 +41,18 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _Led:
-    """A shard from when this server leads it until it does no longer."""
+    """A shard from when this server leads it until it does no longer, or starts to keep it once
+    more."""
 
     replica: ShardReplica
+    pauses: ExponentialBackOff
     kept: list[UpdateRecord] | None = field(default_factory=list)
-    """What follows the image; None once that is on disk and the record says so."""
+    """What follows the image; None once that is on disk and the record says so, and while
+    nothing is kept."""
+    why_not: ShoalError | None = None
+    """Why nothing is kept for now."""
+    again_s: float = 0.0
+    """When it is tried again, on the event loop's clock."""
 
 
 class ShardJournal:
@@ -71,16 +83,20 @@ class ShardJournal:
     def lead(self, replica: ShardReplica) -> None:
         """Keep a shard from here on. What is applied before its image is on disk is kept back, and
         follows it."""
-        led = self._led[_key(replica)] = _Led(replica)
+        self._keep_from_here(_Led(replica, _new_pauses()))
+
+    def _keep_from_here(self, led: _Led) -> None:
+        replica = led.replica
+        self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
         replica.disk.require([DISK])
-        replica.check_disk = self._check_room
+        replica.check_disk = self._journal.check_room
         self._tasks.start(self._begin(led))
 
     def tell(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """A push was applied. To be called for each, in order."""
         led = self._led.get(_key(replica))
-        if led is None or led.replica is not replica:
+        if led is None or led.replica is not replica or led.why_not is not None:
             return
         if led.kept is not None:
             led.kept.append(record)
@@ -101,7 +117,7 @@ class ShardJournal:
             image = await self._take(led.replica)
             await self._put(led.replica, image)
         except ShoalError as error:
-            self._give_up(led, error)
+            self._interrupt(led, error)
             return
         if self._led.get(key) is led:
             self._imaged.append((led, image))
@@ -121,7 +137,7 @@ class ShardJournal:
                     await self._put_on_disk(job, [led.replica.shard_id for led, _ in imaged])
                 except ShoalError as error:
                     for led, _ in imaged:
-                        self._give_up(led, error)
+                        self._interrupt(led, error)
                     continue
                 for led, image in imaged:
                     self._go_on(led, image)
@@ -129,45 +145,74 @@ class ShardJournal:
     def _go_on(self, led: _Led, image: Image) -> None:
         if self._led.get(_key(led.replica)) is not led or led.kept is None:
             return
+        led.pauses = _new_pauses()
         led.replica.disk.received(DISK, image.version)
         kept, led.kept = led.kept, None
         for record in kept:
             if record.push.version > image.version:
                 self._append(led.replica, record)
 
-    def _give_up(self, led: _Led, error: ShoalError) -> None:
+    def _interrupt(self, led: _Led, error: ShoalError) -> None:
+        """Keep nothing of a shard for now, and tell whoever waits for that."""
         replica = led.replica
-        log.error("shard_not_journaled", job=replica.job, shard_id=replica.shard_id, why=str(error))
-        if self._led.get(_key(replica)) is led:
-            replica.disk.end(error)
-            self.end(replica)
+        if self._led.get(_key(replica)) is not led or led.why_not is not None:
+            return
+        log.warning(
+            "shard_not_journaled", job=replica.job, shard_id=replica.shard_id, why=str(error)
+        )
+        led.why_not, led.kept = error, None
+        led.again_s = asyncio.get_running_loop().time() + led.pauses.next_s()
+        replica.disk.end(error)
+
+    def _resume(self) -> None:
+        """Keep shards again, as if they were led from now on."""
+        now_s = asyncio.get_running_loop().time()
+        for led in tuple(self._led.values()):
+            if led.why_not is not None and now_s >= led.again_s:
+                led.replica.disk = Receipts()
+                # A new one: what an earlier attempt comes to is not for this one.
+                self._keep_from_here(_Led(led.replica, led.pauses))
 
     def _append(self, replica: ShardReplica, record: UpdateRecord) -> None:
         loop = asyncio.get_running_loop()
         done = self._journal.append(replica.job, replica.shard_id, replica.epoch, record)
 
         def on_disk(result: "Future[None]") -> None:
-            loop.call_soon_threadsafe(_note, replica, record.push.version, result)
+            loop.call_soon_threadsafe(self._note, replica, record.push.version, result)
 
+        refused = done.exception() if done.done() else None
+        if isinstance(refused, ShoalError):
+            # At once: what follows must not be taken behind a gap, should the disk work by then.
+            self._interrupt(self._led[_key(replica)], refused)
+            return
         done.add_done_callback(on_disk)
 
     async def _put(self, replica: ShardReplica, image: Image) -> None:
         put = partial(self._journal.put_image, replica.job, replica.epoch, image)
         await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
-    def _check_room(self) -> None:
-        """Raise Overloaded while the disk is behind. One that failed is no reason to take no
-        pushes: only those that wait for it are told."""
-        with suppress(Unavailable):
-            self._journal.check_room()
+    def _note(self, replica: ShardReplica, version: int, result: "Future[None]") -> None:
+        error = result.exception()
+        led = self._led.get(_key(replica))
+        if error is None:
+            replica.disk.received(DISK, version)
+        elif isinstance(error, ShoalError) and led is not None and led.replica is replica:
+            self._interrupt(led, error)
 
     async def _look_for_ever(self) -> None:
-        """Put new images of shards whose old records fill the disk."""
+        """Put new images of shards whose old records fill the disk, and of those that were not kept
+        for a while."""
         while True:
             await asyncio.sleep(LOOK_EACH_S)
+            if self._journal.failure is None:
+                self._resume()
             for key in self._journal.overdue():
                 try:
                     await self._shorten(key)
+                except ShoalError as error:
+                    log.warning(
+                        "journal_not_shortened", job=key[0], shard_id=key[1], reason=str(error)
+                    )
                 except Exception:
                     # The journal is as it was, and is looked at again: without this task, it would
                     # fill the disk and nobody would be told why.
@@ -207,13 +252,9 @@ class ShardJournal:
             self._journal.forget(*key)
 
 
+def _new_pauses() -> ExponentialBackOff:
+    return ExponentialBackOff(LOOK_EACH_S, LONGEST_PAUSE_S)
+
+
 def _key(replica: ShardReplica) -> Key:
     return replica.job, replica.shard_id
-
-
-def _note(replica: ShardReplica, version: int, result: "Future[None]") -> None:
-    error = result.exception()
-    if error is None:
-        replica.disk.received(DISK, version)
-    elif isinstance(error, ShoalError):
-        replica.disk.end(error)

@@ -1,16 +1,19 @@
 """What was said to be on disk is there for the next process, and nothing is there twice."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.processes.served_process import awaited
 
-from shoal_proto.errors import AddressInUse, JournalDamaged, Overloaded, Unavailable
+from shoal_proto.errors import AddressInUse, DiskFull, JournalDamaged, Overloaded, Unavailable
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
@@ -204,27 +207,98 @@ def test_what_comes_while_the_disk_is_busy_goes_with_one_sync(tmp_path: Path) ->
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(200)))}
 
 
-def test_a_disk_that_fails_is_said_to_every_push(tmp_path: Path) -> None:
-    broken = threading.Event()
+class Disk:
+    """One that refuses to bring anything to it while it has an `error`."""
 
-    def failing(descriptor: int) -> None:
-        if broken.is_set():
-            raise OSError(5, "Input/output error")
+    def __init__(self) -> None:
+        self.error: OSError | None = None
+        self.refused = threading.Event()
+
+    def fsync(self, descriptor: int) -> None:
+        if self.error is not None:
+            self.refused.set()
+            raise self.error
         os.fsync(descriptor)
 
-    shard = Log(0)
-    with Journal(config(tmp_path), fsync=failing) as journal:
+
+FAILURES = {
+    "full": (OSError(errno.ENOSPC, "No space left on device"), DiskFull),
+    "broken": (OSError(errno.EIO, "Input/output error"), Unavailable),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) -> None:
+    """Whoever waits for it is told, what comes meanwhile is not taken, and other pushes go on. As
+    soon as it works, what was taken before is on it, and so is what follows the next image."""
+    error, told = FAILURES[kind]
+    disk, shard = Disk(), Log(0)
+    with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
         journal.append("job", 0, 1, shard.push(1)).result(LIMIT_S)
-        broken.set()
-        with pytest.raises(Unavailable, match="Input/output error"):
+        disk.error = error
+        with pytest.raises(told, match=str(error.strerror)):
             journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
-        with pytest.raises(Unavailable, match="journal cannot be written"):
+        with pytest.raises(told):
             journal.append("job", 0, 1, shard.push(3)).result(LIMIT_S)
-        with pytest.raises(Unavailable):
-            journal.check_room()
+        assert isinstance(journal.failure, told)
+        journal.check_room()
+        disk.error = None
+        awaited(lambda: journal.failure is None, LIMIT_S, "the disk works")
+        journal.put_image("job", 1, shard.image())
+        journal.append("job", 0, 1, shard.push(4)).result(LIMIT_S)
+    assert contents(tmp_path) == {("job", 0): (1, b"\1\2\3\4")}
+
+
+def test_a_process_that_ends_while_the_disk_fails_has_what_was_on_it(tmp_path: Path) -> None:
+    """The next one goes on from what was acknowledged, or a push more: nothing is torn."""
+    disk, shard = Disk(), Log(0)
+    with Journal(config(tmp_path), fsync=disk.fsync) as journal:
+        journal.put_image("job", 1, shard.image())
+        journal.append("job", 0, 1, shard.push(1)).result(LIMIT_S)
+        disk.error = OSError(errno.ENOSPC, "No space left on device")
+        with pytest.raises(DiskFull):
+            journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
     (_, pushed) = contents(tmp_path)["job", 0]
     assert pushed in (b"\1", b"\1\2")
+
+
+def test_a_shard_that_is_let_go_of_while_the_disk_fails_is_gone(tmp_path: Path) -> None:
+    """As soon as the disk works: nobody says it again."""
+    disk, shard = Disk(), Log(0)
+    with Journal(config(tmp_path), fsync=disk.fsync) as journal:
+        journal.put_image("job", 1, shard.image())
+        disk.error = OSError(errno.ENOSPC, "No space left on device")
+        with pytest.raises(DiskFull):
+            journal.append("job", 0, 1, shard.push(1)).result(LIMIT_S)
+        journal.forget("job", 0)
+        disk.error = None
+        awaited(lambda: journal.failure is None, LIMIT_S, "the disk works")
+    assert contents(tmp_path) == {}
+
+
+def test_a_segment_that_cannot_be_begun_leaves_the_last_one_in_use(tmp_path: Path) -> None:
+    """The disk has room for a push and none for a new file: pushes go on, in a longer segment."""
+    disk, shard = Disk(), Log(0)
+    is_begun = Path.open
+
+    def full(path: Path, mode: str = "r", *options: Any, **more: Any) -> Any:
+        if mode == "xb":
+            disk.refused.set()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return is_begun(path, mode, *options, **more)
+
+    with Journal(config(tmp_path, segment_bytes=300)) as journal:
+        journal.put_image("job", 1, shard.image())
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Path, "open", full)
+            for value in range(20):
+                journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
+            assert disk.refused.wait(LIMIT_S)
+        for value in range(20, 40):
+            journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
+    assert len(segments(tmp_path)) > 1
+    assert contents(tmp_path) == {("job", 0): (1, bytes(range(40)))}
 
 
 def test_two_servers_do_not_share_a_directory(tmp_path: Path) -> None:

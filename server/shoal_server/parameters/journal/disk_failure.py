@@ -1,0 +1,35 @@
+"""What an operating system's error at a journal's files means for whoever waits for the disk."""
+
+import errno
+from pathlib import Path
+
+from shoal_proto.errors import DiskFull, ShoalError, Unavailable
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def disk_failure(directory: Path, error: Exception) -> ShoalError:
+    """DiskFull where the disk has no room, else Unavailable."""
+    if _errno(error) in _NO_ROOM:
+        return DiskFull(
+            "the disk of the journal is full",
+            seen=str(error),
+            expected=f"room at {directory}",
+            fix="Make room there: pushes are acknowledged as durable again within seconds, and"
+            " nothing need be restarted. Other pushes go on meanwhile.",
+        )
+    return Unavailable(
+        "the journal cannot be written",
+        seen=str(error),
+        expected=f"a disk at {directory} that works",
+        fix="It is tried again each second. Push with another level than durable meanwhile.",
+    )
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """Of the operating system's error that this one is, or comes from."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return error.errno
+        error = error.__cause__
+    return None
