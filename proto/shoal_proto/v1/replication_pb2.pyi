@@ -112,7 +112,7 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class ShardHolding(_message.Message):
-    """Who holds a shard. Changed by a transaction that compares the whole record only."""
+    """Who holds a shard: a record of its own in etcd, changed by a transaction that compares it only."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -124,6 +124,8 @@ class ShardHolding(_message.Message):
     SUCCESSOR_FIELD_NUMBER: _builtins.int
     ON_DISK_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     """Number of times the primary was decided, from 1."""
@@ -132,6 +134,10 @@ class ShardHolding(_message.Message):
     durable. Empty: none was.
     """
     content: Global___ShardContent.ValueType
+    run: _builtins.str
+    """That of the job's JobHoldings: what another run of the same job left is not this one's."""
+    format: _builtins.int
+    """Of this message; 1. A later one is refused by who does not know it."""
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
@@ -157,45 +163,55 @@ class ShardHolding(_message.Message):
         successor: Global___Holder | None = ...,
         on_disk: _builtins.str = ...,
         content: Global___ShardContent.ValueType = ...,
+        run: _builtins.str = ...,
+        format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["joining", b"joining", "primary", b"primary", "successor", b"successor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "content", b"content", "epoch", b"epoch", "joining", b"joining", "on_disk", b"on_disk", "primary", b"primary", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "content", b"content", "epoch", b"epoch", "format", b"format", "joining", b"joining", "on_disk", b"on_disk", "primary", b"primary", "run", b"run", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardHolding: _TypeAlias = ShardHolding  # noqa: Y015
 
 @_typing.final
-class ShardHoldings(_message.Message):
+class JobHoldings(_message.Message):
+    """What belongs to all the shards of a job. Written once, after the ShardHolding of each: without
+    it, they are not there.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     copies: _builtins.int
     """Wanted copies of each shard, the primary included; fewer where there are fewer servers."""
+    num_shards: _builtins.int
+    """So many ShardHolding there are."""
     run: _builtins.str
-    """Drawn when the shards are placed. Shards of another run of the same job are not these."""
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardHolding]: ...
+    """Drawn when the shards are placed."""
+    format: _builtins.int
+    """Of this message; 1. A later one is refused by who does not know it."""
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         copies: _builtins.int = ...,
-        shards: _abc.Iterable[Global___ShardHolding] | None = ...,
+        num_shards: _builtins.int = ...,
         run: _builtins.str = ...,
+        format: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "job", b"job", "run", b"run", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "format", b"format", "job", b"job", "num_shards", b"num_shards", "run", b"run"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ShardHoldings: _TypeAlias = ShardHoldings  # noqa: Y015
+Global___JobHoldings: _TypeAlias = JobHoldings  # noqa: Y015
 
 @_typing.final
 class PushRecord(_message.Message):

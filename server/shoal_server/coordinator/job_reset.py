@@ -21,6 +21,7 @@ from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, KeyValueStore, Operation, Put
 from shoal_server.etcd.json_fields import Fields, Unreadable, taken_apart
+from shoal_server.etcd.records import assignments
 
 log = structlog.get_logger(__name__)
 
@@ -117,6 +118,6 @@ def _operations(earlier: EarlierRuns) -> list[Operation]:
     job = earlier.job
     return [
         Delete(keys.job_prefix(job), prefix=True),
-        Delete(keys.assignments(job)),
+        assignments.taken_away(job),
         Put(keys.reset(job), earlier.to_json()),
     ]

@@ -74,6 +74,8 @@ class Compare:
     field: str
     """"value", "mod_revision", "create_revision" or "version"."""
     expected: bytes | int
+    prefix: bool = False
+    """Of every key under a prefix: that its field is at most what is expected."""
 
 
 def value_is(key: str, value: bytes) -> Compare:
@@ -83,6 +85,12 @@ def value_is(key: str, value: bytes) -> Compare:
 def unchanged_since(key: str, mod_revision: Revision) -> Compare:
     """True while the key's newest write is that of `mod_revision` (0: the key does not exist)."""
     return Compare(key, "mod_revision", int(mod_revision))
+
+
+def none_written_after(prefix: str, revision: Revision) -> Compare:
+    """True while every key under the prefix was written at `revision` or before. That one was
+    deleted is not seen."""
+    return Compare(prefix, "mod_revision", int(revision), prefix=True)
 
 
 def created_at(key: str, create_revision: Revision) -> Compare:

@@ -66,11 +66,27 @@ def shard_map(job: str) -> str:
 
 
 def assignments(job: str) -> str:
-    """Who holds each of the job's shards, as a serialized ShardHoldings message.
+    """All that tells who holds the job's shards.
 
     Apart from the job's other keys: every parameter server watches all of these.
     """
-    return ASSIGNMENTS + job
+    return f"{ASSIGNMENTS}{job}/"
+
+
+def assignments_head(job: str) -> str:
+    """What belongs to all the shards of a job, as a serialized JobHoldings message."""
+    return f"{ASSIGNMENTS}{job}/head"
+
+
+def assignments_of_run(job: str, run: str) -> str:
+    """Those of one run: what another run of the job, or a placement that came to no end, left
+    beside them is known by its key."""
+    return f"{ASSIGNMENTS}{job}/{run}/"
+
+
+def shard_assignment(job: str, run: str, shard_id: int) -> str:
+    """Who holds a shard, as a serialized ShardHolding message."""
+    return f"{ASSIGNMENTS}{job}/{run}/{shard_id:08d}"
 
 
 def lineage(job: str) -> str:

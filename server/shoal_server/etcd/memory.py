@@ -189,6 +189,9 @@ class MemoryStore:
         return [KeyValue(key, value, none, none, 1) for key, value in values.items()]
 
     def _holds(self, compare: Compare) -> bool:
+        if compare.prefix and compare.field == "mod_revision":
+            under = self._under(compare.key)
+            return all(item.mod_revision <= int(compare.expected) for item in under)
         item = self._items.get(_checked(compare.key))
         match compare.field:
             case "value":

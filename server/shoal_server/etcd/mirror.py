@@ -5,7 +5,7 @@ refusal, an etcd that lost its data) ends what is here with the same error, or h
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -165,7 +165,12 @@ class PrefixMirror(Generic[T]):
 
     def note(self, item: Item | KeyValue) -> None:
         """Take in what was read or written apart from the watch, unless newer is known."""
-        if self._put(Item(item.key, item.value, item.mod_revision)):
+        self.note_all([item])
+
+    def note_all(self, items: Iterable[Item | KeyValue]) -> None:
+        """The same, of several."""
+        changed = [self._put(Item(i.key, i.value, i.mod_revision)) for i in items]
+        if any(changed):
             self._on_change()
 
     def forget(self, name: str) -> None:

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Iterator
 
 import pytest
+from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
@@ -309,10 +310,10 @@ def test_shards_of_an_earlier_run_are_not_those_of_the_next(
         run="the next one",
     )
     if missed:
-        servers.run(servers.store.put(keys.assignments(job), records.encode(anew)))
+        servers.run(write_assignments(servers.store, anew))
     else:
         servers.run(
-            servers.store.transact((), (Delete(keys.assignments(job)), Delete(keys.shard_map(job))))
+            servers.store.transact((), (records.taken_away(job), Delete(keys.shard_map(job))))
         )
     second = connect(servers, servers.admit("w1"))
     second.place(SCHEMA)

@@ -63,10 +63,9 @@ def wait_until(
 
     async def follow() -> JobAssignments:
         snapshot = await servers.store.range(keys.ASSIGNMENTS)
-        for item in snapshot.items:
-            found = records.parse(item).assignments
-            if is_so(found):
-                return found
+        found = records.parse_all("job", snapshot.items)
+        if found is not None and is_so(found):
+            return found
         async for batch in servers.store.watch(keys.ASSIGNMENTS, snapshot.revision):
             for _ in batch.events:
                 entry = await records.read(servers.store, "job")

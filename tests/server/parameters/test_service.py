@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
+from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import config
 
 from shoal_proto import MAX_MESSAGE_BYTES, MAX_PIECE_BYTES
@@ -52,7 +53,6 @@ from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.etcd.records.assignments import encode
 from shoal_server.parameters.process import running
 
 JOB = "job"
@@ -100,8 +100,7 @@ async def world() -> AsyncIterator[World]:
             ShardAssignment(shard_id=i, epoch=1, primary=server.replicas.me) for i in NUM_ELEMENTS
         ]
         replica.append(ShardAssignment(shard_id=5, epoch=1, primary=Holder("ps-9", "nine")))
-        record = encode(JobAssignments(job=JOB, copies=2, shards=tuple(replica)))
-        await store.put(keys.assignments(JOB), record)
+        await write_assignments(store, JobAssignments(job=JOB, copies=2, shards=tuple(replica)))
         yield World(store=store, stub=ParametersStub(channel), channel=channel)
     await store.close()
 

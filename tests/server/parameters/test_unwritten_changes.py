@@ -1,7 +1,7 @@
 """Work in the background that fails in a way that is not foreseen: nothing stays half-done."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -10,7 +10,7 @@ import pytest
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
@@ -41,7 +41,12 @@ class LockedRecord:
     def assignment(self, job: str, shard_id: int) -> ShardAssignment:
         return ShardAssignment(shard_id=0, epoch=1, primary=ME, backups=(OTHER,), successor=OTHER)
 
-    async def change(self, job: str, change: Callable[[JobAssignments], JobAssignments]) -> bool:
+    async def change(
+        self,
+        job: str,
+        shard_ids: Collection[int],
+        change: Callable[[ShardAssignment], ShardAssignment],
+    ) -> bool:
         self.asked.set()
         raise AccessDenied("etcd does not let this server write")
 

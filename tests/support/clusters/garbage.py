@@ -109,7 +109,9 @@ def all_garbage() -> list[Garbage]:
         add(f"reset: {name}", keys.RESETS + "{job}", value)
         for family in ("shards", "lineage"):
             add(f"{family}: {name}", keys.JOBS + "{job}/" + family, value, is_fatal=False)
-        add(f"assignments: {name}", keys.ASSIGNMENTS + "{job}", value, is_fatal=False)
+        for record in ("head", "run/00000000"):
+            key = keys.ASSIGNMENTS + "{job}/" + record
+            add(f"assignments {record}: {name}", key, value, is_fatal=False)
         add(f"server: {name}", keys.SERVERS + "{job}", value, is_fatal=False)
     for field, wrong in STATES.items():
         broken = good_state(f"bad-{len(found)}") | {field: wrong}

@@ -44,7 +44,7 @@ def created(servers: ParameterServers, optimizer: OptimizerSpec, job: str) -> Pa
 
 def drop(servers: ParameterServers, job: str) -> None:
     """The job is over, and all servers let go of it."""
-    servers.run(servers.store.delete(keys.assignments(job)))
+    servers.run(servers.store.delete(keys.assignments(job), prefix=True))
 
 
 def describe(servers: ParameterServers, server_id: str = "ps-0") -> DescribeReply:

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.process import BaseProcess
@@ -27,11 +28,13 @@ from support.processes.served_process import awaited
 
 from shoal_client.local.etcd import start_etcd, start_members
 from shoal_client.local.process import Supervisor
-from shoal_proto.etcd import etcd_pb2
 from shoal_proto.etcd.etcd_pb2_grpc import KVStub
-from shoal_proto.v1.replication_pb2 import ShardHoldings
+from shoal_server.core.shards.assignments import JobAssignments
 from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValue
+from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.remote.config import EtcdConfig
+from shoal_server.etcd.remote.wire import key_values, range_request
 from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.process import serve
@@ -218,7 +221,7 @@ class ParameterCluster:
         # On a machine that is busy a lease runs out now and then, and the server registers again.
         key = keys.server(server_id)
         record = awaited(lambda: self._read(key), START_S, f"{server_id} is registered")
-        found: dict[str, object] = json.loads(record)
+        found: dict[str, object] = json.loads(record[0].value)
         return found
 
     def _incarnation(self, server_id: str) -> str:
@@ -237,7 +240,7 @@ class ParameterCluster:
         gone = set(self.servers) - {server.server_id for server in self.present}
         for server_id in gone:
             awaited(
-                lambda key=server_id: self._read(keys.server(key)) is None,
+                lambda key=server_id: not self._read(keys.server(key)),
                 START_S,
                 f"the lease of {server_id} runs out",
             )
@@ -258,9 +261,10 @@ class ParameterCluster:
 
     # --- who holds what ---
 
-    def assignments(self, job: str) -> ShardHoldings:
-        """The record as it is now; empty before there is one."""
-        return ShardHoldings.FromString(self._read(keys.assignments(job)) or b"")
+    def assignments(self, job: str) -> JobAssignments:
+        """Who holds what as of now; nothing before the shards are placed."""
+        found = records.parse_all(job, self._read(keys.assignments(job), prefix=True))
+        return found or JobAssignments(job=job, copies=0, shards=())
 
     def primaries(self, job: str) -> list[Server]:
         """Servers that are the primary of some shard."""
@@ -276,7 +280,7 @@ class ParameterCluster:
             holders = [(h.server_id, h.incarnation) for h in (shard.primary, *shard.backups)]
             if not alive.issuperset(holders) or len(holders) < wanted:
                 return False
-            if shard.HasField("joining") or shard.HasField("successor"):
+            if shard.joining is not None or shard.successor is not None:
                 return False
         return bool(record.shards)
 
@@ -284,11 +288,10 @@ class ParameterCluster:
         """Whether it is in step, and every server leads some shard."""
         return self.is_in_step(job) and len(self.primaries(job)) == len(self.present)
 
-    def _read(self, key: str) -> bytes | None:
-        reply = KVStub(self._channel).Range(
-            etcd_pb2.RangeRequest(key=key.encode()), timeout=CALL_S, wait_for_ready=True
-        )
-        return reply.kvs[0].value if reply.kvs else None
+    def _read(self, key: str, *, prefix: bool = False) -> Sequence[KeyValue]:
+        request = range_request(key, prefix=prefix)
+        reply = KVStub(self._channel).Range(request, timeout=CALL_S, wait_for_ready=True)
+        return key_values(reply.kvs)
 
     # --- the others ---
 

@@ -7,8 +7,8 @@ each other without it. So nothing is lost while no coordinator leads.
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import structlog
@@ -19,15 +19,15 @@ from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.core.shards import loads
 from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, JobAssignments
+from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, rebalance
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Revision
 from shoal_server.etcd.mirror import PrefixMirror
-from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records import shard_map
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
 from shoal_server.serving.tasks import gather_bounded, running
 
 log = structlog.get_logger(__name__)
@@ -58,6 +58,9 @@ class ShardController:
         bytes pushed to each shard since its primary leads it; without it, or where not every shard
         could be asked for, sizes alone say what a shard weighs."""
         self._store = store
+        self._assignments = AssignmentMirror(
+            store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
+        )
         self._restore = restore
         self._read_pushed = read_pushed
         self._num_bytes: dict[str, dict[int, int]] = {}
@@ -70,45 +73,48 @@ class ShardController:
         self._suspect_until_s: dict[Holder, float] = {}
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """By key: why the shards of a job are left as they are, which is logged once."""
+        """By job: why its shards are left as they are, which is logged once."""
+        self._due: set[str] = set()
+        """Jobs to be looked at."""
         self._wake = asyncio.Event()
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator["ShardController"]:
         """Works as long as the block runs."""
-        self._wake.set()
-        # What lies there is read when there is work; here it is only told that something changed.
-        async with (
-            self._mirror(keys.SERVERS),
-            self._mirror(keys.ASSIGNMENTS),
-            running(self._work()),
-        ):
-            yield self
-
-    def _mirror(self, prefix: str) -> PrefixMirror[Revision]:
-        return PrefixMirror(
+        # Servers are read when there is work; here it is only told that something changed.
+        servers = PrefixMirror[Revision](
             self._store,
-            prefix,
+            keys.SERVERS,
             lambda item: item.mod_revision,
-            on_change=self._wake.set,
+            on_change=self._look_at_all,
             resync=True,
         )
+        async with servers, self._assignments, running(self._work()):
+            yield self
+
+    def _look_at(self, jobs: Iterable[str]) -> None:
+        self._due.update(jobs)
+        self._wake.set()
+
+    def _look_at_all(self) -> None:
+        self._look_at(self._assignments.jobs)
 
     async def _work(self) -> None:
+        loop = asyncio.get_running_loop()
+        measure_at_s = loop.time() + MEASURE_EACH_S
         while True:
             # Now and then without being woken: a server that stays away becomes a dead one, and
             # loads change.
-            is_time = False
-            try:
-                async with asyncio.timeout(MEASURE_EACH_S):
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(measure_at_s):
                     await self._wake.wait()
-            except TimeoutError:
-                is_time = True
             self._wake.clear()
             try:
-                if is_time:
+                if loop.time() >= measure_at_s:
+                    measure_at_s = loop.time() + MEASURE_EACH_S
+                    self._look_at_all()
                     await self._measure()
-                await self._reconcile_all()
+                await self._reconcile_due()
             except Exception as error:
                 # The outermost frame of this work: were it to end, nothing were copied again.
                 if isinstance(error, ShoalError):
@@ -118,33 +124,37 @@ class ShardController:
                 await asyncio.sleep(RETRY_PAUSE_S)
                 self._wake.set()
 
-    async def _reconcile_all(self) -> None:
-        snapshot = await self._store.range(keys.ASSIGNMENTS)
+    async def _reconcile_due(self) -> None:
+        if not self._due:
+            return
+        # After the assignments, so that whoever these name is seen if it is there.
         present = await self._servers()
-        known = set()
-        for item in snapshot.items:
-            known.add(item.key.removeprefix(keys.ASSIGNMENTS))
+        while self._due:
+            job = self._due.pop()
             try:
-                await self._reconcile(records.parse(item), present)
-                self._troubles.pop(item.key, None)
+                await self._reconcile(job, present)
+                self._troubles.pop(job, None)
             except RetryError:
+                self._due.add(job)
                 raise
             except Exception as error:  # noqa: BLE001 - one job's trouble is to harm no other
-                self._note_trouble(item.key, error)
-        for job in self._last.keys() - known:
-            self._last.pop(job)
-            self._forget(job)
+                self._note_trouble(job, error)
 
-    def _note_trouble(self, key: str, error: Exception) -> None:
-        if self._troubles.get(key) == repr(error):
+    def _note_trouble(self, job: str, error: Exception) -> None:
+        if self._troubles.get(job) == repr(error):
             return
-        self._troubles[key] = repr(error)
-        log.error("shards_of_job_not_rebalanced", key=key, reason=str(error), error=repr(error))
+        self._troubles[job] = repr(error)
+        log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """The job's record is gone."""
-        self._troubles.pop(keys.assignments(job), None)
-        for known_of_it in (self._num_bytes, self._pushed, self._weights):
+        """The job's records are gone, or of another run."""
+        for known_of_it in (
+            self._last,
+            self._troubles,
+            self._num_bytes,
+            self._pushed,
+            self._weights,
+        ):
             known_of_it.pop(job, None)
         for gone in (self._gone, self._gone_disks):
             gone.pop(job, None)
@@ -156,36 +166,39 @@ class ShardController:
             leaving=frozenset(server.holder for server in found if server.is_leaving),
         )
 
-    async def _reconcile(self, entry: records.StoredAssignments, seen: Servers) -> None:
-        job = entry.assignments.job
-        last = self._last.get(job)
-        if last is not None and last.run != entry.assignments.run:
-            self._last.pop(job)
-            self._forget(job)
+    async def _reconcile(self, job: str, seen: Servers) -> None:
         if await self._is_finished(job):
-            await self._store.delete(keys.assignments(job))
+            await self._store.delete(keys.assignments(job), prefix=True)
             return
         weights = await self._weights_of(job)
+        before = self._assignments.assembled(job)
+        if before is None:
+            return
         servers = replace(
             seen,
-            dead=self._dead(entry.assignments, seen),
-            suspects=self._suspects(entry.assignments, seen),
-            disks=self._disks(entry.assignments, seen),
+            dead=self._dead(before, seen),
+            suspects=self._suspects(before, seen),
+            disks=self._disks(before, seen),
         )
-        lost = num_lost(entry.assignments, servers)
+        lost = num_lost(before, servers)
         if lost and self._restore is not None and not await self._may_begin_anew(job):
             return
+        after = rebalance(before, servers, weights)
+        changes = {
+            b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
+        }
+        self._last[job] = before
+        if not changes:
+            return
 
-        def rebalanced(assignments: JobAssignments) -> JobAssignments:
-            return rebalance(assignments, servers, weights)
+        def rebalanced(assignment: ShardAssignment) -> ShardAssignment:
+            # Whoever wrote it meanwhile has this job looked at once more.
+            then, wanted = changes[assignment.shard_id]
+            return wanted if assignment == then else assignment
 
-        changed = await records.change(self._store, entry, rebalanced)
-        if changed is not None:
-            self._last[job] = changed.assignments
-        if changed is not None and changed.revision != entry.revision:
-            log.info(
-                "shards_rebalanced", job=job, **_summary(entry.assignments, changed.assignments)
-            )
+        if await self._assignments.change(job, changes, rebalanced):
+            self._last[job] = self._assignments.assembled(job) or before
+            log.info("shards_rebalanced", job=job, **_summary(before, after))
 
     async def _may_begin_anew(self, job: str) -> bool:
         """Whether there is nothing that the job could be brought back from."""
@@ -195,7 +208,7 @@ class ShardController:
         except ShoalError as error:
             # Other jobs do not wait for a storage that is away.
             log.warning("lost_shards_not_restored", job=job, reason=str(error))
-            asyncio.get_running_loop().call_later(RESTORE_AGAIN_S, self._wake.set)
+            asyncio.get_running_loop().call_later(RESTORE_AGAIN_S, self._look_at, [job])
             return False
 
     def _dead(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:
@@ -232,8 +245,8 @@ class ShardController:
             for holder, until_s in self._suspect_until_s.items()
             if until_s > now_s and holder in seen.present
         }
-        if self._suspect_until_s:
-            asyncio.get_running_loop().call_later(SUSPECT_S, self._wake.set)
+        if dropped:
+            asyncio.get_running_loop().call_later(SUSPECT_S, self._look_at_all)
         return frozenset(self._suspect_until_s)
 
     async def _is_finished(self, job: str) -> bool:
@@ -264,7 +277,7 @@ class ShardController:
         except RetryError:
             raise
         except ShoalError as error:
-            self._note_trouble(keys.assignments(job), error)
+            self._note_trouble(job, error)
             return
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed

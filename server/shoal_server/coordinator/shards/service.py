@@ -16,6 +16,7 @@ from shoal_proto.errors import (
     RetryError,
     ShapeMismatch,
     ShoalError,
+    Unavailable,
 )
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.identity_pb2 import Token
@@ -143,10 +144,12 @@ class ShardsService(ShardsServicer):
             )
         key = keys.shard_map(job)
         try:
-            result = await self._store.transact(
-                [absent(key)],
-                [Put(key, value), Put(keys.assignments(job), assignments.encode(first))],
-                [Get(key)],
+            result = await assignments.place(
+                self._store,
+                first,
+                compares=[absent(key)],
+                operations=[Put(key, value)],
+                otherwise=[Get(key)],
             )
         except RetryError as error:
             if error.details.get("outcome") != "unknown":
@@ -164,6 +167,11 @@ class ShardsService(ShardsServicer):
                 num_bytes=sum(p.num_bytes for p in parameters),
             )
             return draft
+        if not result.reads[0]:
+            raise Unavailable(
+                f"the records of job {job} were taken away while its shards were placed",
+                fix="Place them again.",
+            )
         return shard_map.parse(job, result.reads[0][0].value)
 
     async def _await_map(self, job: str, wait_s: float) -> ShardMap | None:

@@ -1,9 +1,9 @@
 """Restoring a snapshot: the servers that are there get its shards, whoever held them then.
 
-The assignment record is taken away, so that every server lets go of what it has of the job, and
+The assignment records are taken away, so that every server lets go of what it has of the job, and
 written anew with higher epochs. Then each server loads what it is to lead, and copies are made of
-it as ever. The sample ledger becomes that of the cut. If a server cannot load, the record is taken
-away again: nobody finds half of a snapshot.
+it as ever. The sample ledger becomes that of the cut. If a server cannot load, the records are
+taken away again: nobody finds half of a snapshot.
 """
 
 import asyncio
@@ -40,8 +40,9 @@ from shoal_server.etcd.api import (
     KeyValueStore,
     Operation,
     Put,
+    TransactionResult,
     absent,
-    unchanged_since,
+    none_written_after,
 )
 from shoal_server.etcd.records import assignments, shard_map
 from shoal_server.serving.tasks import gather_settled
@@ -119,7 +120,7 @@ class SnapshotRestorer:
     async def _replaced(
         self, manifest: Manifest, layout: ShardMap, present: Sequence[Holder]
     ) -> JobAssignments:
-        """Write the new assignment record, the ledger and the lineage; the record."""
+        """Write the new assignment records, the ledger and the lineage; who holds what now."""
         job = manifest.job
         await self._check_layout(job, layout)
         before = await assignments.read(self._store, job)
@@ -131,25 +132,30 @@ class SnapshotRestorer:
                 known = epochs.get(assignment.shard_id, 0)
                 epochs[assignment.shard_id] = max(assignment.epoch, known)
             # In a transaction of its own: every server lets go of what it has.
-            await self._transact(
-                job,
-                [unchanged_since(keys.assignments(job), before.revision)],
-                [Delete(keys.assignments(job))],
+            unchanged = none_written_after(keys.assignments(job), before.revision)
+            result = await self._store.transact(
+                [*self._leadership(), unchanged], [assignments.taken_away(job)]
             )
+            _require(result, job)
         wanted = JobAssignments(
-            job=job, copies=copies, shards=_spread(manifest.parts, epochs, present)
+            job=job,
+            copies=copies,
+            shards=_spread(manifest.parts, epochs, present),
+            run=secrets.token_hex(8),
         )
         value = layout.SerializeToString(deterministic=True)
-        await self._transact(
-            job,
-            [absent(keys.assignments(job))],
-            [
+        result = await assignments.place(
+            self._store,
+            wanted,
+            fence=self._leadership(),
+            compares=[absent(keys.assignments_head(job))],
+            operations=[
                 Put(keys.shard_map(job), value),
-                Put(keys.assignments(job), assignments.encode(wanted)),
                 Put(keys.lineage(job), secrets.token_hex(8).encode()),
                 _ledger(manifest),
             ],
         )
+        _require(result, job)
         self._on_cursor(job)
         return wanted
 
@@ -188,19 +194,16 @@ class SnapshotRestorer:
 
     async def _take_away(self, job: str) -> None:
         try:
-            await self._store.transact(self._leadership(), [Delete(keys.assignments(job))])
+            await self._store.transact(self._leadership(), [assignments.taken_away(job)])
         except ShoalError as error:
             log.error("half_restored", job=job, reason=str(error))
 
-    async def _transact(
-        self, job: str, compares: Sequence[Compare], then: Sequence[Operation]
-    ) -> None:
-        result = await self._store.transact([*self._leadership(), *compares], then)
-        if not result.succeeded:
-            raise DeadlineExceeded(
-                f"the holders of job {job} changed while it was restored",
-                fix="Restore again.",
-            )
+
+def _require(result: TransactionResult, job: str) -> None:
+    if not result.succeeded:
+        raise DeadlineExceeded(
+            f"the holders of job {job} changed while it was restored", fix="Restore again."
+        )
 
 
 def _checked(manifest: Manifest) -> ShardMap:

@@ -14,9 +14,8 @@ from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsServicer
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.taking import SnapshotTaker
-from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, KeyValueStore
-from shoal_server.etcd.records import snapshot_roots
+from shoal_server.etcd.records import assignments, snapshot_roots
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import running
 from shoal_server.serving.threads import to_thread_uncancelled
@@ -118,7 +117,7 @@ class SnapshotService(SnapshotsServicer):
         while True:
             now_s = time.monotonic()
             try:
-                jobs = await _jobs(store)
+                jobs = await assignments.jobs(store)
             except ShoalError as error:
                 log.warning("jobs_not_listed", reason=str(error))
                 jobs = list(due_s)
@@ -159,13 +158,6 @@ class SnapshotService(SnapshotsServicer):
             )
         roots = AllowedRoots(self._policy.allowed)
         return await asyncio.to_thread(lambda: SnapshotLibrary(open_below(roots, where), job))
-
-
-async def _jobs(store: KeyValueStore) -> list[str]:
-    return [
-        item.key.removeprefix(keys.ASSIGNMENTS)
-        for item in (await store.range(keys.ASSIGNMENTS)).items
-    ]
 
 
 def _summary(

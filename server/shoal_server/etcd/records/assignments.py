@@ -1,11 +1,19 @@
-"""The record of who holds a job's shards, in etcd: read whole, replaced by compare-and-swap."""
+"""Who holds a job's shards, in etcd: a record of each shard, replaced by compare-and-swap.
 
-from collections.abc import Callable
+What belongs to the job as a whole, its head, is written once, after the records of all shards; the
+transaction that writes it decides that they are placed. Until then they are there for nobody, and
+whoever places next takes them away. Keys name the run of the job, so no two placements meet, and
+what another run left is never mistaken for this one's.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+import structlog
+from google.protobuf.message import DecodeError, Message
 
-from shoal_proto.errors import InternalError, RetryError
+from shoal_proto.errors import InternalError, NotLeader, RetryError
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -14,10 +22,31 @@ from shoal_server.core.shards.assignments import (
     ShardContent,
 )
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import Get, KeyValue, KeyValueStore, Put, Revision, unchanged_since
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    Get,
+    KeyValue,
+    KeyValueStore,
+    Operation,
+    Put,
+    Revision,
+    TransactionResult,
+    created_at,
+    unchanged_since,
+)
 from shoal_server.etcd.mirror import Item
+from shoal_server.serving.tasks import gather_bounded
 
-Change = Callable[[JobAssignments], JobAssignments]
+log = structlog.get_logger(__name__)
+
+M = TypeVar("M", bound=Message)
+Change = Callable[[ShardAssignment], ShardAssignment]
+
+FORMAT = 1
+SHARDS_A_TRANSACTION = 100
+"""etcd takes 128 operations, as many comparisons, and 1.5 MiB."""
+TRANSACTIONS_AT_ONCE = 4
 
 _CONTENTS = {
     ShardContent.NONE: pb.ShardContent.SHARD_CONTENT_NONE,
@@ -28,99 +57,315 @@ _CONTENTS = {
 _CONTENT_OF = {number: content for content, number in _CONTENTS.items()}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobHead:
+    """What belongs to all the shards of a job."""
+
+    job: str
+    copies: int
+    run: str
+    num_shards: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredShard:
+    """A shard's record as it lies in etcd."""
+
+    job: str
+    run: str
+    assignment: ShardAssignment
+    value: bytes
+    """What it was read from: it may have fields that are not known here."""
+    revision: Revision
+    """That it was written at."""
+
+    @property
+    def key(self) -> str:
+        return keys.shard_assignment(self.job, self.run, self.assignment.shard_id)
+
+    def replaced(self, assignment: ShardAssignment) -> Put:
+        """The write that has the shard held like this."""
+        return Put(self.key, encode_shard(self.run, assignment, self.value))
+
+    @property
+    def is_unchanged(self) -> Compare:
+        """That nobody wrote it since."""
+        return unchanged_since(self.key, self.revision)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredAssignments:
-    """A record and the revision it was written at."""
+    """All the records of a job, as of one revision."""
 
     assignments: JobAssignments
     revision: Revision
 
 
+# --- reading ---
+
+
 async def read(store: KeyValueStore, job: str) -> StoredAssignments | None:
-    found = await store.get(keys.assignments(job))
-    return None if found is None else parse(found)
+    """Raises InternalError for a job of which a record is missing or does not parse."""
+    listed = await store.range(keys.assignments(job))
+    found = parse_all(job, listed.items)
+    return None if found is None else StoredAssignments(found, listed.revision)
 
 
-async def change(
-    store: KeyValueStore, stored: StoredAssignments, wanted: Change
-) -> StoredAssignments | None:
-    """Replace the record by `wanted` of it, from `stored` on if that is still the newest.
-
-    `wanted` is called again on each record that somebody else wrote meanwhile, and gives back its
-    argument where nothing is to be changed (any more). The record that then stands; None if it
-    is gone. Raises what the store raises; then the change may have been made.
-    """
-    current: StoredAssignments | None = stored
-    while current is not None:
-        target = wanted(current.assignments)
-        if target == current.assignments:
-            return current
-        key = keys.assignments(target.job)
-        try:
-            result = await store.transact(
-                [unchanged_since(key, current.revision)],
-                [Put(key, encode(target))],
-                [Get(key)],
-            )
-        except RetryError as error:
-            if error.details.get("outcome") != "unknown":
-                raise
-            current = await read(store, target.job)
-            continue
-        if result.succeeded:
-            return StoredAssignments(target, result.revision)
-        current = parse(result.reads[0][0]) if result.reads[0] else None
-    return None
+def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
+    """All that lies below `keys.assignments` of the job; raises as `read` does."""
+    head_key = keys.assignments_head(job)
+    head = next((parse_head(item) for item in items if item.key == head_key), None)
+    if head is None:
+        return None
+    prefix = keys.assignments_of_run(job, head.run)
+    shards = (parse_shard(item).assignment for item in items if item.key.startswith(prefix))
+    return assembled(head, {assignment.shard_id: assignment for assignment in shards})
 
 
-def encode(assignments: JobAssignments) -> bytes:
-    message = pb.ShardHoldings(job=assignments.job, copies=assignments.copies, run=assignments.run)
-    for h in assignments.shards:
-        shard = message.shards.add(
-            shard_id=h.shard_id,
-            epoch=h.epoch,
-            primary=_holder(h.primary),
-            on_disk=h.on_disk,
-            content=_CONTENTS[h.content],
+async def jobs(store: KeyValueStore) -> list[str]:
+    """Those whose shards are placed."""
+    found = await store.keys(keys.ASSIGNMENTS)
+    names = [key.removeprefix(keys.ASSIGNMENTS) for key in found]
+    return [name.removesuffix("/head") for name in names if name.endswith("/head")]
+
+
+def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssignments:
+    """Raises InternalError where a shard has no record that can be read."""
+    if len(shards) != head.num_shards:
+        raise InternalError(
+            f"not every shard of job {head.job} has a record of its holders that can be read",
+            seen=f"{len(shards)} below {keys.assignments_of_run(head.job, head.run)}",
+            expected=str(head.num_shards),
         )
-        shard.backups.extend(_holder(b) for b in h.backups)
-        if h.joining is not None:
-            shard.joining.CopyFrom(_holder(h.joining))
-        if h.successor is not None:
-            shard.successor.CopyFrom(_holder(h.successor))
+    in_order = tuple(shards[shard_id] for shard_id in sorted(shards))
+    return JobAssignments(job=head.job, copies=head.copies, shards=in_order, run=head.run)
+
+
+def parse(entry: Item | KeyValue) -> JobHead | StoredShard:
+    """The record of a key below `keys.ASSIGNMENTS`. Raises InternalError for what is none."""
+    return parse_head(entry) if entry.key.endswith("/head") else parse_shard(entry)
+
+
+def parse_head(entry: Item | KeyValue) -> JobHead:
+    """Raises InternalError for bytes that are no such record."""
+    message = _parsed(pb.JobHoldings, entry)
+    expected = keys.assignments_head(message.job)
+    if entry.key != expected or not message.run or message.format > FORMAT:
+        raise _foreign(entry, message)
+    return JobHead(
+        job=message.job, copies=message.copies, run=message.run, num_shards=message.num_shards
+    )
+
+
+def parse_shard(entry: Item | KeyValue) -> StoredShard:
+    """Raises InternalError for bytes that are no such record."""
+    message = _parsed(pb.ShardHolding, entry)
+    job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
+    expected = keys.shard_assignment(job, message.run, message.shard_id)
+    if entry.key != expected or not message.run or message.format > FORMAT:
+        raise _foreign(entry, message)
+    assignment = ShardAssignment(
+        shard_id=message.shard_id,
+        epoch=message.epoch,
+        primary=_from(message.primary),
+        backups=tuple(_from(b) for b in message.backups),
+        joining=_from(message.joining) if message.HasField("joining") else None,
+        successor=_from(message.successor) if message.HasField("successor") else None,
+        on_disk=message.on_disk,
+        content=_content(message),
+    )
+    return StoredShard(
+        job=job,
+        run=message.run,
+        assignment=assignment,
+        value=entry.value,
+        revision=entry.mod_revision,
+    )
+
+
+def encode_head(assignments: JobAssignments) -> bytes:
+    return pb.JobHoldings(
+        job=assignments.job,
+        copies=assignments.copies,
+        num_shards=len(assignments.shards),
+        run=assignments.run,
+        format=FORMAT,
+    ).SerializeToString(deterministic=True)
+
+
+def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> bytes:
+    """The record of a shard, with those fields of the one before that are not known here."""
+    message = pb.ShardHolding.FromString(before)
+    for field in ("backups", "joining", "successor"):
+        message.ClearField(field)
+    message.run, message.format = run, FORMAT
+    message.shard_id, message.epoch = assignment.shard_id, assignment.epoch
+    message.primary.CopyFrom(_holder(assignment.primary))
+    message.backups.extend(_holder(b) for b in assignment.backups)
+    if assignment.joining is not None:
+        message.joining.CopyFrom(_holder(assignment.joining))
+    if assignment.successor is not None:
+        message.successor.CopyFrom(_holder(assignment.successor))
+    message.on_disk = assignment.on_disk
+    message.content = _CONTENTS[assignment.content]
     return message.SerializeToString(deterministic=True)
 
 
-def parse(entry: Item | KeyValue) -> StoredAssignments:
-    """Raises InternalError for bytes that are no such record."""
+async def read_shards(
+    store: KeyValueStore, job: str, shard_ids: Collection[int]
+) -> dict[int, ShardAssignment]:
+    """Who holds these shards, as of now; those that have no record are missing.
+
+    Raises InternalError for a record that does not parse.
+    """
+    found = await store.get(keys.assignments_head(job))
+    if found is None:
+        return {}
+    run = parse_head(found).run
+    gets = [Get(keys.shard_assignment(job, run, shard_id)) for shard_id in shard_ids]
+    batches = [
+        gets[start : start + SHARDS_A_TRANSACTION]
+        for start in range(0, len(gets), SHARDS_A_TRANSACTION)
+    ]
+    shards = [
+        parse_shard(item).assignment
+        for batch in batches
+        for items in (await store.transact((), batch)).reads
+        for item in items
+    ]
+    return {assignment.shard_id: assignment for assignment in shards}
+
+
+# --- placing and taking away ---
+
+
+async def place(
+    store: KeyValueStore,
+    assignments: JobAssignments,
+    *,
+    fence: Sequence[Compare] = (),
+    compares: Sequence[Compare] = (),
+    operations: Sequence[Operation] = (),
+    otherwise: Sequence[Operation] = (),
+) -> TransactionResult:
+    """Write the records of a run that has none yet: those of the shards first, then the head and
+    `operations` in one transaction that decides.
+
+    `fence` must hold for each write, `compares` for the deciding one. Where these do not hold
+    any more, nothing is placed, what was written is taken away, and the result has the answers to
+    `otherwise`. Raises NotLeader where the fence fails before, and what the store raises; after an
+    unknown outcome of the deciding transaction, the caller reads back.
+    """
+    assert assignments.run, "records of a run without a name would be mistaken for another's"
+    shards, size = assignments.shards, SHARDS_A_TRANSACTION
+    first, *rest = (shards[start : start + size] for start in range(0, len(shards), size))
+
+    async def write(batch: Sequence[ShardAssignment]) -> Compare:
+        return await _write(store, assignments, batch, fence)
+
+    # All records of a run go at once, whoever takes them away. So those that come after the first
+    # are all there if that one still is.
+    still_there = await write(first)
+    await gather_bounded(write, rest, TRANSACTIONS_AT_ONCE)
+    head = Put(keys.assignments_head(assignments.job), encode_head(assignments))
+    decided = await store.transact([*fence, still_there, *compares], [head, *operations], otherwise)
+    if decided.succeeded:
+        await _take_others_away(store, assignments, decided.revision)
+    else:
+        mine = keys.assignments_of_run(assignments.job, assignments.run)
+        await store.delete(mine, prefix=True)
+    return decided
+
+
+def taken_away(job: str) -> Delete:
+    """The write after which nobody holds anything of the job."""
+    return Delete(keys.assignments(job), prefix=True)
+
+
+async def _write(
+    store: KeyValueStore,
+    assignments: JobAssignments,
+    batch: Sequence[ShardAssignment],
+    fence: Sequence[Compare],
+) -> Compare:
+    """Write some shards' records; what holds for as long as the first of them is there."""
+    run = assignments.run
+    puts = [
+        Put(keys.shard_assignment(assignments.job, run, h.shard_id), encode_shard(run, h))
+        for h in batch
+    ]
+    while True:
+        try:
+            result = await store.transact(fence, [*puts, Get(puts[0].key)])
+        except RetryError as error:
+            if error.details.get("outcome") != "unknown":
+                raise
+            continue  # Nobody else writes these keys: once more does no harm.
+        if not result.succeeded:
+            raise NotLeader("another coordinator leads by now", details={"leader": ""})
+        return created_at(puts[0].key, result.reads[0][0].create_revision)
+
+
+async def _take_others_away(
+    store: KeyValueStore, placed: JobAssignments, decided_at: Revision
+) -> None:
+    """What placements that came to no end have left: with this one decided, they never will."""
+    prefix = keys.assignments(placed.job)
+    still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:
-        message = pb.ShardHoldings.FromString(entry.value)
+        found = [key.removeprefix(prefix) for key in await store.keys(prefix)]
+        runs = {key.partition("/")[0] for key in found if "/" in key}
+        for run in runs - {placed.run}:
+            gone = Delete(keys.assignments_of_run(placed.job, run), prefix=True)
+            await store.transact([still_decided], [gone])
+    except RetryError as error:
+        # They are in nobody's way, and go with the next placement.
+        log.warning("unfinished_placements_left", job=placed.job, reason=str(error))
+
+
+# --- changing ---
+
+
+async def change(
+    store: KeyValueStore, shards: Sequence[StoredShard], targets: Sequence[ShardAssignment]
+) -> tuple[bool, list[KeyValue | Item]]:
+    """Replace these records, at most SHARDS_A_TRANSACTION, in one transaction if all of them are
+    as they were read.
+
+    Whether they were replaced, and the records that stand now; those that are gone are not among
+    them. After an unknown outcome they count as not replaced, and the records tell. Raises what
+    the store raises; then the change was not made.
+    """
+    puts = [stored.replaced(target) for stored, target in zip(shards, targets, strict=True)]
+    gets = [Get(stored.key) for stored in shards]
+    try:
+        result = await store.transact([s.is_unchanged for s in shards], puts, gets)
+    except RetryError as error:
+        if error.details.get("outcome") != "unknown":
+            raise
+        result = await store.transact((), gets)
+        return False, [item for found in result.reads for item in found]
+    if result.succeeded:
+        return True, [Item(put.key, put.value, result.revision) for put in puts]
+    return False, [item for found in result.reads for item in found]
+
+
+def _parsed(kind: type[M], entry: Item | KeyValue) -> M:
+    try:
+        return kind.FromString(entry.value)
     except DecodeError as error:
         raise InternalError(
             f"the record of shard holders at {entry.key} does not parse", seen=repr(error)
         ) from error
-    job = entry.key.removeprefix(keys.ASSIGNMENTS)
-    if message.job != job:
-        raise InternalError(
-            f"the record of shard holders at {entry.key} is not that job's",
-            seen=repr(message.job[:128]),
-            expected=repr(job),
-        )
-    shards = tuple(
-        ShardAssignment(
-            shard_id=s.shard_id,
-            epoch=s.epoch,
-            primary=_from(s.primary),
-            backups=tuple(_from(b) for b in s.backups),
-            joining=_from(s.joining) if s.HasField("joining") else None,
-            successor=_from(s.successor) if s.HasField("successor") else None,
-            on_disk=s.on_disk,
-            content=_content(s),
-        )
-        for s in message.shards
+
+
+def _foreign(entry: Item | KeyValue, message: pb.JobHoldings | pb.ShardHolding) -> InternalError:
+    return InternalError(
+        f"the record of shard holders at {entry.key} is not what its key says, or of a later"
+        " release",
+        seen=" ".join(str(message).split())[:200],
+        expected=f"the job, run and shard of the key, in format {FORMAT}",
     )
-    stored = JobAssignments(job=message.job, copies=message.copies, shards=shards, run=message.run)
-    return StoredAssignments(stored, entry.mod_revision)
 
 
 def _content(shard: pb.ShardHolding) -> ShardContent:

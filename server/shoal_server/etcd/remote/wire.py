@@ -69,6 +69,16 @@ def transaction_request(
 
 def _compare(compare: Compare) -> pb.Compare:
     key, expected = compare.key.encode(), compare.expected
+    if compare.prefix and compare.field == "mod_revision":
+        assert isinstance(expected, int)
+        start, end = key_range(compare.key, prefix=True)
+        return pb.Compare(
+            result=pb.Compare.LESS,
+            target=pb.Compare.MOD,
+            key=start,
+            range_end=end,
+            mod_revision=expected + 1,
+        )
     if compare.field == "value":
         assert isinstance(expected, bytes)
         return pb.Compare(target=pb.Compare.VALUE, key=key, value=expected)

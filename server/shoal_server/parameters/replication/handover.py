@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from shoal_proto.errors import WrongEpoch
-from shoal_server.core.shards.assignments import Holder, JobAssignments, handed_over
+from shoal_server.core.shards.assignments import Holder, handed_over
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.serving.tasks import SupervisedTasks
@@ -68,9 +68,7 @@ class ShardHandover:
             shard_ids = [replica.shard_id for replica in level]
             change = partial(handed_over, primary=self._me)
             try:
-                await self._record.change(
-                    job, partial(JobAssignments.changed, shard_ids=shard_ids, change=change)
-                )
+                await self._record.change(job, shard_ids, change)
             finally:
                 # Also where the record could not be changed: nobody else leads them then.
                 self._go_on(level)

@@ -17,7 +17,6 @@ from shoal_proto.errors import RetryError
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import (
     Holder,
-    JobAssignments,
     ShardAssignment,
     led_from_disk,
     off_disk,
@@ -118,8 +117,7 @@ class JournalRecovery:
             by_job[job].append(shard_id)
         claim = partial(led_from_disk, server=self._replicas.me, present=present, dead=dead)
         for job, shard_ids in by_job.items():
-            wanted = partial(JobAssignments.changed, shard_ids=shard_ids, change=claim)
-            await self._replicas.change_record(job, wanted)
+            await self._replicas.change_assignments(job, shard_ids, claim)
             for shard_id in shard_ids:
                 assignment = self._replicas.assignment(job, shard_id)
                 if assignment is None or assignment.on_disk != self._replicas.me.server_id:
@@ -156,6 +154,4 @@ async def disown(
         ]
         if missing:
             log.warning("shards_not_in_journal", job=job, num_shards=len(missing))
-            await replicas.change_record(
-                job, partial(JobAssignments.changed, shard_ids=missing, change=gone)
-            )
+            await replicas.change_assignments(job, missing, gone)

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Collection
 from functools import partial
 
 import structlog
 
-from shoal_server.core.shards.assignments import Holder, JobAssignments, promoted
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, promoted
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
@@ -49,12 +50,17 @@ class PrimaryFailureDetector:
         if not self._streams[primary]:
             del self._streams[primary]
         for job in self._record.jobs:
-            self.look(job)
+            self.look(job, self._record.of_job(job))
 
-    def look(self, job: str) -> None:
-        """See after every primary of the job that is silent."""
-        for assignment in self._record.of_job(job).values():
-            if self._me in assignment.backups and assignment.primary not in self._streams:
+    def look(self, job: str, shard_ids: Collection[int]) -> None:
+        """See after every primary of these shards of the job that is silent."""
+        for shard_id in shard_ids:
+            assignment = self._record.assignment(job, shard_id)
+            if (
+                assignment is not None
+                and self._me in assignment.backups
+                and assignment.primary not in self._streams
+            ):
                 self._tasks.start(self._see_after(assignment.primary), key=assignment.primary)
 
     async def _see_after(self, primary: Holder) -> None:
@@ -69,13 +75,16 @@ class PrimaryFailureDetector:
                 if primary in self._streams:
                     break
                 log.warning("primary_lost", server=primary.server_id, job=job)
-                await self._record.change(job, partial(self._taken_over, primary))
+                shard_ids = self._backed_of(primary, job)
+                await self._record.change(job, shard_ids, partial(self._taken_over, primary, job))
 
-    def _taken_over(self, primary: Holder, assignments: JobAssignments) -> JobAssignments:
-        """The record in which this server leads what it has a copy of now, and no copy that it had
-        when it first looked."""
-        shard_ids = self._backed_of(primary, assignments.job)
-        return assignments.changed(shard_ids, partial(promoted, lost=primary, backup=self._me))
+    def _taken_over(
+        self, primary: Holder, job: str, assignment: ShardAssignment
+    ) -> ShardAssignment:
+        """The shard led by this server, if it has a copy now, and not only when it first looked."""
+        if self._catalog.find(job, assignment.shard_id) is None:
+            return assignment
+        return promoted(assignment, lost=primary, backup=self._me)
 
     def _backed(self, primary: Holder) -> list[str]:
         """Jobs with shards of that primary of which this server has a copy in step."""

@@ -11,7 +11,6 @@ import structlog
 from shoal_proto.errors import Overloaded, ShoalError, WrongEpoch
 from shoal_server.core.shards.assignments import (
     Holder,
-    JobAssignments,
     ShardAssignment,
     ShardContent,
     filled,
@@ -115,19 +114,19 @@ class PrimaryReplicator:
         """Write down that shards have values, before anybody sees them or pushes to them: for as
         many at once as there are by then."""
         while formed := self._formed.pop(job, None):
-            await self._record.change(job, partial(self._filled, formed))
+            by_shard = {replica.shard_id: replica for replica in formed}
+            await self._record.change(job, by_shard, partial(self._filled, by_shard))
 
     def _filled(
-        self, formed: Collection[ShardReplica], assignments: JobAssignments
-    ) -> JobAssignments:
-        for replica in formed:
-            if (
-                replica.role is Role.PRIMARY
-                and self._catalog.find(replica.job, replica.shard_id) is replica
-            ):
-                change = partial(filled, primary=self._me, epoch=replica.epoch)
-                assignments = assignments.changed([replica.shard_id], change)
-        return assignments
+        self, formed: Mapping[int, ShardReplica], assignment: ShardAssignment
+    ) -> ShardAssignment:
+        replica = formed[assignment.shard_id]
+        if (
+            replica.role is not Role.PRIMARY
+            or self._catalog.find(replica.job, replica.shard_id) is not replica
+        ):
+            return assignment
+        return filled(assignment, primary=self._me, epoch=replica.epoch)
 
     def connect(self, holder: Holder) -> None:
         """It is to follow shards from here soon: pushes will wait for it, and not for a stream."""
@@ -176,13 +175,14 @@ class PrimaryReplicator:
         """Write down who is in step, for as many shards at once as there are by then."""
         level = self._level[job]
         while ready := dict(level):
-            for shard_id in {shard_id for shard_id, _ in ready}:
+            shard_ids = {shard_id for shard_id, _ in ready}
+            for shard_id in shard_ids:
                 await self._draw_level(job, shard_id)
-            await self._record.change(job, partial(self._admitted, ready))
+            await self._record.change(job, shard_ids, partial(self._admitted, job, ready))
             for joiner, token in ready.items():
                 if level.get(joiner) is token:
                     del level[joiner]
-            for shard_id in {shard_id for shard_id, _ in ready}:
+            for shard_id in shard_ids:
                 self._recount(job, shard_id)
 
     async def _draw_level(self, job: str, shard_id: int) -> None:
@@ -194,16 +194,19 @@ class PrimaryReplicator:
                 await replica.receipts.wait_safe(replica.state.version)
 
     def _admitted(
-        self, ready: Mapping[tuple[int, Holder], object], assignments: JobAssignments
-    ) -> JobAssignments:
-        level = self._level[assignments.job]
+        self,
+        job: str,
+        ready: Mapping[tuple[int, Holder], object],
+        assignment: ShardAssignment,
+    ) -> ShardAssignment:
+        joining = assignment.joining
+        if joining is None:
+            return assignment
+        joiner = assignment.shard_id, joining
         # One that was lost meanwhile may be level once more: that is another time.
-        still = [joiner for joiner, token in ready.items() if level.get(joiner) is token]
-        for holder in {holder for _, holder in still}:
-            shard_ids = [shard_id for shard_id, h in still if h == holder]
-            change = partial(in_step, primary=self._me, joined=holder)
-            assignments = assignments.changed(shard_ids, change)
-        return assignments
+        if joiner not in ready or self._level[job].get(joiner) is not ready[joiner]:
+            return assignment
+        return in_step(assignment, primary=self._me, joined=joining)
 
     def _recount(self, job: str, shard_id: int) -> None:
         """One that the record does not list after all counts no longer."""
@@ -282,6 +285,4 @@ class PrimaryReplicator:
         for shard_id in shard_ids:
             self._level[job].pop((shard_id, lost), None)
         change = partial(without_backup, primary=self._me, lost=lost)
-        await self._record.change(
-            job, partial(JobAssignments.changed, shard_ids=shard_ids, change=change)
-        )
+        await self._record.change(job, shard_ids, change)

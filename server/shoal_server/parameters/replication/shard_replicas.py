@@ -19,7 +19,6 @@ from shoal_proto.errors import WrongEpoch
 from shoal_proto.routes import Route
 from shoal_server.core.shards.assignments import (
     Holder,
-    JobAssignments,
     ShardAssignment,
     ShardContent,
     emptied,
@@ -109,10 +108,7 @@ class ShardReplicas:
                 self._replicator.shard_journal = None
 
     async def _put_on_disk(self, job: str, shard_ids: Collection[int]) -> None:
-        change = partial(put_on_disk, primary=self.me)
-        await self.change_record(
-            job, partial(JobAssignments.changed, shard_ids=shard_ids, change=change)
-        )
+        await self.change_assignments(job, shard_ids, partial(put_on_disk, primary=self.me))
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the watch of the record."""
@@ -152,15 +148,19 @@ class ShardReplicas:
         """Jobs that have a record."""
         return self._record.jobs
 
-    async def change_record(
-        self, job: str, change: Callable[[JobAssignments], JobAssignments]
+    async def change_assignments(
+        self,
+        job: str,
+        shard_ids: Collection[int],
+        change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Make a change to the record; see `AssignmentTable.change`."""
-        return await self._record.change(job, change)
+        """Make a change to each of these shards; see `AssignmentTable.change`."""
+        return await self._record.change(job, shard_ids, change)
 
-    async def refresh(self, job: str) -> None:
-        """Read the job's record anew. Raises what the store raises."""
-        await self._record.refresh(job)
+    async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
+        """Read the records of these shards of a job anew, or of all. Raises what the store
+        raises."""
+        await self._record.refresh(job, shard_ids)
 
     async def begin_anew(self, job: str) -> None:
         """Let go of what is held by an earlier epoch than the record's, which was written anew.
@@ -190,20 +190,23 @@ class ShardReplicas:
 
     # What follows from the record.
 
-    def _carry_out(self, job: str) -> None:
-        for replica in self._catalog.of_job(job):
-            assignment = self.assignment(job, replica.shard_id)
-            if assignment is None or self.me not in assignment.holders:
-                self._drop(replica)
-            elif assignment.primary == self.me:
-                self._lead(replica, assignment)
-            elif replica.role is Role.PRIMARY:
-                self._step_down(replica, assignment)
-        for assignment in self.of_job(job).values():
-            if self.me in (assignment.joining, assignment.successor):
+    def _carry_out(self, job: str, shard_ids: Collection[int]) -> None:
+        for shard_id in shard_ids:
+            assignment, replica = self.assignment(job, shard_id), self._catalog.find(job, shard_id)
+            if replica is not None:
+                self._follow_record(replica, assignment)
+            if assignment is not None and self.me in (assignment.joining, assignment.successor):
                 self._replicator.connect(assignment.primary)
-        self._failure_detector.look(job)
+        self._failure_detector.look(job, shard_ids)
         self._let_journal_go(job)
+
+    def _follow_record(self, replica: ShardReplica, assignment: ShardAssignment | None) -> None:
+        if assignment is None or self.me not in assignment.holders:
+            self._drop(replica)
+        elif assignment.primary == self.me:
+            self._lead(replica, assignment)
+        elif replica.role is Role.PRIMARY:
+            self._step_down(replica, assignment)
 
     def _record_gone(self, job: str) -> None:
         self._replicator.forget(job)
@@ -290,10 +293,7 @@ class ShardReplicas:
         """Forget all shards of a job because somebody wants it so: they are not lost. How many
         there were."""
         shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
-        change = partial(emptied, primary=self.me)
-        await self.change_record(
-            job, partial(JobAssignments.changed, shard_ids=shard_ids, change=change)
-        )
+        await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
         return self.drop_job(job)
 
     def drop_job(self, job: str) -> int:
@@ -314,7 +314,7 @@ class ShardReplicas:
         assignment = self.assignment(arrived.job, arrived.shard_id)
         if not self._may_tell(assignment, arrived, primary):
             # The primary may have seen a newer record than this server.
-            await self.refresh(arrived.job)
+            await self.refresh(arrived.job, [arrived.shard_id])
 
     def check_source(self, arrived: Arrived, primary: Holder) -> None:
         """Raise WrongEpoch unless that primary may tell this server of the shard."""

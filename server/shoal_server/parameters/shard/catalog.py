@@ -147,9 +147,9 @@ class Catalog:
     ) -> None:
         """Raise unless the job's map has exactly these shards here, with no other optimizer."""
         record = await shard_map.read(self._store, job)
-        entry = await records.read(self._store, job)
+        wanted = [shard.shard_id for shard in shards]
+        assignments = await records.read_shards(self._store, job, wanted)
         mapped = {shard.shard_id: shard for shard in record.shards} if record else {}
-        assignments = {h.shard_id: h for h in entry.assignments.shards} if entry else {}
         for shard in shards:
             expected, assignment = mapped.get(shard.shard_id), assignments.get(shard.shard_id)
             if expected is None or assignment is None:
@@ -234,11 +234,9 @@ class Catalog:
 
     async def _explain(self, job: str, shard_id: int) -> ShoalError:
         """Why this server does not lead a shard."""
-        record = await shard_map.read(self._store, job)
-        entry = await records.read(self._store, job)
-        assignment = entry.assignments.find(shard_id) if entry is not None else None
+        assignment = (await records.read_shards(self._store, job, [shard_id])).get(shard_id)
         if assignment is None:
-            return _unknown(job, shard_id, record)
+            return _unknown(job, shard_id, await shard_map.read(self._store, job))
         if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
                 return not_ready(job, shard_id, "this server, which is about to lead it")

@@ -44,6 +44,7 @@ from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.core.samples.ledger import Ledger
 from shoal_server.etcd import keys
+from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.image import Image
@@ -308,7 +309,7 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
     with pytest.raises(SnapshotDamaged) as raised:
         snapshots.restore()
     assert raised.value.details == {"file": manifest.parts[2].file, "shard": "2"}
-    assert servers.run(servers.store.get(keys.assignments("job"))) is None
+    assert servers.run(records.read(servers.store, "job")) is None
 
 
 def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
@@ -377,10 +378,10 @@ def test_a_snapshot_with_a_cursor_that_is_none_is_damaged_and_changes_nothing(
     pusher(opened, servers, "m").push()
     snapshots.cursor = cursor
     snapshots.take()
-    before = servers.run(servers.store.get(keys.assignments("job")))
+    before = servers.run(records.read(servers.store, "job"))
     with pytest.raises(SnapshotDamaged, match="does not fit together"):
         snapshots.restore(under_members=True)
-    assert servers.run(servers.store.get(keys.assignments("job"))) == before
+    assert servers.run(records.read(servers.store, "job")) == before
     assert servers.run(servers.store.get(keys.sample_ledger("job"))) is None
 
 

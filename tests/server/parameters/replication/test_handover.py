@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 import pytest
+from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import ParameterServers, config
 
 from shoal_client.parameters.dense import ParameterClient
@@ -15,8 +16,9 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValue, Revision
+from shoal_server.etcd.api import Revision
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.mirror import Item
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import running
 
@@ -72,30 +74,26 @@ async def name_successors(servers: ParameterServers) -> int:
     def named(assignment: ShardAssignment) -> ShardAssignment:
         return replace(assignment, joining=None, successor=assignment.backups[0])
 
-    def all_named(assignments: JobAssignments) -> JobAssignments:
-        return assignments.changed([h.shard_id for h in assignments.shards], named)
-
-    changed = await records.change(servers.store, entry, all_named)
-    assert changed is not None
-    return changed.revision
+    all_named = replace(entry.assignments, shards=tuple(map(named, entry.assignments.shards)))
+    await write_assignments(servers.store, all_named)
+    return entry.revision + 1
 
 
 async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAssignment]:
     """The shards that have another primary by the first change of the record that gave any one."""
     epochs: dict[int, int] = {}
+    moved: dict[int, dict[int, ShardAssignment]] = defaultdict(dict)
     watch = servers.store.watch(keys.assignments(JOB), Revision(since))
     async with aclosing(watch) as batches:
         async for batch in batches:
             for event in batch.events:
-                at = Revision(event.mod_revision)
-                replica = records.parse(KeyValue(event.key, event.value, at, at, 1)).assignments
-                moved = {
-                    h.shard_id: h
-                    for h in replica.shards
-                    if h.epoch > epochs.setdefault(h.shard_id, h.epoch)
-                }
-                if moved:
-                    return moved
+                stored = records.parse(Item(event.key, event.value, event.mod_revision))
+                if isinstance(stored, records.StoredShard):
+                    h = stored.assignment
+                    if h.epoch > epochs.setdefault(h.shard_id, h.epoch):
+                        moved[stored.revision][h.shard_id] = h
+            if moved:
+                return moved[min(moved)]
     raise AssertionError("the watch ended")
 
 
@@ -154,8 +152,7 @@ async def test_who_is_to_lead_is_connected_to_its_backup_before(part: str) -> No
             joining=me if part == "joining" else None,
             successor=me if part == "successor" else None,
         )
-        record = records.encode(JobAssignments(job=JOB, copies=2, shards=(assignment,)))
-        await store.put(keys.assignments(JOB), record)
+        await write_assignments(store, JobAssignments(job=JOB, copies=2, shards=(assignment,)))
         await next_.replicas.refresh(JOB)
         assert "replicate-to-ps-0" in {task.get_name() for task in asyncio.all_tasks()}
     await store.close()

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 import torch
+from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import config
 
 from shoal_proto.errors import (
@@ -25,9 +26,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
-from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
@@ -122,7 +121,7 @@ async def world() -> AsyncIterator[World]:
             shard_id=0, epoch=EPOCH, primary=PRIMARY, joining=server.replicas.me
         )
         replica = JobAssignments(job=JOB, copies=2, shards=(shard,))
-        await store.put(keys.assignments(JOB), records.encode(replica))
+        await write_assignments(store, replica)
         yield World(server=server, store=store, stub=ReplicationStub(channel), primary=Primary())
     await store.close()
 
@@ -287,7 +286,7 @@ async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
         backups=(world.server.replicas.me,),
     )
     replica = JobAssignments(job=JOB, copies=2, shards=(deposed,))
-    await world.store.put(keys.assignments(JOB), records.encode(replica))
+    await write_assignments(world.store, replica)
     assert outcomes(await tell(world, world.primary.image())) == [WrongEpoch]
     await world.server.replicas.refresh(JOB)
     assert outcomes(await tell(world, world.primary.told(world.primary.push()))) == [WrongEpoch]
@@ -322,7 +321,7 @@ class Gate:
 async def write_holding(world: World, assignment: ShardAssignment) -> None:
     """Have the record say so, and the server know it."""
     replica = JobAssignments(job=JOB, copies=2, shards=(assignment,))
-    await world.store.put(keys.assignments(JOB), records.encode(replica))
+    await write_assignments(world.store, replica)
     await world.server.replicas.refresh(JOB)
 
 

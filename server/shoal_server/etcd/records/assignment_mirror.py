@@ -1,0 +1,189 @@
+"""Who holds the shards of every job, followed in etcd, and changed there shard by shard."""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Get, KeyValue, KeyValueStore
+from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.records import assignments as records
+from shoal_server.etcd.records.assignments import Change, JobHead, StoredShard
+from shoal_server.serving.tasks import gather_bounded
+
+NO_SHARDS: Mapping[int, ShardAssignment] = MappingProxyType({})
+Run = tuple[str, str]
+"""A job, and the run of it."""
+
+
+class AssignmentMirror:
+    """Lives on the event loop, and follows etcd while its block runs.
+
+    `on_change` is called with a job and those of its shards whose records are new, once for all
+    that etcd told at once; `on_gone` with a job whose head was taken away, or is of another run by
+    now. A record that cannot be read is logged, and its shard stays as it was known.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        on_change: Callable[[str, Collection[int]], object],
+        on_gone: Callable[[str], object],
+        *,
+        resync: bool = False,
+    ) -> None:
+        """`resync`: see `PrefixMirror`."""
+        self._store = store
+        self._on_change = on_change
+        self._on_gone = on_gone
+        self._records: PrefixMirror[JobHead | StoredShard] = PrefixMirror(
+            store,
+            keys.ASSIGNMENTS,
+            records.parse,
+            on_put=self._put,
+            on_delete=self._delete,
+            on_change=self._flush,
+            resync=resync,
+        )
+        self._heads: dict[str, JobHead] = {}
+        self._shards: dict[Run, dict[int, StoredShard]] = {}
+        self._assignments: dict[Run, dict[int, ShardAssignment]] = {}
+        self._changed: dict[str, set[int]] = {}
+
+    async def __aenter__(self) -> "AssignmentMirror":
+        await self._records.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._records.__aexit__(*exc)
+
+    @property
+    def is_in_sync(self) -> bool:
+        """Whether all that was listed last has been applied, and the watch goes on from there."""
+        return self._records.is_in_sync
+
+    async def wait_failed(self) -> None:
+        """Return never; raise what ended the watch."""
+        await self._records.wait_failed()
+
+    @property
+    def jobs(self) -> Iterator[str]:
+        """Those whose shards are placed."""
+        return iter(tuple(self._heads))
+
+    def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
+        """By shard."""
+        head = self._heads.get(job)
+        return NO_SHARDS if head is None else self._assignments.get((job, head.run), NO_SHARDS)
+
+    def assembled(self, job: str) -> JobAssignments | None:
+        """All of a job. Raises InternalError where a shard has no record that can be read."""
+        head = self._heads.get(job)
+        return None if head is None else records.assembled(head, self.of_job(job))
+
+    async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
+        """Read the records of these shards anew, or of all. Raises what the store raises."""
+        # That one is gone, the watch tells: until then what it told before must not come back.
+        head = self._heads.get(job)
+        if head is not None and shard_ids is not None:
+            wanted = [keys.shard_assignment(job, head.run, shard_id) for shard_id in shard_ids]
+            gets = [Get(key) for key in (keys.assignments_head(job), *wanted)]
+            if len(gets) <= records.SHARDS_A_TRANSACTION:
+                read = (await self._store.transact((), gets)).reads
+                self._records.note_all([item for found in read for item in found])
+                if self._heads.get(job) == head:
+                    return
+        self._records.note_all((await self._store.range(keys.assignments(job))).items)
+
+    async def change(self, job: str, shard_ids: Collection[int], wanted: Change) -> bool:
+        """Replace the records of these shards by `wanted` of each; whether the job still has any.
+
+        `wanted` gives back its argument where nothing is to be changed (any more), and is called
+        again for a record that somebody else wrote meanwhile. Many go in one transaction; those of
+        one that fails go by themselves, so that nobody who writes one holds up the others. Raises
+        what the store raises; then some may have been changed.
+        """
+        head = self._heads.get(job)
+        left, size = list(shard_ids), records.SHARDS_A_TRANSACTION
+        while head is not None and self._heads.get(job) == head:
+            stored = self._shards.get((job, head.run), {})
+            wishes = [
+                (shard, target)
+                for shard_id in left
+                if (shard := stored.get(shard_id)) is not None
+                and (target := wanted(shard.assignment)) != shard.assignment
+            ]
+            if not wishes:
+                return True
+            batches = [wishes[start : start + size] for start in range(0, len(wishes), size)]
+            found = await gather_bounded(self._write, batches, records.TRANSACTIONS_AT_ONCE)
+            if any(each is None for each in found):
+                return False
+            left, size = [i for each in found for i in each or ()], 1
+        return False
+
+    async def _write(
+        self, wishes: Sequence[tuple[StoredShard, ShardAssignment]]
+    ) -> list[int] | None:
+        """The shards that somebody else wrote meanwhile; None if records are gone altogether."""
+        shards, targets = [shard for shard, _ in wishes], [target for _, target in wishes]
+        is_done, found = await records.change(self._store, shards, targets)
+        self._records.note_all(found)
+        if is_done:
+            return []
+        if len(found) < len(shards):
+            return None
+        # One that cannot be read is not known any newer, and would be tried for ever.
+        return [
+            s.assignment.shard_id
+            for s, item in zip(shards, found, strict=True)
+            if self._is_known(s, item)
+        ]
+
+    def _is_known(self, shard: StoredShard, item: Item | KeyValue) -> bool:
+        known = self._shards.get((shard.job, shard.run), {}).get(shard.assignment.shard_id)
+        return known is not None and known.revision >= item.mod_revision
+
+    # What the mirror tells, record by record.
+
+    def _put(
+        self, name: str, new: JobHead | StoredShard, old: JobHead | StoredShard | None
+    ) -> None:
+        if isinstance(new, JobHead):
+            if isinstance(old, JobHead) and old.run != new.run:
+                # The job was begun anew, and word of the end of its last run may still be on its
+                # way.
+                self._forget(new.job)
+            self._heads[new.job] = new
+            self._changed[new.job] = set(self.of_job(new.job))
+            return
+        shard_id, run = new.assignment.shard_id, (new.job, new.run)
+        self._shards.setdefault(run, {})[shard_id] = new
+        self._assignments.setdefault(run, {})[shard_id] = new.assignment
+        self._note_changed(new)
+
+    def _delete(self, name: str, old: JobHead | StoredShard) -> None:
+        if isinstance(old, JobHead):
+            self._forget(old.job)
+            return
+        run = old.job, old.run
+        for of_run in (self._shards, self._assignments):
+            of_run[run].pop(old.assignment.shard_id)
+            if not of_run[run]:
+                del of_run[run]
+        self._note_changed(old)
+
+    def _note_changed(self, shard: StoredShard) -> None:
+        head = self._heads.get(shard.job)
+        if head is not None and head.run == shard.run:
+            self._changed.setdefault(shard.job, set()).add(shard.assignment.shard_id)
+
+    def _forget(self, job: str) -> None:
+        del self._heads[job]
+        self._changed.pop(job, None)
+        self._on_gone(job)
+
+    def _flush(self) -> None:
+        changed, self._changed = self._changed, {}
+        for job, shard_ids in changed.items():
+            self._on_change(job, shard_ids)
