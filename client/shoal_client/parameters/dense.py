@@ -17,7 +17,7 @@ from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.receiver import Receiver
 from shoal_client.parameters.servers import Attempt, ShardServers, worst_of
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
-from shoal_client.shards.layouts import without_tables
+from shoal_client.shards.layouts import keep_addresses, without_tables
 from shoal_client.shards.parts import Part, Pieces
 from shoal_proto import pieces
 from shoal_proto.errors import (
@@ -355,6 +355,7 @@ class ParameterClient:
 
     def _adopt(self, received: ShardMap) -> ShardMap:
         shard_map = without_tables(received)
+        keep_addresses(shard_map, self._map)
         if self._map is None or self._map.schema_digest != shard_map.schema_digest:
             self._blocks = {shard.shard_id: ShardBlocks(shard) for shard in shard_map.shards}
         self._map = shard_map

@@ -27,7 +27,7 @@ from shoal_client.parameters.table_rows import (
     note,
     packed,
 )
-from shoal_client.shards.layouts import of_tables
+from shoal_client.shards.layouts import keep_addresses, of_tables
 from shoal_proto.checksum import crc32
 from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import InternalError, RetryError, ShoalError, UnknownShard
@@ -88,6 +88,7 @@ class TableClient:
         found = self._coordinators.call(
             lambda channel: ShardsStub(channel).GetMap, request, timeout_s=limit_s
         )
+        keep_addresses(found, self._map)
         self._map = found
         self._shards = of_tables(found)
         self._tables = {table.name: table for table in found.tables}

@@ -14,6 +14,21 @@ def without_tables(shard_map: ShardMap) -> ShardMap:
     return dense
 
 
+def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
+    """Write into a map where servers were reached by the last one, if it does not say so itself.
+
+    A server that etcd has not heard of for a while is listed without an address. It may lead its
+    shards all the same, and then nobody else does.
+    """
+    if last is None:
+        return
+    known = {(shard.shard_id, shard.epoch, shard.server_id): shard.address for shard in last.shards}
+    for shard in shard_map.shards:
+        if not shard.address:
+            place = (shard.shard_id, shard.epoch, shard.server_id)
+            shard.address = known.get(place, "")
+
+
 def of_tables(shard_map: ShardMap) -> dict[tuple[str, int], Shard]:
     """The shards of tables, by name of the table and index of the virtual shard."""
     return {(shard.table, shard.table_index): shard for shard in shard_map.shards if shard.table}

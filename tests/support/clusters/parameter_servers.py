@@ -113,17 +113,21 @@ class ParameterServers:
     async def _lost(self, job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who.member_id} of {job} was declared lost: {reason}")
 
-    async def _add(self, server_id: str, **changes: Any) -> None:
+    async def _add(self, server_id: str, etcd: str = "", **changes: Any) -> None:
         stack = AsyncExitStack()
+        store = self.store
+        if etcd:
+            store = EtcdClient(EtcdConfig(endpoints=(etcd,)))
+            stack.push_async_callback(store.close)
         self.servers[server_id] = await stack.enter_async_context(
-            running(config(server_id, **changes), self.store)
+            running(config(server_id, **changes), store)
         )
         # The coordinator and its store stop last.
         self._stacks = {server_id: stack, **self._stacks}
 
-    def add(self, server_id: str, **changes: Any) -> RunningServer:
-        """Start one more server."""
-        self.run(self._add(server_id, **changes))
+    def add(self, server_id: str, etcd: str = "", **changes: Any) -> RunningServer:
+        """Start one more server; `etcd`: its own way there."""
+        self.run(self._add(server_id, etcd, **changes))
         return self.servers[server_id]
 
     def stop(self, name: str) -> None:

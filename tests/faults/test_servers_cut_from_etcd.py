@@ -1,0 +1,172 @@
+"""Parameter servers that reach everybody but etcd: they serve on, until they may be taken for dead.
+
+Nobody but etcd misses them: no stream breaks, and workers see nothing of it. Whoever looks into
+etcd sees their leases run out. So they go on for as long as nobody may give their shards away, and
+not a moment longer.
+"""
+
+import sys
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import closing
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.clusters.etcd_fixture import running_etcd
+from support.clusters.parameter_servers import ParameterServers
+from support.network.gates import Network, Wire
+from support.processes.served_process import awaited
+
+from shoal_client.parameters.dense import ParameterClient
+from shoal_proto.errors import ShoalError
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.parameters_pb2 import Acknowledgement
+from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
+from shoal_server.etcd import keys
+from shoal_server.etcd.records import assignments as records
+
+NUM_ELEMENTS = 4
+SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)])
+LEASE_S, DEAD_AFTER_S = 1.0, 8.0
+LIMIT_S = 30.0
+HOLDERS = ("ps-0", "ps-1")
+LEVELS = {
+    "applied": Acknowledgement.ACKNOWLEDGEMENT_APPLIED,
+    "replicated": Acknowledgement.ACKNOWLEDGEMENT_REPLICATED,
+}
+
+
+@pytest.fixture
+def wires(tmp_path: Path, network: Network) -> Iterator[dict[str, Wire]]:
+    """The way of each server to an etcd, and that of the coordinator."""
+    with running_etcd(tmp_path) as etcd:
+        yield {name: network.wire(etcd) for name in (*HOLDERS, "ps-2", "coordinator")}
+
+
+@pytest.fixture
+def servers(wires: dict[str, Wire]) -> Iterator[ParameterServers]:
+    """Two, which hold all shards."""
+    with ParameterServers(0, etcd=wires["coordinator"].endpoints[0]) as servers:
+        for name in HOLDERS:
+            add(servers, wires, name)
+        try:
+            yield servers
+        finally:
+            for wire in wires.values():
+                wire.restore()
+
+
+def add(servers: ParameterServers, wires: dict[str, Wire], name: str) -> None:
+    servers.add(name, wires[name].endpoints[0], lease_ttl_s=LEASE_S)
+
+
+def filled(value: float) -> dict[str, memoryview]:
+    return {"w": memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B")}
+
+
+def new_client(
+    servers: ParameterServers, level: Acknowledgement.ValueType = LEVELS["replicated"]
+) -> ParameterClient:
+    """Of a worker that knows where its shard is led."""
+    token = servers.admit("w0")
+    client = ParameterClient(
+        [servers.coordinator], lambda: token, timeout_s=LIMIT_S, acknowledgement=level
+    )
+    client.place(SCHEMA)
+    client.create(SGD, filled(0.0))
+    client.pull(filled(9.0))
+    return client
+
+
+def assignment(servers: ParameterServers) -> ShardAssignment:
+    entry = servers.run(records.read(servers.store, "job"))
+    assert entry is not None
+    (found,) = entry.assignments.shards
+    return found
+
+
+def cut_from_etcd(servers: ParameterServers, wires: dict[str, Wire]) -> None:
+    """Both holders, which have the shard in step; their leases are over when this returns."""
+    awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
+    for name in HOLDERS:
+        wires[name].silence()
+
+    def registered() -> set[str]:
+        found = servers.run(servers.store.range(keys.SERVERS))
+        return {item.key.removeprefix(keys.SERVERS) for item in found.items}
+
+    awaited(lambda: not registered() & set(HOLDERS), LIMIT_S, "the leases run out")
+
+
+def test_pushes_go_on_where_etcd_comes_back_in_time(
+    servers: ParameterServers, wires: dict[str, Wire]
+) -> None:
+    """Also those of a worker that asks for the map meanwhile, which knows no way to them any more.
+    Nobody else is given the shard, and nothing is lost."""
+    with closing(new_client(servers)) as client:
+        awaited(lambda: assignment(servers).backups, LIMIT_S, "the shard has a copy")
+        # So that the shard is led by another server than the layout says.
+        servers.stop(assignment(servers).primary.server_id)
+        gone = ({*HOLDERS} - servers._stacks.keys()).pop()
+        client.push(filled(-1.0))
+        add(servers, wires, gone)
+        cut_from_etcd(servers, wires)
+        before = assignment(servers)
+        client.fetch_map()
+        for _ in range(3):
+            client.push(filled(-1.0))
+        for name in HOLDERS:
+            wires[name].restore()
+        client.push(filled(-1.0))
+        values = filled(9.0)
+        client.pull(values)
+        assert set(values["w"].cast("f")) == {5.0}
+        assert assignment(servers).primary == before.primary
+
+
+@pytest.fixture
+def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are taken for dead sooner than it takes to read this."""
+    for name, module in tuple(sys.modules.items()):
+        if name.startswith("shoal_server.") and hasattr(module, "DEAD_AFTER_S"):
+            monkeypatch.setattr(module, "DEAD_AFTER_S", DEAD_AFTER_S)
+
+
+@pytest.mark.skipif(
+    find_spec("shoal_server.core.replication") is None,
+    reason="primaries are not fenced by a lease of their own yet",
+)
+@pytest.mark.sampled()
+@pytest.mark.parametrize("level", LEVELS)
+def test_who_may_be_taken_for_dead_acknowledges_nothing(
+    soon_dead: None, servers: ParameterServers, wires: dict[str, Wire], level: str
+) -> None:
+    """Both holders are cut from etcd for good, and a third server is there: no push is acknowledged
+    from before the record says that the shard is lost, or another's, and those that come to the old
+    pair are refused by name."""
+    with closing(new_client(servers, LEVELS[level])) as client:
+        add(servers, wires, "ps-2")
+        cut_from_etcd(servers, wires)
+        client._timeout_s = client._servers._timeout_s = 1.0
+        pushed, last_s, refusal = 0, 0.0, None
+        give_up_s = time.monotonic() + 4 * DEAD_AFTER_S
+        while (now := assignment(servers)).primary.server_id in HOLDERS and (
+            now.content is not ShardContent.LOST
+        ):
+            assert time.monotonic() < give_up_s, "nobody takes the holders for dead"
+            try:
+                client.push(filled(-1.0))
+            except ShoalError as error:
+                refusal = error
+            else:
+                assert refusal is None, "refused, and acknowledged again"
+                pushed, last_s = pushed + 1, time.monotonic()
+        declared_s = time.monotonic()
+        assert pushed and last_s < declared_s
+        assert refusal is not None, "acknowledged until the shard was given away"
+        with pytest.raises(ShoalError):
+            client.push(filled(-1.0))
