@@ -30,6 +30,7 @@ def joined(request: pb.AttendRequest) -> events.Joined:
         **_who(request.token),
         spec=codec.spec_from_pb(request.spec),
         info=codec.info_from_pb(request.info),
+        generation=Generation(request.token.generation),
     )
 
 

@@ -2,6 +2,7 @@
 
 from shoal_server.core.generations.incarnations import is_older
 from shoal_server.core.generations.ranges import device_problem
+from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.pause_keeper import PauseKeeper
 from shoal_server.core.job.removal import Removal
@@ -54,7 +55,7 @@ class Arrivals:
         known = self._state.members.get(event.member_id)
         if known is not None and known.incarnation == event.incarnation:
             self._state.table.show_life(known)
-            self._tell_again(known)
+            self._tell_again(known, event.generation)
             return
         if event.incarnation in self._state.table.expelled:
             refusal = self._state.table.expelled[event.incarnation]
@@ -98,9 +99,12 @@ class Arrivals:
             self._state.table.go_on(member)
             self._state.log("member_continued", f"{member.member_id} goes on", member)
 
-    def _tell_again(self, member: Member) -> None:
-        """What a member that was away may have missed and has to act on."""
+    def _tell_again(self, member: Member, generation: Generation) -> None:
+        """What a member that was away, in that generation, may have missed and has to act on."""
         agreement, running = self._state.agreement, self._state.running
+        missed_end = self._is_over(member, generation)
+        if missed_end:
+            self._state.tell(member, self._state.break_notice(generation))
         attempted = agreement is not None and member.is_in(agreement.roster)
         trains = running is not None and member.is_in(running)
         if agreement is not None and attempted and self._state.stage.phase is Phase.PREPARE:
@@ -123,8 +127,23 @@ class Arrivals:
                 member,
                 RunningNotice(reason=self._state.stage.reason, generation=running.generation),
             )
-        elif not member.settled:
+        elif not member.settled and not missed_end:
             # It missed the break of the last generation it was part of.
             self._state.tell(member, self._state.break_notice(self._state.last_generation))
         if self._pause_keeper.told_paused:
             self._state.tell(member, self._pause_keeper.notice())
+
+    def _is_over(self, member: Member, generation: Generation) -> bool:
+        """Whether the generation is over that the member says it is in, as it may not know.
+
+        A leader that dies right after it aborted a generation has told nobody, and the next one
+        goes on with an older one, or forms one of those who came first: whoever brings the aborted
+        one up would wait for its peers until a time limit.
+        """
+        running, attempt = self._state.running, self._state.attempt
+        if self._state.stage.phase is not Phase.COMMITTED:
+            attempt = None
+        newest = max((r.generation for r in (running, attempt) if r is not None), default=0)
+        left_out = not member.is_in(running) and not member.is_in(attempt)
+        over = NO_GENERATION < generation <= self._state.last_generation
+        return over and (generation > newest or left_out) and self._state.attempt_is_synchronous

@@ -27,6 +27,8 @@ class Event:
 class Joined(Event):
     spec: JobSpec
     info: MemberInfo
+    generation: Generation = NO_GENERATION
+    """The newest that its trainer was sent into."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from support.sim.schedule import simulate
 
 NUM_SEEDS = int(os.environ.get("SHOAL_SIMULATION_SEEDS", "200"))
 NUM_FAILOVERS = 130
+MISSED_ENDS = (416, 553, 852, 1227, 1336)
+"""A leader dies right after it aborted a generation that some had gone over to already."""
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
@@ -16,7 +18,7 @@ def test_any_schedule_of_faults_ends_in_one_generation_of_all_who_live(seed: int
     simulate(seed)
 
 
-@pytest.mark.parametrize("seed", range(NUM_FAILOVERS))
+@pytest.mark.parametrize("seed", [*range(NUM_FAILOVERS), *MISSED_ENDS])
 def test_a_change_outlives_its_leader_without_loss_or_delay(seed: int) -> None:
     """Only leaders die: every member goes on, and none waits for a time limit."""
     simulate_failover(seed)

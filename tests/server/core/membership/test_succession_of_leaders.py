@@ -1,5 +1,6 @@
 """What a new leader, and calls that come late, must not make of a generation that trains."""
 
+import pytest
 from support.members.job_world import digest_of
 
 from shoal_proto.incarnation import new_incarnation
@@ -58,13 +59,15 @@ def record(of: Roster) -> Record:
     )
 
 
-def new_leader(present: str, newest: Roster, before: Roster | None = None) -> Job:
+def new_leader(
+    present: str, newest: Roster, before: Roster | None = None, last_generation: int = 0
+) -> Job:
     members = tuple(
         Member(member_id=name, incarnation=NAMES[name], info=MemberInfo(), joined_s=0.0)
         for name in present
     )
     saved = Saved(
-        last_generation=newest.generation,
+        last_generation=Generation(max(newest.generation, last_generation)),
         record=record(newest),
         before=record(before) if before is not None else None,
         members=members,
@@ -74,8 +77,12 @@ def new_leader(present: str, newest: Roster, before: Roster | None = None) -> Jo
     return restored(SPEC, saved, limits=Limits(), digest_of=digest_of, now_s=0.0)
 
 
-def attend(job: Job, name: str, now_s: float, step: int = 5) -> list[events.Effect]:
-    effects = job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), now_s)
+def attend(
+    job: Job, name: str, now_s: float, step: int = 5, generation: int = 0
+) -> list[events.Effect]:
+    newest = Generation(generation)
+    joined = events.Joined(**who(name), spec=SPEC, info=MemberInfo(), generation=newest)
+    effects = job.handle(joined, now_s)
     return effects + job.handle(events.Proposed(**who(name), proposal=proposal(step)), now_s)
 
 
@@ -246,3 +253,47 @@ def test_who_left_an_aborted_generation_has_left_those_before_it() -> None:
     job.tick(1.0)
     assert job.attempt is not None
     assert job.attempt.generation == 4
+
+
+@pytest.mark.parametrize("name", "abc")
+def test_who_left_for_a_generation_that_was_aborted_hears_of_that(name: str) -> None:
+    """Its leader died before it told anybody, and the next one goes on with the older.
+
+    Whoever brings the aborted one up waits for peers that do not come, up to a time limit.
+    """
+    old = roster(2, "ab", running=roster(1, "ab"))
+    job = new_leader("abc", old, before=roster(1, "ab"), last_generation=3)
+    effects = attend(job, name, 0.1, generation=3)
+    broken = [
+        each.notice.generation
+        for each in effects
+        if isinstance(each, events.Tell) and isinstance(each.notice, events.BreakNotice)
+    ]
+    assert broken == [3]
+    stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(3))
+    job.handle(stand, 0.2)
+    # Of those who trained, each has left what the new leader found.
+    assert (job.running is None and job.attempt is None) == (name in "ab")
+
+
+def test_who_comes_back_to_a_generation_that_goes_on_stays_in_it() -> None:
+    """The one that runs, or the one that it is brought to: neither is over."""
+    old = roster(1, "ab")
+    for generation in (1, 2):
+        job = new_leader("abc", roster(2, "abc", running=old), before=old)
+        effects = attend(job, "a", 0.1, generation=generation)
+        told = [each.notice for each in effects if isinstance(each, events.Tell)]
+        assert told
+        assert not any(isinstance(notice, events.BreakNotice) for notice in told)
+
+
+def test_who_is_left_out_while_it_brings_up_what_is_over_hears_of_that() -> None:
+    """The new leader forms the next generation of those who came back first."""
+    job = new_leader("abx", roster(4, "ab"), last_generation=4)
+    effects = attend(job, "x", 0.1, generation=3)
+    broken = [
+        each.notice.generation
+        for each in effects
+        if isinstance(each, events.Tell) and isinstance(each.notice, events.BreakNotice)
+    ]
+    assert broken == [3]
