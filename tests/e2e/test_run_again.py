@@ -33,8 +33,9 @@ def test_a_name_is_used_again(shoal_command: Shoal, tmp_path: Path) -> None:
     weights, and what cannot be joined any more is said in one line before anything is started."""
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "slowly").touch()
-    up = shoal_command.start("up")
+    up = shoal_command.start("up", "--ps", "1")
     welcome = read_until(up, "Ctrl-C stops the cluster")
+    assert any("export SHOAL_COORDINATOR=" in line for line in welcome)
     coordinator = next(line.split()[-1] for line in welcome if line.startswith("coordinator"))
 
     def shoal(*arguments: str) -> tuple[int, str]:

@@ -50,7 +50,9 @@ def test_the_readmes_script_survives_a_kill(
 ) -> None:
     """kill -9 of one worker: it is started again, the others go on, the run ends well."""
     script.write_text(script.read_text().replace('strategy="ddp"', f'strategy="{strategy}"'))
-    process = shoal_command.start("run", "-n", "3", str(script))
+    # A cluster of its own has two parameter servers; under ddp nobody asks them.
+    servers = "0" if strategy == "ddp" else "2"
+    process = shoal_command.start("run", "-n", "3", "--ps", servers, str(script))
     lines = await_progress(tmp_path / "steps", 60)
     member, pid, _ = lines[-1].split()
     os.kill(int(pid), signal.SIGKILL)
@@ -82,7 +84,7 @@ def test_a_killed_launcher_leaves_nothing(
 
 def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) -> None:
     """One SIGINT: the workers leave, the cluster is stopped, the exit code is 130."""
-    process = shoal_command.start("run", "-n", "2", str(script))
+    process = shoal_command.start("run", "-n", "2", "--ps", "0", str(script))
     await_progress(tmp_path / "steps", 10)
     process.send_signal(signal.SIGINT)
     code, output = finish(process)
@@ -90,6 +92,7 @@ def test_ctrl_c_stops_a_run(shoal_command: Shoal, script: Path, tmp_path: Path) 
     assert shoal_command.await_none(5.0) == {}
 
 
+@pytest.mark.long
 def test_up_serves_until_ctrl_c(shoal_command: Shoal, script: Path) -> None:
     """`shoal up` prints what to export; with that `shoal run` trains; Ctrl-C ends all of it."""
     up = shoal_command.start("up", "--ps", "1")

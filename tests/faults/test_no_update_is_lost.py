@@ -14,6 +14,8 @@ from support.network.gates import Network
 
 NUM_SERVERS, NUM_WORKERS = 3, 3
 NUM_KILLS = 30
+NUM_FIRST_KILLS = 4
+"""In `make test`."""
 NUM_NIGHTLY_KILLS = 1000
 HANG_UP_RATE = 0.3
 SEED = 1
@@ -68,7 +70,12 @@ def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kill
     assert_nothing_lost(work, SEED)
 
 
-@pytest.mark.sampled()
+def test_a_few_killed_servers_lose_nothing(cluster: ParameterCluster, tmp_path: Path) -> None:
+    """The same as below, for one optimizer."""
+    kill_servers(cluster, KINDS[0], tmp_path, NUM_FIRST_KILLS)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_killed_servers_lose_nothing(cluster: ParameterCluster, kind: str, tmp_path: Path) -> None:
     """30 kills of primaries under load, half of them for each optimizer: every acknowledged push

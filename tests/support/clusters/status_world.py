@@ -38,6 +38,12 @@ class World:
     shards_error: Exception | None = None
     board: StatusBoard = field(default_factory=StatusBoard)
 
+    def renew(self) -> None:
+        """As it was at first; an application that was built of it shows that."""
+        board, fresh = self.board, World()
+        vars(board).update(vars(fresh.board))
+        vars(self).update({**vars(fresh), "board": board})
+
     def readiness(self) -> Readiness:
         return self.ready
 

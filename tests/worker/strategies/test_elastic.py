@@ -22,18 +22,21 @@ CASES: list[Any] = [
     ("fsdp", {}, "adamw"),
     ("tensor", {"min_split_bytes": 0}, "adamw"),
     ("pipeline", {}, "sgd"),
-    pytest.param("hybrid", {"min_split_bytes": 0}, "adamw", marks=pytest.mark.nightly),
+    pytest.param(("hybrid", {"min_split_bytes": 0}, "adamw"), marks=pytest.mark.nightly),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "options", "optimizer"), CASES, ids=str)
+@pytest.mark.sampled("case")
+@pytest.mark.parametrize("num_more", [0, 2])
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_changes_leave_no_trace_in_the_weights(
     cluster: LocalCluster,
     tmp_path: Path,
-    strategy: str,
-    options: Mapping[str, Any],
-    optimizer: str,
+    case: tuple[str, Mapping[str, Any], str],
+    num_more: int,
 ) -> None:
+    """A kill, a join and a drain, and as many more changes that the seed draws."""
+    strategy, options, optimizer = case
     run = elastic(
         cluster,
         strategy,
@@ -48,7 +51,7 @@ def test_changes_leave_no_trace_in_the_weights(
         schedule.kill()
         schedule.join()
         schedule.drain()
-        schedule.run(2, smallest=2, largest=4)
+        schedule.run(num_more, smallest=2, largest=4)
         check_no_trace(schedule, run, TOLERANCE)
 
 

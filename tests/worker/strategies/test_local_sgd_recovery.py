@@ -53,9 +53,11 @@ def check_equal_to_the_twin(
             assert torch.allclose(own, tensor, rtol=0, atol=TOLERANCE), name
 
 
+@pytest.mark.sampled("strategy")
+@pytest.mark.parametrize("num_more", [0, 2])
 @pytest.mark.parametrize(("strategy", "optimizer"), [("local-sgd", "sgd"), ("diloco", "adamw")])
 def test_changes_leave_no_trace_but_who_trained_which_round(
-    cluster: LocalCluster, tmp_path: Path, strategy: str, optimizer: str
+    cluster: LocalCluster, tmp_path: Path, strategy: str, optimizer: str, num_more: int
 ) -> None:
     """Kills, joins and drains drawn from a seed. The twin is told who was there, and no more.
 
@@ -75,7 +77,7 @@ def test_changes_leave_no_trace_but_who_trained_which_round(
         schedule.kill()
         schedule.join()
         schedule.drain()
-        schedule.run(2, smallest=2, largest=4)
+        schedule.run(num_more, smallest=2, largest=4)
         finished = schedule.finish()
         for rank in schedule.all:
             rank.drain()

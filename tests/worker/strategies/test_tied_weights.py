@@ -177,7 +177,7 @@ CASES: list[Any] = [
 ]
 
 
-@pytest.mark.sampled()
+@pytest.mark.long
 @pytest.mark.parametrize(("strategy", "options", "optimizer"), CASES, ids=str)
 def test_a_tied_gpt_survives_kills_joins_and_a_drain(
     cluster: LocalCluster,

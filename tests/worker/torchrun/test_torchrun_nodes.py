@@ -14,26 +14,29 @@ END_S = 60.0
 
 @pytest.fixture
 def nodes(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    job = f"nodes-{request.node.name}"
+    job = f"nodes-{request.node.originalname}-{tmp_path.name}"
     with Nodes(endpoint=cluster.coordinator, job=job, directory=tmp_path) as running:
         yield running
 
 
-def test_a_lost_node_and_one_that_comes(nodes: Nodes) -> None:
-    """Two nodes of two workers train. One is killed, agent and workers: the other goes on alone.
-    Another comes: they train together again. They end together, and the job's name is spent."""
-    first = nodes.start("first", nodes="1:2", restarts=3)
-    second = nodes.start("second", nodes="1:2", restarts=3)
-    before = nodes.await_step(lambda step: step["world"] == 4, START_S)
+@pytest.mark.sampled()
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_lost_node_and_one_that_comes(nodes: Nodes, workers: int) -> None:
+    """Two nodes, of one worker each or of two, train. One is killed, agent and workers: the
+    other goes on alone. Another comes: they train together again. They end together, and the job's
+    name is spent."""
+    first = nodes.start("first", nodes="1:2", workers=workers, restarts=3)
+    second = nodes.start("second", nodes="1:2", workers=workers, restarts=3)
+    before = nodes.await_step(lambda step: step["world"] == 2 * workers, START_S)
 
     nodes.kill(second)
-    alone = nodes.await_step(lambda step: step["world"] == 2, START_S)
+    alone = nodes.await_step(lambda step: step["world"] == workers, START_S)
     assert alone["agent"] == first.pid
     assert alone["port"] != before["port"]
 
-    third = nodes.start("third", nodes="1:2", restarts=3)
+    third = nodes.start("third", nodes="1:2", workers=workers, restarts=3)
     nodes.await_step(
-        lambda step: step["world"] == 4 and step["agent"] == third.pid,
+        lambda step: step["world"] == 2 * workers and step["agent"] == third.pid,
         START_S,
     )
     nodes.stop()

@@ -22,7 +22,7 @@ from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase as JobPhase
 
-NUM_EXAMPLES = int(os.environ.get("SHOAL_STATEFUL_EXAMPLES", "200"))
+NUM_EXAMPLES = int(os.environ.get("SHOAL_STATEFUL_EXAMPLES", "100"))
 NUM_STEPS = 40
 MAX_TICKS_AT_ONCE = 5
 

@@ -295,7 +295,7 @@ def test_no_interleaving_tears_a_step(
     actors: list[Client | Coordinator] = [*clients, coordinator]
     for pick in picks:
         actors[pick % len(actors)].advance(pick // len(actors))
-    # Everybody goes on until all is done: the cut ends, and so does every step. By chance and not in
+    # Everybody goes on until all is done: the cut ends, and so does every step. By chance, not in
     # turn: a part may be the seventh whenever its turn comes, and break every time.
     chance = random.Random(0)
     for _ in range(20_000):
