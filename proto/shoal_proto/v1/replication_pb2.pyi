@@ -472,6 +472,101 @@ class ShardImage(_message.Message):
 Global___ShardImage: _TypeAlias = ShardImage  # noqa: Y015
 
 @_typing.final
+class CutHeader(_message.Message):
+    """A whole shard as of one version, to be read in chunks: their number and sizes follow from this.
+    First come the bytes of a CutRest; then, of a dense shard, those of each tensor in turn; of a
+    table's, those of so many rows at a time, one column after the other.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SPEC_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    REST_BYTES_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.int
+    version: _builtins.int
+    kind: _builtins.str
+    """"dense" or "table" """
+    spec: _builtins.bytes
+    """What the shard was made from: a serialized message that its kind knows."""
+    chunk_bytes: _builtins.int
+    """All but the last chunk of each part have so many bytes; those of rows, as many as whole rows fit."""
+    rest_bytes: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorImage]: ...
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.int = ...,
+        version: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        spec: _builtins.bytes = ...,
+        chunk_bytes: _builtins.int = ...,
+        rest_bytes: _builtins.int = ...,
+        tensors: _abc.Iterable[Global___TensorImage] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_bytes", b"chunk_bytes", "kind", b"kind", "rest_bytes", b"rest_bytes", "shard_id", b"shard_id", "spec", b"spec", "tensors", b"tensors", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutHeader: _TypeAlias = CutHeader  # noqa: Y015
+
+@_typing.final
+class CutRest(_message.Message):
+    """What of a shard is small."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSIONS_FIELD_NUMBER: _builtins.int
+    TENSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionImage]: ...
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutTensor]: ...
+    def __init__(
+        self,
+        *,
+        sessions: _abc.Iterable[Global___SessionImage] | None = ...,
+        tensors: _abc.Iterable[Global___CutTensor] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sessions", b"sessions", "tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutRest: _TypeAlias = CutRest  # noqa: Y015
+
+@_typing.final
+class CutTensor(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DESCRIPTION_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    @_builtins.property
+    def description(self) -> Global___TensorImage: ...
+    def __init__(
+        self,
+        *,
+        description: Global___TensorImage | None = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["description", b"description"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "description", b"description"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutTensor: _TypeAlias = CutTensor  # noqa: Y015
+
+@_typing.final
 class FollowRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

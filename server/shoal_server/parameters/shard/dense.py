@@ -14,11 +14,13 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.cuts.flat_cut import FlatCut, FlatTensors
+from shoal_server.parameters.cuts.shard_cut import OpenCuts
 from shoal_server.parameters.shard.gradients import DTYPES, BlockSplitter
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.reply_writer import SHARD_DATA, CopyOut
 from shoal_server.parameters.shard.update_rule import UpdateRule
-from shoal_server.parameters.shard.versioned import AnyShard, Push, VersionedShard
+from shoal_server.parameters.shard.versioned import AnyShard, Push, SmallTensors, VersionedShard
 
 VALUES = "values"
 
@@ -53,6 +55,7 @@ class DenseBody:
         self._values = torch.frombuffer(values, dtype=DTYPES[spec.dtype])
         blocks = torch.split(self._values, [block.num_elements for block in spec.blocks])
         self._rule = UpdateRule(optimizer, spec.group, blocks, BlockSplitter(spec))
+        self.cuts = OpenCuts[FlatCut]()
 
     @property
     def needs_base(self) -> bool:
@@ -80,6 +83,8 @@ class DenseBody:
         return 0
 
     def apply(self, record: PushRecord, batch: Buffer) -> bytes:
+        for cut in self.cuts():
+            cut.preserve()
         self._rule.apply(record, batch)
         return b""
 
@@ -98,8 +103,14 @@ class DenseBody:
     def spec_message(self, spec: Shard) -> DenseSpec:
         return DenseSpec(shard=spec, optimizer=self.optimizer_spec)
 
-    def tensors(self, sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self._tensors().items()}
+    def cut(self) -> tuple[FlatCut, SmallTensors]:
+        content = FlatCut(self._tensors())
+        self.cuts.add(content)
+        return content, _nothing_small
+
+    def flat(self, chunk_bytes: int) -> FlatTensors:
+        """All of it, not copied."""
+        return FlatTensors(self._tensors(), chunk_bytes)
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take the optimizer state of another body over. Raises InternalError if it lacks some."""
@@ -139,7 +150,7 @@ def dense_from_image(image: Image) -> DenseShard:
     storage = bytearray(values.view(torch.uint8).numpy().data)
     body = DenseBody(spec.shard, spec.optimizer, storage)
     body.load_state({n: t for n, t in image.tensors.items() if n != VALUES})
-    return VersionedShard.from_image(spec.shard, body, image)
+    return VersionedShard.restored(spec.shard, body, image.version, image.sessions)
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
@@ -157,6 +168,11 @@ def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
     num_elements, num_blocks = sum(b.num_elements for b in spec.blocks), len(spec.blocks)
     least = bytes_of(1)
     return least + (bytes_of(2) - least) * (num_elements - num_blocks) // num_blocks
+
+
+def _nothing_small(sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
+    """Of a dense shard."""
+    return {}
 
 
 def _dense_spec(image: Image) -> DenseSpec:

@@ -44,7 +44,7 @@ class Memory:
 
     def _sum(self) -> None:
         before_bytes = self._taken_bytes
-        summed_bytes = sum(replica.state.memory_bytes for replica in self._catalog.shards())
+        summed_bytes = sum(replica.state.held_bytes for replica in self._catalog.shards())
         with self._lock:
             self._summed_at_s = self._now_s()
             self._summed_bytes = summed_bytes

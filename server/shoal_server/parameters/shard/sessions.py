@@ -5,8 +5,7 @@ how many outcomes of each. What falls out of a session's memory leaves a floor b
 below the floor that is not remembered is refused, because whether it was applied cannot be told.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal_proto.errors import ForgottenPush, InternalError, Overloaded
@@ -26,12 +25,13 @@ class RememberedOutcome:
     staleness: int
 
 
-@dataclass(slots=True)
-class _Session:
+@dataclass(frozen=True, slots=True)
+class RememberedSession:
+    """Never changed: another one takes its place. So whoever has it keeps what it was."""
+
     floor: int = 0
-    outcomes: OrderedDict[int, tuple[RememberedOutcome, Scope | None]] = field(
-        default_factory=OrderedDict
-    )
+    outcomes: Mapping[int, tuple[RememberedOutcome, Scope | None]] = field(default_factory=dict)
+    """By sequence, in the order in which the pushes came."""
 
 
 class SessionTable:
@@ -42,7 +42,7 @@ class SessionTable:
     ) -> None:
         self._max_sessions = max_sessions
         self._max_outcomes = max_outcomes
-        self._sessions: dict[str, _Session] = {}
+        self._sessions: dict[str, RememberedSession] = {}
 
     def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
         """The first outcome of a push; None if it was never applied.
@@ -91,12 +91,13 @@ class SessionTable:
     ) -> None:
         """Keep the outcome of an applied push, and what else belongs to its step. `make_room` has
         passed for the session."""
-        known = self._sessions.setdefault(session, _Session())
-        known.outcomes[sequence] = outcome, scope
-        while len(known.outcomes) > self._max_outcomes:
-            oldest = min(known.outcomes)
-            del known.outcomes[oldest]
-            known.floor = max(known.floor, oldest)
+        known = self._sessions.get(session, RememberedSession())
+        outcomes, floor = {**known.outcomes, sequence: (outcome, scope)}, known.floor
+        while len(outcomes) > self._max_outcomes:
+            oldest = min(outcomes)
+            del outcomes[oldest]
+            floor = max(floor, oldest)
+        self._sessions[session] = RememberedSession(floor, outcomes)
 
     def has_applied(self, session: str, sequence: int) -> bool:
         """Whether a push was applied, or is so old that this is forgotten. Needs no lock."""
@@ -111,23 +112,17 @@ class SessionTable:
             for sequence, (_, scope) in list(known.outcomes.items())
         ]
 
+    def freeze(self) -> Mapping[str, RememberedSession]:
+        """All that is remembered now, whatever comes later."""
+        return dict(self._sessions)
+
     def export(self) -> list[SessionImage]:
         """All that is remembered, in the order in which sessions and pushes came."""
-        return [
-            SessionImage(
-                session=name,
-                floor=known.floor,
-                sequences=known.outcomes,
-                versions=[outcome.version for outcome, _ in known.outcomes.values()],
-                staleness=[outcome.staleness for outcome, _ in known.outcomes.values()],
-                steps=_exported([scope for _, scope in known.outcomes.values()]),
-            )
-            for name, known in self._sessions.items()
-        ]
+        return exported(self._sessions)
 
     def restore(self, images: Iterable[SessionImage]) -> None:
         """Remember what `export` gave, and nothing else. Raises InternalError if it is torn."""
-        restored: dict[str, _Session] = {}
+        restored: dict[str, RememberedSession] = {}
         for image in images:
             scopes = [Scope.from_message(step) for step in image.steps] or [None] * len(
                 image.sequences
@@ -140,16 +135,29 @@ class SessionTable:
                     expected="as many sequences as versions, staleness and steps",
                 )
             outcomes = map(RememberedOutcome, image.versions, image.staleness)
-            restored[image.session] = _Session(
-                floor=image.floor,
-                outcomes=OrderedDict(
-                    zip(image.sequences, zip(outcomes, scopes, strict=True), strict=True)
-                ),
+            restored[image.session] = RememberedSession(
+                image.floor,
+                dict(zip(image.sequences, zip(outcomes, scopes, strict=True), strict=True)),
             )
         self._sessions = restored
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+
+def exported(sessions: Mapping[str, RememberedSession]) -> list[SessionImage]:
+    """What `SessionTable.freeze` gave, as messages in its order."""
+    return [
+        SessionImage(
+            session=name,
+            floor=known.floor,
+            sequences=known.outcomes,
+            versions=[outcome.version for outcome, _ in known.outcomes.values()],
+            staleness=[outcome.staleness for outcome, _ in known.outcomes.values()],
+            steps=_exported([scope for _, scope in known.outcomes.values()]),
+        )
+        for name, known in sessions.items()
+    ]
 
 
 def _exported(scopes: Sequence[Scope | None]) -> list[StepScope]:

@@ -16,10 +16,11 @@ from torch import Tensor
 from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.parameters_pb2 import ShardState
-from shoal_proto.v1.replication_pb2 import PushRecord, SessionImage
+from shoal_proto.v1.replication_pb2 import CutHeader, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.cuts.shard_cut import CutContent, OpenCuts, ShardCut, rest_of
 from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord
-from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable
+from shoal_server.parameters.shard.sessions import RememberedOutcome, SessionTable, exported
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 
 STALENESS_BUCKETS = 64
@@ -61,6 +62,10 @@ class PushResult(Generic[T]):
 
 PushT_contra = TypeVar("PushT_contra", bound=Push, contravariant=True)
 BatchT = TypeVar("BatchT")
+
+
+SmallTensors = Callable[[Sequence[SessionImage]], Mapping[str, Tensor]]
+"""What a body keeps beside its large tensors, to go with these sessions. Any thread."""
 
 
 class ShardBody(Protocol[PushT_contra, BatchT]):
@@ -107,8 +112,14 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         """What the shard is made from."""
         ...
 
-    def tensors(self, sessions: Sequence[SessionImage]) -> Mapping[str, Tensor]:
-        """A copy of all of it."""
+    @property
+    def cuts(self) -> OpenCuts[Any]:
+        """Those that are open: `apply` leaves to each what it was."""
+        ...
+
+    def cut(self) -> tuple[CutContent, SmallTensors]:
+        """All of it as of now, without a copy: what is large, which is among `cuts`, and what is
+        small, which may be asked for later."""
         ...
 
 
@@ -136,14 +147,16 @@ class VersionedShard(Generic[BodyT]):
         """For all else. It is never held for longer than a push."""
 
     @classmethod
-    def from_image(cls, spec: Shard, body: BodyT, image: Image) -> "VersionedShard[BodyT]":
+    def restored(
+        cls, spec: Shard, body: BodyT, version: int, sessions: Sequence[SessionImage]
+    ) -> "VersionedShard[BodyT]":
         """The same shard once more, to the last bit; its counters start from 0.
 
-        Raises InternalError if the image's sessions are torn.
+        Raises InternalError if the sessions are torn.
         """
         shard = cls(spec, body)
-        shard._sessions.restore(image.sessions)
-        shard._version = image.version
+        shard._sessions.restore(sessions)
+        shard._version = version
         return shard
 
     @property
@@ -163,6 +176,11 @@ class VersionedShard(Generic[BodyT]):
     def memory_bytes(self) -> int:
         """Bytes of values and optimizer state."""
         return self.body.memory_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """All the memory that it takes, with what is kept for cuts."""
+        return self.memory_bytes + self.body.cuts.held_bytes
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
         """The error for a sender whose view of this shard is not the current one."""
@@ -289,22 +307,43 @@ class VersionedShard(Generic[BodyT]):
         with self._lock:
             self.spec.epoch = epoch
 
-    def image(self, listener: UpdateListener | None = None) -> Image:
-        """A copy of all of it as of one version; `listener`, if given, is told of every push after
-        exactly that version, in place of the one before it."""
+    def cut(self, listener: UpdateListener | None = None) -> ShardCut:
+        """All of it as of one version, to be read in chunks while pushes go on; `listener`, if
+        given, is told of every push after exactly that version, in place of the one before it.
+
+        Waits for a push that is being applied, and copies nothing while it has the shard's lock. To
+        be closed. Any thread but the event loop's.
+        """
         with self._body_lock:
             with self._lock:
                 if listener is not None:
                     self._listener = listener
-                spec = self.body.spec_message(self.spec)
-            sessions = self._sessions.export()
+                spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)
+            frozen, version = self._sessions.freeze(), self._version
+            content, small = self.body.cut()
+        sessions = exported(frozen)
+        header = CutHeader(
+            shard_id=self.spec.shard_id, version=version, kind=self.body.kind, spec=spec
+        )
+        return ShardCut(
+            header,
+            content=content,
+            rest=rest_of(sessions, small(sessions)),
+            lock=self._body_lock,
+            cuts=self.body.cuts,
+        )
+
+    def image(self, listener: UpdateListener | None = None) -> Image:
+        """A copy of all of it as of one version, made while pushes go on; for `listener` see
+        `cut`."""
+        with self.cut(listener) as cut:
             return Image(
-                kind=self.body.kind,
+                kind=cut.header.kind,
                 shard_id=self.spec.shard_id,
-                version=self._version,
-                spec=spec.SerializeToString(deterministic=True),
-                tensors=self.body.tensors(sessions),
-                sessions=sessions,
+                version=cut.version,
+                spec=cut.header.spec,
+                tensors=cut.tensors(),
+                sessions=cut.sessions,
             )
 
     def describe(self, job: str) -> ShardState:

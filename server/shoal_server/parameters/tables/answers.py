@@ -1,7 +1,8 @@
 """What the rows of remembered pushes came to, so that a retry is told what the first try was."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,34 +18,42 @@ class Answers:
     """
 
     def __init__(self) -> None:
-        self._fates: dict[str, dict[int, bytes]] = {}
+        self._fates: dict[str, Mapping[int, bytes]] = {}
+        """By session and sequence. The inner mappings are never changed, but replaced."""
+        self._num_bytes = 0
 
     def recall(self, session: str, sequence: int) -> bytes:
         return self._fates.get(session, {}).get(sequence, b"")
 
     def remember(self, session: str, sequence: int, fates: bytes) -> None:
-        known = self._fates.setdefault(session, {})
-        known[sequence] = fates
+        known = {**self._fates.get(session, {}), sequence: fates}
+        self._num_bytes += len(fates)
         while len(known) > MAX_OUTCOMES:
-            del known[min(known)]
+            self._num_bytes -= len(known.pop(min(known)))
+        self._fates[session] = known
 
     def forget(self, sessions: Iterable[str]) -> None:
         for session in sessions:
-            self._fates.pop(session, None)
+            self._num_bytes -= sum(map(len, self._fates.pop(session, {}).values()))
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(fates) for known in self._fates.values() for fates in known.values())
+        return self._num_bytes
+
+    def freeze(self) -> "Answers":
+        """What is remembered now, whatever comes later; not to be written to."""
+        frozen = Answers()
+        frozen._fates, frozen._num_bytes = dict(self._fates), self._num_bytes
+        return frozen
 
     def tensors(self, sessions: Sequence[SessionImage]) -> dict[str, Tensor]:
         """The fates of the pushes that the session table remembers, in its order."""
         remembered = [
             self.recall(s.session, sequence) for s in sessions for sequence in s.sequences
         ]
-        joined = b"".join(remembered)
         return {
             "answer_lengths": torch.tensor([len(fates) for fates in remembered], dtype=torch.int64),
-            "answers": torch.tensor(list(joined), dtype=torch.uint8),
+            "answers": torch.from_numpy(np.frombuffer(b"".join(remembered), np.uint8).copy()),
         }
 
     def load(self, sessions: Sequence[SessionImage], lengths: Tensor, answers: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
+from shoal_server.parameters.cuts.shard_cut import OpenCuts
 from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.tables.admission import new_gate
 from shoal_server.parameters.tables.batch import Fates, RowBatch
@@ -19,6 +20,8 @@ from shoal_server.parameters.tables.hashing import Ids
 from shoal_server.parameters.tables.index import MAX_ROWS, Rows
 from shoal_server.parameters.tables.initial import InitialRows
 from shoal_server.parameters.tables.optimizers import RowAdam, new_rule
+from shoal_server.parameters.tables.row_chunks import RowChunks
+from shoal_server.parameters.tables.row_cut import RowCut
 from shoal_server.parameters.tables.rows import RowStore
 
 DEFAULT_SHARD_BYTES = 1024**3
@@ -48,11 +51,17 @@ class Counts:
 class TableContent:
     """For one thread at a time."""
 
-    def __init__(self, table: TableSpec, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Empty, or with what `tensors` gave; takes these over. Raises InternalError if they are
-        not those of such a table."""
+    def __init__(
+        self,
+        table: TableSpec,
+        small: Mapping[str, Tensor] | None = None,
+        *,
+        expected_rows: int = 0,
+    ) -> None:
+        """Empty, or with the small tensors that `cut` gave, which it takes over; with room for rows
+        that are filled in."""
         dtype = DTYPES[table.dtype]
-        held = tensors or {}
+        held = small or {}
         self._table = table
         self._initial = InitialRows(
             table.initialiser, table=table.name, seed=table.seed, dim=table.dim, dtype=dtype
@@ -65,10 +74,15 @@ class TableContent:
         self.counts = Counts()
         self.table_step = 0
         self._now_s = self._next_sweep_s = 0.0
-        if tensors is not None:
-            self._rows.load(tensors)
-            self._now_s, self._next_sweep_s = tensors["times_unix_s"].tolist()
-            self.table_step = int(tensors["table_step"])
+        if expected_rows:
+            self._rows.expect(expected_rows)
+        if small is not None:
+            self._now_s, self._next_sweep_s = small["times_unix_s"].tolist()
+            self.table_step = int(small["table_step"])
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the rows of an image. Raises InternalError if they are not those of such a table."""
+        self._rows.load(tensors)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,7 +105,7 @@ class TableContent:
 
     def regrown_bytes(self, num_rows: int) -> int:
         """What is copied, at most, to make room for so many more rows."""
-        return self.num_bytes if self._rows.moves_for(num_rows) else 0
+        return self._rows.moved_bytes(num_rows)
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
         """By how much a push at that time may grow what is held, if all its new ids are admitted.
@@ -183,14 +197,28 @@ class TableContent:
         self._rows.remove(rows)
         self.counts.evicted += len(rows)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """A copy of all of it."""
+    @property
+    def cuts(self) -> OpenCuts[RowCut]:
+        """Those that are open: a push leaves to each what it was."""
+        return self._rows.cuts
+
+    def cut(self) -> tuple[RowCut, Mapping[str, Tensor]]:
+        """Its rows as they are now, to be closed; and a copy of what it keeps beside them."""
         scalars = {
             "times_unix_s": torch.tensor([self._now_s, self._next_sweep_s], dtype=torch.float64),
             "table_step": torch.tensor([self.table_step]),
         }
         gate = {name: tensor.clone() for name, tensor in self._gate.tensors().items()}
-        return self._rows.tensors() | gate | scalars
+        return self._rows.cut(), gate | scalars
+
+    def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
+        """How rows of such a shard come in chunks."""
+        columns = {n: (each.shape[1:], each.dtype) for n, each in self._rows.columns.items()}
+        return RowChunks(columns, num_rows, chunk_bytes)
+
+    def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
+        """Put rows to where they were in another shard; see `RowStore.fill`."""
+        self._rows.fill(rows, columns)
 
 
 def _max_rows(table: TableSpec, row_bytes: int) -> int:

@@ -7,8 +7,11 @@ one before.
 """
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
+from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.hashing import Ids, hash_ids
 
 EMPTY = -1
@@ -25,8 +28,7 @@ class RowIndex:
     """Which row has which id. Rows are numbers from 0 that the caller hands out."""
 
     def __init__(self) -> None:
-        self.ids: Ids = np.zeros(MIN_SLOTS, np.int64)
-        """By row; of no meaning for rows that are not in use."""
+        self._ids = GrowingTensor(MIN_SLOTS, (), torch.int64)
         self._slots: NDArray[np.int32] = np.full(MIN_SLOTS, EMPTY, np.int32)
         self._num_rows = 0
         self._num_used = 0
@@ -35,8 +37,23 @@ class RowIndex:
         return self._num_rows
 
     @property
+    def ids(self) -> Ids:
+        """By row; of no meaning for rows that are not in use. Not to be kept."""
+        ids: Ids = self._ids.tensor.numpy()
+        return ids
+
+    @property
+    def id_tensor(self) -> Tensor:
+        """The same as a tensor."""
+        return self._ids.tensor
+
+    @property
     def num_bytes(self) -> int:
-        return self.ids.nbytes + self._slots.nbytes
+        return len(self._ids) * self._ids.row_bytes + self._slots.nbytes
+
+    def expect(self, num_rows: int) -> None:
+        """Have room for so many rows, which are to be inserted into an empty index."""
+        self._make_room(num_rows, num_rows)
 
     def moves_for(self, num_more: int) -> bool:
         """Whether the table of slots is made anew when so many more rows are inserted."""
@@ -45,16 +62,16 @@ class RowIndex:
     def find(self, ids: Ids) -> Rows:
         """The row of each id, -1 for those that have none."""
         places = self._first_places(ids)
-        rows = self._slots[places]
+        rows, ids_by_row = self._slots[places], self.ids
         # A row below zero reads some id from the end of the array, which must not count.
-        hit = (self.ids[rows] == ids) & (rows >= 0)
+        hit = (ids_by_row[rows] == ids) & (rows >= 0)
         found = np.where(hit, rows, EMPTY).astype(np.int64)
         todo = np.flatnonzero(~hit & (rows != EMPTY))
         places, left = places[todo], ids[todo]
         while todo.size:
             places = (places + 1) & (self._slots.size - 1)
             rows = self._slots[places]
-            hit = (self.ids[rows] == left) & (rows >= 0)
+            hit = (ids_by_row[rows] == left) & (rows >= 0)
             found[todo[hit]] = rows[hit]
             goes_on = ~hit & (rows != EMPTY)
             todo, places, left = todo[goes_on], places[goes_on], left[goes_on]
@@ -93,10 +110,8 @@ class RowIndex:
             places = (places + 1) & (self._slots.size - 1)
 
     def _make_room(self, top_row: int, num_more: int) -> None:
-        if top_row > self.ids.size:
-            grown = np.zeros(max(top_row, 2 * self.ids.size), np.int64)
-            grown[: self.ids.size] = self.ids
-            self.ids = grown
+        if top_row > len(self._ids):
+            self._ids.grow(max(top_row, 2 * len(self._ids)))
         if not self.moves_for(num_more):
             return
         num_slots = self._slots.size

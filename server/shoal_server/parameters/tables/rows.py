@@ -8,23 +8,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_proto.errors import InternalError
+from shoal_server.parameters.cuts.shard_cut import OpenCuts
+from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.hashing import Ids
 from shoal_server.parameters.tables.index import MAX_ROWS, RowIndex, Rows
 from shoal_server.parameters.tables.optimizers import StateColumn
+from shoal_server.parameters.tables.row_cut import BIRTHS, IDS, RowCut
 
 VALUES = "values"
-BIRTHS = "births"
 LAST_PUSHED = "last_pushed_unix_s"
-IDS = "ids"
 STATE = "optimizer/"
 """In an image, before the names of the optimizer's columns."""
 FIRST_CAPACITY = 64
+DOUBLED_BYTES = 64 * 1024 * 1024
+"""A store that takes more grows by a quarter: nothing is copied, so it need not take much ahead."""
 INDEX_BYTES_PER_ROW = 32
 """At worst nearly four slots of four bytes, and two ids."""
 
 
 class RowStore:
-    """Grows by doubling; rows that were taken out are used again first."""
+    """Grows in place; rows that were taken out are used again first. What was a row's before it is
+    written to is saved for the open cuts."""
 
     def __init__(self, dim: int, dtype: torch.dtype, columns: Mapping[str, StateColumn]) -> None:
         self._max_rows = MAX_ROWS
@@ -32,14 +36,18 @@ class RowStore:
         self._fills = {name: column.fill for name, column in columns.items()}
         # Steps and averages of a 16-bit table would stand still in 16 bits.
         wide = dtype if dtype.itemsize >= 4 else torch.float32
-        self._columns: dict[str, Tensor] = {
-            VALUES: torch.zeros((FIRST_CAPACITY, dim), dtype=dtype),
-            BIRTHS: torch.zeros(FIRST_CAPACITY, dtype=torch.int64),
-            LAST_PUSHED: torch.zeros(FIRST_CAPACITY, dtype=torch.float64),
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            VALUES: ((dim,), dtype),
+            BIRTHS: ((), torch.int64),
+            LAST_PUSHED: ((), torch.float64),
         }
         for name, column in columns.items():
-            shape = (FIRST_CAPACITY, dim) if column.is_per_element else (FIRST_CAPACITY,)
-            self._columns[STATE + name] = torch.zeros(shape, dtype=wide)
+            shapes[STATE + name] = ((dim,) if column.is_per_element else (), wide)
+        self._columns = {
+            name: GrowingTensor(FIRST_CAPACITY, shape, each)
+            for name, (shape, each) in shapes.items()
+        }
+        self.cuts = OpenCuts[RowCut]()
         self._top = 0
         self._free: Rows = np.zeros(0, np.int64)
 
@@ -49,22 +57,25 @@ class RowStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory taken, the index included."""
-        return self._index.num_bytes + sum(c.nbytes for c in self._columns.values())
+        return self._index.num_bytes + self._capacity * self._column_bytes
 
     @property
     def row_bytes(self) -> int:
         """Bytes of memory that one row takes at worst, but for the room left to grow."""
-        per_row = sum(c.nbytes // c.shape[0] for c in self._columns.values())
-        return per_row + INDEX_BYTES_PER_ROW
+        return self._column_bytes + INDEX_BYTES_PER_ROW
+
+    @property
+    def _column_bytes(self) -> int:
+        return sum(column.row_bytes for column in self._columns.values())
 
     @property
     def num_spare(self) -> int:
         """Rows that there is memory for, and that are not in use."""
         return self._capacity - len(self)
 
-    def moves_for(self, num_more: int) -> bool:
-        """Whether all may have to be moved to make room for so many more rows."""
-        return num_more > self.num_spare or self._index.moves_for(num_more)
+    def moved_bytes(self, num_more: int) -> int:
+        """What has to be moved to make room for so many more rows: of the index alone."""
+        return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
         """By how much memory grows, at worst, for so many rows altogether."""
@@ -95,21 +106,24 @@ class RowStore:
         self._reserve(self._top + num_fresh)
         rows = np.concatenate([reused, np.arange(self._top, self._top + num_fresh)])
         self._top += num_fresh
+        self._save(reused)
         self._index.insert(ids, rows)
         at = torch.from_numpy(rows)
-        self._columns[VALUES][at] = values
-        self._columns[BIRTHS][at] = birth
+        self._columns[VALUES].tensor[at] = values
+        self._columns[BIRTHS].tensor[at] = birth
         for name, fill in self._fills.items():
-            self._columns[STATE + name][at] = fill
+            self._columns[STATE + name].tensor[at] = fill
         return rows
 
     def remove(self, rows: Rows) -> None:
+        self._save(rows)
         self._index.remove(rows)
         self._numbers(BIRTHS)[rows] = 0
         self._free = np.concatenate([self._free, rows])
 
     def touch(self, rows: Rows, at_unix_s: float) -> None:
         """The rows were pushed at that time."""
+        self._save(rows)
         self._numbers(LAST_PUSHED)[rows] = at_unix_s
 
     def idle_since(self, before_unix_s: float) -> Rows:
@@ -136,35 +150,61 @@ class RowStore:
 
     def values(self, rows: Rows) -> Tensor:
         """A copy of the values of rows, all of which exist."""
-        return self._columns[VALUES].index_select(0, torch.from_numpy(rows))
+        return self._columns[VALUES].tensor.index_select(0, torch.from_numpy(rows))
 
     def state(self, name: str, rows: Rows) -> Tensor:
         """A copy of one column of optimizer state."""
-        return self._columns[STATE + name].index_select(0, torch.from_numpy(rows))
+        return self._columns[STATE + name].tensor.index_select(0, torch.from_numpy(rows))
 
     def put(self, rows: Rows, values: Tensor, state: Mapping[str, Tensor]) -> None:
         """Write values and state of rows, each named once."""
+        self._save(rows)
         at = torch.from_numpy(rows)
-        self._columns[VALUES][at] = values.to(self._columns[VALUES].dtype)
+        self._columns[VALUES].tensor[at] = values.to(self._columns[VALUES].dtype)
         for name, tensor in state.items():
-            self._columns[STATE + name][at] = tensor
+            self._columns[STATE + name].tensor[at] = tensor
 
-    def tensors(self) -> dict[str, Tensor]:
-        """A copy of all rows, in the order of their ids; two stores with the same rows give the
-        same."""
-        rows = np.flatnonzero(self._numbers(BIRTHS)[: self._top] > 0)
-        rows = rows[np.argsort(self._index.ids[rows], kind="stable")]
-        at = torch.from_numpy(rows)
-        copied = {name: column.index_select(0, at) for name, column in self._columns.items()}
-        return {IDS: torch.from_numpy(self._index.ids[rows])} | copied
+    @property
+    def columns(self) -> Mapping[str, Tensor]:
+        """By name, not copied, with the ids. Not to be kept: the store could not grow in place."""
+        top = self._top
+        own = {name: column.tensor[:top] for name, column in self._columns.items()}
+        return {IDS: self._index.id_tensor[:top]} | own
+
+    def cut(self) -> RowCut:
+        """The rows as they are now, to be closed."""
+        cut = RowCut(self, self._top, len(self))
+        self.cuts.add(cut)
+        return cut
+
+    def _save(self, rows: Rows) -> None:
+        for cut in self.cuts():
+            cut.save(rows)
+
+    def expect(self, num_rows: int) -> None:
+        """Have room for so many rows, of an empty store, which `fill` brings one after another."""
+        self._reserve(num_rows)
+        self._index.expect(num_rows)
+
+    def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
+        """Put rows, which follow on those put before, to where they were in another store. Those
+        without a birth are left free."""
+        for name, column in self._columns.items():
+            column.tensor[rows] = columns[name]
+        places = np.arange(rows.start, rows.stop)
+        # What came over a wire may lie anywhere: only copies of it are looked at.
+        is_live = self._numbers(BIRTHS)[rows] > 0
+        self._index.insert(columns[IDS].clone().numpy()[is_live], places[is_live])
+        self._free = np.concatenate([self._free, places[~is_live]])
+        self._top = rows.stop
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the rows that `tensors` gave, into an empty store. Raises InternalError if they are
-        not those of such a store."""
+        """Take the rows that `RowCut.tensors` gave, into an empty store. Raises InternalError if
+        they are not those of such a store."""
         ids = tensors[IDS].numpy() if IDS in tensors else np.zeros(0, np.int64)
         seen = {name: (t.shape, t.dtype) for name, t in tensors.items() if name in self._columns}
         expected = {
-            name: (torch.Size([len(ids), *c.shape[1:]]), c.dtype)
+            name: (torch.Size([len(ids), *c.row_shape]), c.dtype)
             for name, c in self._columns.items()
         }
         if seen != expected or IDS not in tensors:
@@ -173,31 +213,29 @@ class RowStore:
                 seen=str(seen)[:200],
                 expected=str(expected)[:200],
             )
-        self._reserve(len(ids))
-        rows = np.arange(len(ids))
-        self._index.insert(ids, rows)
-        for name, column in self._columns.items():
-            column[: len(ids)] = tensors[name]
-        self._top = len(ids)
+        self.expect(len(ids))
+        if len(ids):
+            self.fill(slice(0, len(ids)), tensors)
 
     def _numbers(self, name: str) -> NDArray[np.int64]:
-        numbers: NDArray[np.int64] = self._columns[name].numpy()
+        numbers: NDArray[np.int64] = self._columns[name].tensor.numpy()
         return numbers
 
     @property
     def _capacity(self) -> int:
-        return int(self._columns[BIRTHS].shape[0])
+        return len(self._columns[BIRTHS])
 
     def _capacity_for(self, top: int) -> int:
-        if top <= self._capacity:
-            return self._capacity
-        return max(top, min(2 * self._capacity, self._max_rows))
+        capacity = self._capacity
+        if top <= capacity:
+            return capacity
+        is_large = capacity * self._column_bytes >= DOUBLED_BYTES
+        more = capacity // 4 if is_large else capacity
+        return max(top, min(capacity + more, self._max_rows))
 
     def _reserve(self, top: int) -> None:
         capacity = self._capacity_for(top)
         if capacity == self._capacity:
             return
-        for name, column in self._columns.items():
-            grown = column.new_zeros((capacity, *column.shape[1:]))
-            grown[: column.shape[0]] = column
-            self._columns[name] = grown
+        for column in self._columns.values():
+            column.grow(capacity)

@@ -1,24 +1,24 @@
 """What a shard of a table consists of: its rows, and the fates of those in remembered pushes."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
 from google.protobuf.message import DecodeError
-from torch import Tensor
 
 from shoal_proto.errors import InternalError
 from shoal_proto.pieces import Buffer
-from shoal_proto.v1.replication_pb2 import PushRecord, SessionImage, TableShardSpec
+from shoal_proto.v1.replication_pb2 import PushRecord, TableShardSpec
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import TableSpec
+from shoal_server.parameters.cuts.shard_cut import OpenCuts
 from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.shard.image import Image
-from shoal_server.parameters.shard.versioned import AnyShard, Push, VersionedShard
+from shoal_server.parameters.shard.versioned import AnyShard, Push, SmallTensors, VersionedShard
 from shoal_server.parameters.tables.answers import Answers
 from shoal_server.parameters.tables.batch import RowBatch, read_batch, read_ids
 from shoal_server.parameters.tables.content import TableContent
+from shoal_server.parameters.tables.row_cut import RowCut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +115,14 @@ class TableBody:
     def spec_message(self, spec: Shard) -> TableShardSpec:
         return TableShardSpec(shard=spec, table=self.table)
 
-    def tensors(self, sessions: Sequence[SessionImage]) -> dict[str, Tensor]:
-        return self.content.tensors() | self._answers.tensors(sessions)
+    @property
+    def cuts(self) -> OpenCuts[RowCut]:
+        return self.content.cuts
+
+    def cut(self) -> tuple[RowCut, SmallTensors]:
+        rows, small = self.content.cut()
+        answers = self._answers.freeze()
+        return rows, lambda sessions: {**small, **answers.tensors(sessions)}
 
 
 TableShard = VersionedShard[TableBody]
@@ -143,6 +149,7 @@ def table_from_image(image: Image) -> TableShard:
             raise KeyError(image.kind)
         spec = TableShardSpec.FromString(image.spec)
         content = TableContent(spec.table, image.tensors)
+        content.load(image.tensors)
         lengths, told = image.tensors["answer_lengths"], image.tensors["answers"]
     except (KeyError, DecodeError) as error:
         raise InternalError(
@@ -153,4 +160,4 @@ def table_from_image(image: Image) -> TableShard:
     answers = Answers()
     answers.load(image.sessions, lengths, told)
     body = TableBody(spec.table, spec.shard.table_index, content, answers)
-    return VersionedShard.from_image(spec.shard, body, image)
+    return VersionedShard.restored(spec.shard, body, image.version, image.sessions)

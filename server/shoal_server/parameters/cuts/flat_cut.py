@@ -1,0 +1,102 @@
+"""A cut through tensors that every push may change anywhere."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.replication_pb2 import TensorImage
+from shoal_server.parameters.cuts.shard_cut import CHUNK_BYTES, released
+from shoal_server.parameters.cuts.tensor_bytes import as_bytes, describe, from_bytes
+
+
+class FlatTensors:
+    """Tensors, one after the other, as chunks of their bytes; no chunk has bytes of two."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], chunk_bytes: int) -> None:
+        self.tensors = tensors
+        self.described: Sequence[TensorImage] = [describe(*item) for item in tensors.items()]
+        self._chunks = [
+            (name, at, min(at + chunk_bytes, tensor.nbytes))
+            for name, tensor in tensors.items()
+            for at in range(0, tensor.nbytes, chunk_bytes)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def size_of(self, index: int) -> int:
+        """Bytes of a chunk."""
+        _, start, stop = self._chunks[index]
+        return stop - start
+
+    def at(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The bytes of a chunk in these tensors, which are of the same names and sizes."""
+        name, start, stop = self._chunks[index]
+        return as_bytes(tensors[name])[start:stop]
+
+    def write(self, index: int, data: Buffer) -> None:
+        """Put a chunk's bytes to their place. Raises MalformedMessage if there are more or less."""
+        place = self.at(index, self.tensors)
+        if len(data) != len(place):
+            raise MalformedMessage(
+                "a chunk of a shard has another length",
+                seen=f"{len(data)} bytes",
+                expected=f"{len(place)} bytes",
+            )
+        place.copy_(from_bytes(data, torch.uint8, (len(data),)))
+
+
+class FlatCut:
+    """Whoever is about to change the tensors calls `preserve` first, under the lock of all that
+    reads or writes them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._flat = flat = FlatTensors(tensors, CHUNK_BYTES)
+        self._copies: Mapping[str, Tensor] | None = None
+        self._wanted = set(range(len(flat)))
+        self.described = flat.described
+
+    def __len__(self) -> int:
+        return len(self._flat)
+
+    def size_of(self, index: int) -> int:
+        return self._flat.size_of(index)
+
+    def preserve(self) -> None:
+        """Copy all of it aside, once, if anything of it is wanted still."""
+        if self._copies is None and self._wanted:
+            self._copies = {name: each.clone() for name, each in self._flat.tensors.items()}
+            if not self._wanted:
+                self._copies = {}
+
+    def read(self, index: int) -> Buffer:
+        if index not in self._wanted:
+            raise released(index)
+        copies = self._copies
+        tensors = self._flat.tensors if copies is None else copies
+        data: Buffer = self._flat.at(index, tensors).clone().numpy().data
+        return data
+
+    def release(self, index: int) -> None:
+        self._wanted.discard(index)
+        if not self._wanted:
+            self._copies = {}
+
+    def close(self) -> None:
+        self._wanted = set()
+        self._copies = {}
+
+    @property
+    def held_bytes(self) -> int:
+        copies = self._copies or {}
+        return sum(tensor.nbytes for tensor in copies.values())
+
+    def tensors(self, read: Callable[[int], Buffer]) -> Mapping[str, Tensor]:
+        made = {name: torch.empty_like(each) for name, each in self._flat.tensors.items()}
+        for index in range(len(self)):
+            place = self._flat.at(index, made)
+            place.copy_(from_bytes(read(index), torch.uint8, (len(place),)))
+        return made

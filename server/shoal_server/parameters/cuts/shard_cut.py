@@ -1,0 +1,211 @@
+"""A shard as of one version, read in chunks while pushes go on.
+
+    cut = shard.cut()                     no copy is made; pushes go on at once
+    for i in range(cut.num_chunks):
+        send(cut.chunk(i))                may be asked for again, until
+        cut.release(i)                    nobody needs it any more
+    cut.close()
+
+Before a push changes what a chunk consists of, and while that chunk is not released, what it was
+is copied aside: whatever is read is as of the cut. Of a table these are the rows that the push
+touches, of a dense shard, which has a few MiB, all of it.
+"""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from shoal_proto.errors import InternalError
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.replication_pb2 import CutHeader, CutRest, SessionImage, TensorImage
+from shoal_server.parameters.cuts.tensor_bytes import from_message, to_message
+
+CHUNK_BYTES = 2 * 1024 * 1024
+
+
+class CutContent(Protocol):
+    """The large part of a cut. Whoever calls `read` holds the lock of the shard's content."""
+
+    described: Sequence[TensorImage]
+    """What it consists of."""
+
+    def __len__(self) -> int:
+        """How many chunks there are."""
+        ...
+
+    def size_of(self, index: int) -> int:
+        """Bytes of a chunk."""
+        ...
+
+    def read(self, index: int) -> Buffer:
+        """A copy of a chunk as of the cut."""
+        ...
+
+    def release(self, index: int) -> None:
+        """A chunk is not needed any more. Any thread, without a lock."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is needed any more. Any thread, without a lock."""
+        ...
+
+    @property
+    def held_bytes(self) -> int:
+        """What was copied aside. Any thread, without a lock."""
+        ...
+
+    def tensors(self, read: Callable[[int], Buffer]) -> Mapping[str, Tensor]:
+        """All of it as tensors of their own, from the chunks that `read` gives."""
+        ...
+
+
+ContentT = TypeVar("ContentT", bound=CutContent)
+
+
+class OpenCuts(Generic[ContentT]):
+    """The cuts that whoever changes a shard's content has to spare. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: tuple[ContentT, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._open)
+
+    def __call__(self) -> Sequence[ContentT]:
+        return self._open
+
+    def add(self, content: ContentT) -> None:
+        with self._lock:
+            self._open = (*self._open, content)
+
+    def remove(self, content: ContentT) -> None:
+        """It may be gone already."""
+        with self._lock:
+            self._open = tuple(each for each in self._open if each is not content)
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(content.held_bytes for content in self._open)
+
+
+class ShardCut:
+    """All methods may be called from any thread, and by several at a time. `chunk` and `tensors`
+    copy and wait for the shard's lock, which a push holds while it is applied: not for the event
+    loop. `release` and `header` neither copy nor wait. `close` waits for no lock either, but gives
+    back what was copied aside, which takes 0.1 ms a MiB."""
+
+    def __init__(
+        self,
+        header: CutHeader,
+        *,
+        content: CutContent,
+        rest: CutRest,
+        lock: threading.Lock,
+        cuts: OpenCuts[CutContent],
+    ) -> None:
+        """`header` lacks what is known of the content and the rest; `lock` is that of the content,
+        which is among `cuts`."""
+        self._content = content
+        self._rest_message = rest
+        self._rest = rest.SerializeToString(deterministic=True)
+        self._num_rest = -(-len(self._rest) // CHUNK_BYTES)
+        self._lock = lock
+        self._cuts = cuts
+        self._is_closed = False
+        header.chunk_bytes, header.rest_bytes = CHUNK_BYTES, len(self._rest)
+        header.tensors.extend(content.described)
+        self.header = header
+        """What a `ShardBuilder` begins with. Not to be changed."""
+
+    @property
+    def version(self) -> int:
+        return self.header.version
+
+    @property
+    def sessions(self) -> Sequence[SessionImage]:
+        """What the shard remembered of pushes."""
+        return list(self._rest_message.sessions)
+
+    @property
+    def num_chunks(self) -> int:
+        return self._num_rest + len(self._content)
+
+    def num_bytes(self, index: int) -> int:
+        """Of a chunk."""
+        if index < self._num_rest:
+            return min(CHUNK_BYTES, len(self._rest) - index * CHUNK_BYTES)
+        return self._content.size_of(index - self._num_rest)
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all chunks."""
+        return sum(map(self.num_bytes, range(self.num_chunks)))
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that the cut takes beside the shard."""
+        return 0 if self._is_closed else len(self._rest) + self._content.held_bytes
+
+    def chunk(self, index: int) -> Buffer:
+        """A chunk as of the cut; the same bytes each time, until it is released.
+
+        Raises InternalError once it is released or the cut is closed.
+        """
+        if index < self._num_rest:
+            self._check_open()
+            return memoryview(self._rest)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        with self._lock:
+            self._check_open()
+            data = self._content.read(index - self._num_rest)
+        # What was copied aside may be gone since the first look.
+        self._check_open()
+        return data
+
+    def release(self, index: int) -> None:
+        """The chunk is not asked for again: pushes need not copy it aside any more. May be called
+        again, and after `close`."""
+        if index >= self._num_rest and not self._is_closed:
+            self._content.release(index - self._num_rest)
+
+    def close(self) -> None:
+        """Let go of all of it. May be called again; a `chunk` that is being read raises."""
+        self._is_closed = True
+        self._cuts.remove(self._content)
+        self._content.close()
+
+    def __enter__(self) -> "ShardCut":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All of it as tensors of their own. No chunk is released yet."""
+        large = self._content.tensors(lambda index: self.chunk(self._num_rest + index))
+        small = {each.description.name: from_message(each) for each in self._rest_message.tensors}
+        return {**large, **small}
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise InternalError(
+                f"the cut of shard {self.header.shard_id} at version {self.version} is closed",
+                seen="a chunk that is asked for",
+                expected="nothing more",
+            )
+
+
+def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> CutRest:
+    """What of a shard is small."""
+    return CutRest(
+        sessions=sessions, tensors=[to_message(name, each) for name, each in tensors.items()]
+    )
+
+
+def released(index: int) -> InternalError:
+    """The error for a chunk that nobody was to ask for again."""
+    return InternalError(
+        "a chunk of a cut is asked for that was released", seen=f"chunk {index} of its content"
+    )

@@ -1,0 +1,73 @@
+"""Tensors as bytes, and how they are described to whoever makes them again."""
+
+import math
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.replication_pb2 import CutTensor, TensorImage
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+        torch.bool,
+    )
+}
+# What comes in is only ever read: torch need not warn that its bytes cannot be written.
+warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The tensor's own memory, flat; it is contiguous."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
+
+
+def from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], at: int = 0) -> Tensor:
+    """A tensor that lies in `data` from that byte on."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=at).view(*shape)
+
+
+def describe(name: str, tensor: Tensor) -> TensorImage:
+    """All but the bytes."""
+    return TensorImage(
+        name=name,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        shape=tensor.shape,
+        num_bytes=tensor.nbytes,
+    )
+
+
+def to_message(name: str, tensor: Tensor) -> CutTensor:
+    """A small tensor, whole."""
+    return CutTensor(
+        description=describe(name, tensor), data=as_bytes(tensor.contiguous()).numpy().tobytes()
+    )
+
+
+def from_message(message: CutTensor) -> Tensor:
+    """What `to_message` was given; its memory is its own. Raises MalformedMessage."""
+    described = message.description
+    dtype = DTYPES.get(described.dtype)
+    shape = tuple(described.shape)
+    if dtype is None or math.prod(shape) * dtype.itemsize != len(message.data):
+        raise MalformedMessage(
+            f"tensor {described.name} of a shard does not fit its description",
+            seen=f"{described.dtype} {list(shape)} in {len(message.data)} bytes",
+            expected=f"one of {', '.join(sorted(DTYPES))}, with as many bytes as its shape needs",
+        )
+    return from_bytes(bytearray(message.data), dtype, shape)

@@ -1,0 +1,70 @@
+"""Tensors that grow without being copied: their memory is moved by its page tables alone."""
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FREED_AT_A_TIME_BYTES = 8 * 1024 * 1024
+"""The interpreter stands still while memory is given back: 1 ms for so much."""
+
+
+class GrowingTensor:
+    """A tensor whose first dimension grows. What is added is zero, and takes no memory before it
+    is written to.
+
+    No view of `tensor` may be alive when it grows, or all of it is copied.
+    """
+
+    def __init__(self, num_rows: int, row_shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.row_shape = tuple(row_shape)
+        self.dtype = dtype
+        self.row_bytes = math.prod(row_shape) * dtype.itemsize
+        self._memory = _reserved(num_rows * self.row_bytes)
+        self.tensor = self._view(num_rows)
+
+    def __len__(self) -> int:
+        return int(self.tensor.shape[0])
+
+    def grow(self, num_rows: int) -> None:
+        """Have room for so many rows, which are more than there are."""
+        before = self.tensor
+        num_bytes = max(num_rows * self.row_bytes, 1)
+        # The mapping refuses to move while anybody looks into it.
+        self.tensor = before.new_empty(0)
+        num_before = before.shape[0]
+        del before
+        try:
+            self._memory.resize(num_bytes)
+        except (BufferError, SystemError, OSError):
+            # A view is alive, or this system cannot move memory.
+            old, self._memory = self._memory, _reserved(num_bytes)
+            self.tensor = self._view(num_rows)
+            held = torch.frombuffer(old, dtype=self.dtype, count=num_before * self._row_numel)
+            self.tensor[:num_before] = held.view(num_before, *self.row_shape)
+            return
+        self.tensor = self._view(num_rows)
+
+    def free(self) -> None:
+        """Give the memory back, a little at a time. What is in it is lost; not to be used again,
+        but what is read of it meanwhile is zero and does no harm."""
+        for at in range(0, len(self._memory), FREED_AT_A_TIME_BYTES):
+            length = min(FREED_AT_A_TIME_BYTES, len(self._memory) - at)
+            self._memory.madvise(mmap.MADV_DONTNEED, at, length)
+
+    @property
+    def _row_numel(self) -> int:
+        return math.prod(self.row_shape)
+
+    def _view(self, num_rows: int) -> Tensor:
+        count = num_rows * self._row_numel
+        if not count:
+            return torch.empty((num_rows, *self.row_shape), dtype=self.dtype)
+        flat = torch.frombuffer(self._memory, dtype=self.dtype, count=count)
+        return flat.view(num_rows, *self.row_shape)
+
+
+def _reserved(num_bytes: int) -> mmap.mmap:
+    return mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

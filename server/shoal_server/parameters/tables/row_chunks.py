@@ -1,0 +1,70 @@
+"""Rows of a shard as bytes, so many rows at a time."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.replication_pb2 import TensorImage
+from shoal_server.parameters.cuts.tensor_bytes import from_bytes
+
+
+class RowChunks:
+    """The columns of `num_rows` rows, cut between rows; in a chunk one column follows the other,
+    those of the largest elements first, so that each lies where its elements may."""
+
+    def __init__(
+        self,
+        columns: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        num_rows: int,
+        chunk_bytes: int,
+    ) -> None:
+        """`columns` has the shape of one row, and the dtype."""
+        by_size = sorted(columns.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
+        self._columns = [(name, tuple(shape), dtype) for name, (shape, dtype) in by_size]
+        self._row_bytes = sum(
+            math.prod(shape) * dtype.itemsize for _, shape, dtype in self._columns
+        )
+        self.num_rows = num_rows
+        self.rows_each = max(1, chunk_bytes // self._row_bytes)
+        self.described: Sequence[TensorImage] = [
+            TensorImage(
+                name=name,
+                dtype=str(dtype).removeprefix("torch."),
+                shape=(num_rows, *shape),
+                num_bytes=num_rows * math.prod(shape) * dtype.itemsize,
+            )
+            for name, shape, dtype in self._columns
+        ]
+
+    def __len__(self) -> int:
+        return (self.num_rows + self.rows_each - 1) // self.rows_each
+
+    def rows(self, index: int) -> slice:
+        """Which rows a chunk has."""
+        start = index * self.rows_each
+        return slice(start, min(start + self.rows_each, self.num_rows))
+
+    def size_of(self, index: int) -> int:
+        """Bytes of a chunk."""
+        rows = self.rows(index)
+        num_rows: int = rows.stop - rows.start
+        return num_rows * self._row_bytes
+
+    def views(self, index: int, data: Buffer) -> Mapping[str, Tensor]:
+        """The columns that lie in the bytes of a chunk. Raises MalformedMessage if these are more
+        or less than it has."""
+        if len(data) != self.size_of(index):
+            raise MalformedMessage(
+                "a chunk of a table's shard has another length",
+                seen=f"{len(data)} bytes",
+                expected=f"{self.size_of(index)} bytes",
+            )
+        rows, at, views = self.rows(index), 0, {}
+        for name, shape, dtype in self._columns:
+            views[name] = from_bytes(data, dtype, (rows.stop - rows.start, *shape), at)
+            at += views[name].nbytes
+        return views
