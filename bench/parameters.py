@@ -4,37 +4,38 @@
     .venv/bin/python bench/parameters.py torch-rpc raw-socket    # these peers only
 
 `pull_push_100mb` (GB/s, over all workers) counts the bytes of both directions: 100 MB of gradients
-go there, SGD is applied, 100 MB of values come back. With one worker and with two, each a process;
-the peers do the same in the same run, one after the other. The peer `ray-actor` is measured where
+go there, SGD is applied, 100 MB of values come back. With one worker and with two, each a process.
+Shoal and its peers take turns of a second or so, and `..._over_PEER` is the median of the ratios of
+each round: what else the machine does meets all of them. The peer `ray-actor` is measured where
 `ray` is installed. Shoal's worker shares memory with the server, as workers on one machine do;
 `pull_push_100mb_tcp` and `pull_push_100mb_grpc` are the same by a socket and by gRPC.
 
 `push_20k_parameters` is what a step of a small model spends on its parameters, with one server and
 with two. `replication_cost_ratio` is the time of a push of 100 MB to two servers that keep a copy
-of each other's shards, over that to one server without; and `push_cpu_*` says what all processes of
-either spend on a push, where it goes, in CPU time.
+of each other's shards, over that to one server without, by turns; and `push_cpu_*` says what all
+processes of either spend on a push, where it goes, in CPU time. `phase_WAY_*` is the CPU time of a
+push of 100 MB to one server by phase: `wire` is what is in no other phase, that is sockets, event
+loop and gRPC.
 """
 
-import importlib
 import importlib.util
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from multiprocessing.connection import Connection
-from multiprocessing.synchronize import Barrier
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 
-from exchange.model import NUM_BYTES, SHAPES, Peer
+from exchange import phases
+from exchange.by_turns import by_turns, ratio
+from exchange.model import NUM_BYTES, SHAPES
 from exchange.parameter_client import Trainer
 from rows import Row, publish
 
+from shoal_client.bulk.way import TRANSPORT_VARIABLE
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.parameters.calls import TRANSPORT_VARIABLE
 
 OWN = "parameter_client"
 PEERS = {
@@ -42,6 +43,7 @@ PEERS = {
     "ray-actor": "ray_actor",
     "grpc-protobuf": "grpc_protobuf",
     "grpc-bytes": "grpc_bytes",
+    "grpc-stream": "grpc_stream",
     "raw-socket": "raw_socket",
 }
 SMALL = {
@@ -53,127 +55,41 @@ SMALL = {
     "head.bias": (10,),
 }
 WARM_UP = 3
+NUM_TURNS = 9
 NUM_LARGE, NUM_SMALL = 20, 300
-MAX_LARGE_S = 20.0
-"""A slow peer makes fewer exchanges."""
-START_S, END_S = 120.0, 30.0
-
-_processes = multiprocessing.get_context("spawn")
-
-
-class PeerFailed(Exception):
-    """A peer did not come up, or one of its workers ended early."""
-
-
-def find(module: str) -> Peer:
-    """The peer's module."""
-    peer: Peer = importlib.import_module(f"exchange.{module}")  # type: ignore[assignment]
-    return peer
-
-
-def _serve(module: str, owner: Connection, num_workers: int) -> None:
-    find(module).serve(owner, num_workers)
-    # What a peer's own threads still do is of no interest.
-    os._exit(0)
-
-
-def _work(module: str, address: str, number: int, start: Barrier, results: Connection) -> None:
-    """One worker: (exchanges, first began, last ended) goes into `results`."""
-    exchange = find(module).connect(address, number, start.parties)
-    began_s = time.perf_counter()
-    for _ in range(WARM_UP):
-        exchange()
-    usual_s = (time.perf_counter() - began_s) / WARM_UP
-    count = max(2, min(NUM_LARGE, int(MAX_LARGE_S / usual_s)))
-    start.wait(START_S)
-    began_s = time.perf_counter()
-    for _ in range(count):
-        exchange()
-    results.send((count, began_s, time.perf_counter()))
-    # Whoever is slower is measured with all the others still there.
-    start.wait(START_S)
-    os._exit(0)
-
-
-def throughput_gb_s(module: str, num_workers: int) -> float:
-    """GB a second in both directions together, over all workers."""
-    owner, other_end = _processes.Pipe()
-    server = _processes.Process(target=_serve, args=(module, other_end, num_workers))
-    server.start()
-    other_end.close()
-    workers = []
-    try:
-        if not owner.poll(START_S):
-            raise PeerFailed(f"{module} did not come up within {START_S:g} s")
-        address, start = owner.recv(), _processes.Barrier(num_workers)
-        ends = []
-        for number in range(num_workers):
-            end, sender = _processes.Pipe(duplex=False)
-            workers.append(
-                _processes.Process(target=_work, args=(module, address, number, start, sender))
-            )
-            workers[-1].start()
-            sender.close()
-            ends.append(end)
-        counts, begins_s, ends_s = zip(*(end.recv() for end in ends), strict=True)
-        for worker in workers:
-            worker.join(END_S)
-        return 2 * NUM_BYTES * sum(counts) / (max(ends_s) - min(begins_s)) / 1e9
-    except EOFError as error:
-        raise PeerFailed(f"{module} ended before it was measured") from error
-    finally:
-        owner.close()
-        for process in (*workers, server):
-            process.join(END_S)
-            process.kill()
+SMALL_TURN = 20
+"""Pushes of the small model in a turn."""
+WAYS = {"shared_memory": "auto", "tcp": "tcp", "grpc": "grpc"}
 
 
 def exchange_rows(peers: Sequence[str]) -> list[Row]:
+    """Shoal by its best way, and with one worker by its others too, beside its peers."""
     rows = []
     for num_workers in (1, 2):
-        metric = f"pull_push_100mb_{num_workers}_workers" if num_workers > 1 else "pull_push_100mb"
-        own = throughput_gb_s(OWN, num_workers)
-        print(f"{metric}: {own:.2f} GB/s", flush=True)
-        row = {"metric": metric, "value": own, "unit": "GB/s", "runs": NUM_LARGE}
-        if not peers:
-            rows.append(Row(**row))
-        for peer in peers:
-            theirs = throughput_gb_s(PEERS[peer], num_workers)
-            print(f"  {peer}: {theirs:.2f} GB/s, {own / theirs:.2f} times that", flush=True)
-            rows.append(Row(**row, peer=peer, peer_value=theirs))
-            rows.append(
-                Row(metric=f"{metric}_over_{peer}", value=own / theirs, unit="", runs=NUM_LARGE)
-            )
+        name = "pull_push_100mb"
+        ways = {name: "auto"}
+        if num_workers == 1:
+            ways |= {f"{name}_tcp": "tcp", f"{name}_grpc": "grpc"}
+        entrants = {way: (OWN, {TRANSPORT_VARIABLE: value}) for way, value in ways.items()}
+        entrants |= {peer: (PEERS[peer], {}) for peer in peers}
+        turns = by_turns(entrants, num_workers, NUM_TURNS)
+        suffix = f"_{num_workers}_workers" if num_workers > 1 else ""
+        for way in ways:
+            rows += _beside(f"{way}{suffix}", turns[way], {peer: turns[peer] for peer in peers})
     return rows
 
 
-def transport_rows() -> list[Row]:
-    """The ways that workers on other machines take, here over the loopback."""
-    rows = []
-    for transport in ("tcp", "grpc"):
-        before = os.environ.get(TRANSPORT_VARIABLE)
-        os.environ[TRANSPORT_VARIABLE] = transport
-        try:
-            value = throughput_gb_s(OWN, 1)
-        finally:
-            del os.environ[TRANSPORT_VARIABLE]
-            if before is not None:
-                os.environ[TRANSPORT_VARIABLE] = before
-        print(f"pull_push_100mb_{transport}: {value:.2f} GB/s", flush=True)
-        rows.append(
-            Row(metric=f"pull_push_100mb_{transport}", value=value, unit="GB/s", runs=NUM_LARGE)
-        )
+def _beside(metric: str, own: Sequence[float], others: Mapping[str, Sequence[float]]) -> list[Row]:
+    """What was measured by turns: one row a peer, and the ratio to it."""
+    print(f"{metric}: {median(own):.2f} GB/s", flush=True)
+    row = {"metric": metric, "value": median(own), "unit": "GB/s", "runs": len(own)}
+    rows = [] if others else [Row(**row)]
+    for peer, theirs in others.items():
+        over = ratio(own, theirs)
+        print(f"  {peer}: {median(theirs):.2f} GB/s, {over:.2f} times that", flush=True)
+        rows.append(Row(**row, peer=peer, peer_value=median(theirs)))
+        rows.append(Row(metric=f"{metric}_over_{peer}", value=over, unit="", runs=len(own)))
     return rows
-
-
-def timed_s(push: Callable[[], None], num_pushes: int) -> list[float]:
-    """Seconds that each push with its answer took."""
-    times_s = []
-    for _ in range(WARM_UP + num_pushes):
-        started_s = time.perf_counter()
-        push()
-        times_s.append(time.perf_counter() - started_s)
-    return times_s[WARM_UP:]
 
 
 def cpu_s(pid: int) -> float:
@@ -191,60 +107,130 @@ def _all_cpu_s(cluster: LocalCluster) -> dict[str, float]:
     return used
 
 
-def of_cluster(num_servers: int) -> tuple[float, Mapping[str, float], float]:
-    """Of a cluster with so many servers: seconds for a push of 100 MB, CPU seconds for it by part,
-    and seconds for a push of 20 k parameters."""
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = LocalClusterConfig(directory=directory, num_parameter_servers=num_servers)
-        cluster = stack.enter_context(LocalCluster(config))
-        with Trainer(cluster.coordinator, job="large", shapes=SHAPES) as trainer:
-            timed_s(trainer.push, 0)
-            before = _all_cpu_s(cluster)
-            large_s = [_timed(trainer.push) for _ in range(NUM_LARGE)]
-            used = {
-                part: (after - before[part]) / NUM_LARGE
-                for part, after in _all_cpu_s(cluster).items()
-            }
-        with Trainer(cluster.coordinator, job="small", shapes=SMALL) as trainer:
-            small_s = median(timed_s(trainer.push, NUM_SMALL))
-        return median(large_s), used, small_s
+@contextmanager
+def _running(
+    num_servers: int, environment: Mapping[str, str] | None = None
+) -> Iterator[LocalCluster]:
+    with tempfile.TemporaryDirectory() as directory:
+        config = LocalClusterConfig(
+            directory=Path(directory),
+            num_parameter_servers=num_servers,
+            environment=dict(os.environ) if environment is None else environment,
+        )
+        with LocalCluster(config) as cluster:
+            yield cluster
 
 
-def _timed(push: Callable[[], None]) -> float:
+class MeasuredCluster:
+    """A cluster with a large and a small model on it, pushed to by turns with another."""
+
+    def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
+        self._cluster = cluster
+        self._large = stack.enter_context(Trainer(cluster.coordinator, job="large", shapes=SHAPES))
+        self._small = stack.enter_context(Trainer(cluster.coordinator, job="small", shapes=SMALL))
+        self.large_s: list[float] = []
+        self.small_s: list[float] = []
+        self.cpu_s: dict[str, float] = {}
+        for _ in range(WARM_UP):
+            self._large.push()
+            self._small.push()
+
+    def push_large(self) -> None:
+        before = _all_cpu_s(self._cluster)
+        self.large_s.append(_timed(self._large))
+        for part, after_s in _all_cpu_s(self._cluster).items():
+            used_s = (after_s - before[part]) / NUM_LARGE
+            self.cpu_s[part] = self.cpu_s.get(part, 0.0) + used_s
+
+    def push_small(self) -> None:
+        self.small_s.append(median(_timed(self._small) for _ in range(SMALL_TURN)))
+
+
+def _timed(trainer: Trainer) -> float:
+    """Seconds that a push with its answer took."""
     started_s = time.perf_counter()
-    push()
+    trainer.push()
     return time.perf_counter() - started_s
 
 
 def cluster_rows() -> list[Row]:
-    plain_s, plain_cpu_s, plain_small_s = of_cluster(1)
-    copied_s, copied_cpu_s, copied_small_s = of_cluster(2)
+    with ExitStack() as stack:
+        plain, copied = (
+            MeasuredCluster(stack.enter_context(_running(num_servers)), stack)
+            for num_servers in (1, 2)
+        )
+        for _ in range(NUM_LARGE):
+            plain.push_large()
+            copied.push_large()
+        for _ in range(NUM_SMALL // SMALL_TURN):
+            plain.push_small()
+            copied.push_small()
+    large, small = {"unit": "", "runs": NUM_LARGE}, {"unit": "ms", "runs": NUM_SMALL}
     rows = [
-        Row(
-            metric="replication_cost_ratio",
-            value=copied_s / plain_s,
-            unit="",
-            runs=NUM_LARGE,
-        ),
+        Row(metric="replication_cost_ratio", value=ratio(copied.large_s, plain.large_s), **large),
         Row(
             metric="pull_push_100mb_2_servers",
-            value=2 * NUM_BYTES / copied_s / 1e9,
+            value=2 * NUM_BYTES / median(copied.large_s) / 1e9,
             unit="GB/s",
             runs=NUM_LARGE,
         ),
     ]
-    for name, used_s in (("plain", plain_cpu_s), ("replicated", copied_cpu_s)):
+    for name, cluster in (("plain", plain), ("replicated", copied)):
         rows += [
             Row(metric=f"push_cpu_{name}_{part}", value=s * 1e3, unit="ms", runs=NUM_LARGE)
-            for part, s in used_s.items()
+            for part, s in cluster.cpu_s.items()
         ]
-    small = {"unit": "ms", "runs": NUM_SMALL}
     return [
         *rows,
-        Row(metric="push_20k_parameters", value=plain_small_s * 1e3, **small),
-        Row(metric="push_20k_parameters_2_servers", value=copied_small_s * 1e3, **small),
+        Row(metric="push_20k_parameters", value=median(plain.small_s) * 1e3, **small),
+        Row(metric="push_20k_parameters_2_servers", value=median(copied.small_s) * 1e3, **small),
+        Row(
+            metric="push_20k_parameters_2_servers_over_1",
+            value=ratio(copied.small_s, plain.small_s),
+            unit="",
+            runs=NUM_SMALL,
+        ),
     ]
+
+
+def phase_rows() -> list[Row]:
+    """CPU milliseconds of a push by phase, for each way by which tensors travel."""
+    client = phases.of_client()
+    return [row for way, transport in WAYS.items() for row in _phases_of(way, transport, client)]
+
+
+def _phases_of(way: str, transport: str, client: phases.PhaseClock) -> list[Row]:
+    with tempfile.TemporaryDirectory() as directory:
+        with (
+            _running(1, phases.served_environment(Path(directory))) as cluster,
+            Trainer(cluster.coordinator, job="phases", transport=transport) as trainer,
+        ):
+            for _ in range(WARM_UP):
+                trainer.push()
+            before, used_s = client.spent_s(), _all_cpu_s(cluster)
+            for _ in range(NUM_LARGE):
+                trainer.push()
+            used_s = {part: s - used_s[part] for part, s in _all_cpu_s(cluster).items()}
+        per_push_s = {
+            phase: (spent_s - before.get(phase, 0.0)) / NUM_LARGE
+            for phase, spent_s in client.spent_s().items()
+        }
+        per_push_s["client wire"] = used_s["worker"] / NUM_LARGE - sum(per_push_s.values())
+        # A server's phases are those of its whole life, in which nothing else happened.
+        served = phases.served(Path(directory))
+        served_s = {phase: s / (WARM_UP + NUM_LARGE) for phase, s in served.items()}
+        served_s["server wire"] = used_s["servers"] / NUM_LARGE - sum(served_s.values())
+    rows = [
+        Row(
+            metric=f"phase_{way}_{phase.replace(' ', '_')}",
+            value=spent_s * 1e3,
+            unit="ms",
+            runs=NUM_LARGE,
+        )
+        for phase, spent_s in {**per_push_s, **served_s}.items()
+    ]
+    print(f"{way}: " + ", ".join(f"{row.metric} {row.value:.1f} ms" for row in rows), flush=True)
+    return rows
 
 
 def main() -> None:
@@ -252,7 +238,7 @@ def main() -> None:
     peers = [peer for peer in asked if peer != "ray-actor" or importlib.util.find_spec("ray")]
     if "ray-actor" in asked and "ray-actor" not in peers:
         print("ray is not installed: its actor is left out (pip install ray)", flush=True)
-    publish("parameters", [*exchange_rows(peers), *transport_rows(), *cluster_rows()])
+    publish("parameters", [*exchange_rows(peers), *cluster_rows(), *phase_rows()])
 
 
 if __name__ == "__main__":

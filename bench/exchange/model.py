@@ -50,6 +50,16 @@ def new_gradients() -> list[Tensor]:
     return [torch.full(shape, 0.5) for shape in SHAPES.values()]
 
 
+def flat_parts(received: bytearray) -> list[Tensor]:
+    """Gradients that lie one after the other, as tensors on the same memory."""
+    flat = torch.frombuffer(received, dtype=torch.float32)
+    sizes = [rows * columns for rows, columns in SHAPES.values()]
+    return [
+        part.view(shape)
+        for part, shape in zip(torch.split(flat, sizes), SHAPES.values(), strict=True)
+    ]
+
+
 def await_end(owner: Connection) -> None:
     """Return when the other end is closed."""
     owner.poll(None)
@@ -63,5 +73,6 @@ __all__ = [
     "Parameters",
     "Peer",
     "await_end",
+    "flat_parts",
     "new_gradients",
 ]

@@ -33,6 +33,7 @@ class Trainer:
         job: str,
         number: int = 0,
         shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+        transport: str | None = None,
     ) -> None:
         self._shapes = shapes
         spec = JobSpec(job=job, min_members=1, max_members=MAX_MEMBERS, desired_members=1)
@@ -46,7 +47,9 @@ class Trainer:
             )
         )
         self._membership.join()
-        self.client = ParameterClient([coordinator], lambda: self._membership.token)
+        self.client = ParameterClient(
+            [coordinator], lambda: self._membership.token, transport=transport
+        )
         self.values = self._buffers()
         self.gradients = self._buffers()
 

@@ -4,8 +4,14 @@ import socket
 import threading
 from multiprocessing.connection import Connection
 
-import torch
-from exchange.model import NUM_BYTES, SHAPES, Exchange, Parameters, await_end, new_gradients
+from exchange.model import (
+    NUM_BYTES,
+    Exchange,
+    Parameters,
+    await_end,
+    flat_parts,
+    new_gradients,
+)
 
 
 def serve(owner: Connection, num_workers: int) -> None:
@@ -14,12 +20,7 @@ def serve(owner: Connection, num_workers: int) -> None:
 
     def answer(connection: socket.socket) -> None:
         received = bytearray(NUM_BYTES)
-        flat = torch.frombuffer(received, dtype=torch.float32)
-        sizes = [rows * columns for rows, columns in SHAPES.values()]
-        parts = [
-            part.view(shape)
-            for part, shape in zip(torch.split(flat, sizes), SHAPES.values(), strict=True)
-        ]
+        parts = flat_parts(received)
         with connection:
             while _receive(connection, memoryview(received)):
                 with parameters.lock:

@@ -1,4 +1,4 @@
-"""Frames of the bulk transport: the calls of the Parameters service without gRPC around them.
+"""Frames of the bulk transport: calls of parameter servers without gRPC around them.
 
 A connection carries one call at a time. It begins with CALL, a serialized request; what belongs to
 it follows in both directions until END or ERROR. A frame is a header of HEADER_BYTES and a body;
@@ -41,13 +41,18 @@ class Kind(IntEnum):
     END = 7
     """Nothing more comes of this call from this end."""
     MESSAGE = 8
-    """Of the call: PushReply, ShardData, FollowRequest or FollowReply."""
+    """Of the call: PushReply, ShardData, TablePushReply, TableLookupReply, FollowRequest or
+    FollowReply."""
     ERROR = 9
     """The call failed: ErrorDetail."""
     BEAT = 10
     """The server is there, and at work."""
     FOLLOW = 11
     """A call of another server: what the Replication service calls Follow."""
+    TABLE_PUSH = 12
+    """A call: TablePushRequest with the header."""
+    TABLE_LOOKUP = 13
+    """A call: TableLookupRequest with the header. Pieces and rooms are those of its items."""
 
 
 _HEADER = struct.Struct("<BxxxIQQQI")
@@ -61,8 +66,20 @@ _MAX_BODY_BYTES = {
     Kind.PIECE: MAX_PIECE_BYTES,
     Kind.MESSAGE: MAX_MESSAGE_BYTES,
     Kind.ERROR: MAX_MESSAGE_BYTES,
+    Kind.TABLE_PUSH: MAX_MESSAGE_BYTES,
+    Kind.TABLE_LOOKUP: MAX_MESSAGE_BYTES,
 }
-_MESSAGES = frozenset({Kind.HELLO, Kind.PUSH, Kind.PULL, Kind.MESSAGE, Kind.ERROR})
+_MESSAGES = frozenset(
+    {
+        Kind.HELLO,
+        Kind.PUSH,
+        Kind.PULL,
+        Kind.MESSAGE,
+        Kind.ERROR,
+        Kind.TABLE_PUSH,
+        Kind.TABLE_LOOKUP,
+    }
+)
 _EMPTY = memoryview(b"")
 
 

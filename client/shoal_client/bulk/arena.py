@@ -9,15 +9,19 @@ from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
 from shoal_proto.checksum import crc32
 
 NUM_PLACES = 12
+SMALL_ARENA_BYTES = 4 * 1024 * 1024
+"""Up to so many, there is a place for each part of a call: then neither end waits for the other."""
 MIN_PLACES = 3
 """A server reads one shard ahead; with fewer places both ends would wait for each other."""
 PAGE_BYTES = 4096
 
 
-def arena_bytes(largest_bytes: int) -> int:
-    """How much memory to share for shards of at most so many bytes; 0: they are too large."""
+def arena_bytes(largest_bytes: int, num_parts: int) -> int:
+    """How much memory to share for calls of about so many parts of at most so many bytes; 0: they
+    are too large."""
     place = _place_bytes(largest_bytes)
-    places = min(NUM_PLACES, MAX_ARENA_BYTES // place)
+    places = max(NUM_PLACES, min(num_parts, SMALL_ARENA_BYTES // place))
+    places = min(places, MAX_ARENA_BYTES // place)
     return place * places if places >= MIN_PLACES else 0
 
 

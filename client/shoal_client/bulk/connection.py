@@ -19,8 +19,15 @@ from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_proto.v1.parameters_pb2 import PullRequest, PushReply, PushRequest, ShardData
+from shoal_proto.v1.tables_pb2 import (
+    FoundRows,
+    TableLookupReply,
+    TableLookupRequest,
+    TablePushReply,
+    TablePushRequest,
+)
 
-Reply = TypeVar("Reply", PushReply, ShardData)
+Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
 
 class Connection:
@@ -58,15 +65,38 @@ class Connection:
         piece that it gives is good until the next one is asked for.
         """
         opening = bulk.message(Kind.PULL, request.SerializeToString())
-        return self._call(opening, parts, timeout_s, ShardData.FromString, has_values=True)
+        return self._call(opening, parts, timeout_s, ShardData.FromString, _of_version)
 
     def push(
         self, request: PushRequest, parts: Iterable[Part], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
         """As `pull`; the parts have the gradients, shard by shard."""
         opening = bulk.message(Kind.PUSH, request.SerializeToString())
-        has_values = request.header.return_values
-        return self._call(opening, parts, timeout_s, PushReply.FromString, has_values=has_values)
+        announced = _of_version if request.header.return_values else _of_outcome
+        return self._call(opening, parts, timeout_s, PushReply.FromString, announced)
+
+    def look_up(
+        self, request: TableLookupRequest, parts: Iterable[Part], timeout_s: float
+    ) -> Iterator[FoundRows | OnlyPiece]:
+        """As `pull`; the parts have the ids, item by item, and room for the rows."""
+        opening = bulk.message(Kind.TABLE_LOOKUP, request.SerializeToString())
+        parse, announced = TableLookupReply.FromString, _of_found
+        for reply in self._call(opening, parts, timeout_s, parse, announced):
+            if isinstance(reply, OnlyPiece):
+                yield reply
+            else:
+                yield from reply.rows
+
+    def push_rows(
+        self, request: TablePushRequest, parts: Iterable[Part], timeout_s: float
+    ) -> Iterator[TablePushReply]:
+        """As `pull`; the parts have ids, births and gradients, shard by shard."""
+        opening = bulk.message(Kind.TABLE_PUSH, request.SerializeToString())
+        parse, announced = TablePushReply.FromString, _of_outcomes
+        for reply in self._call(opening, parts, timeout_s, parse, announced):
+            if isinstance(reply, OnlyPiece):
+                raise self._malformed("a piece in answer to rows")
+            yield reply
 
     def _call(
         self,
@@ -74,25 +104,33 @@ class Connection:
         parts: Iterable[Part],
         timeout_s: float,
         parse: Callable[[bytes], Reply],
-        *,
-        has_values: bool,
+        announced: "Callable[[Reply], Iterable[tuple[int, int]]]",
     ) -> Iterator[Reply | OnlyPiece]:
+        """`announced` gives the parts, and the bytes that still come of each, of a reply."""
         give_up_s = time.monotonic() + timeout_s
         self._begin()
         try:
             if self._arena is not None:
                 self._arena.clear()
             sending = Sending(self._socket, opening, parts, self._arena)
-            ledger = _Ledger(has_values=has_values)
+            left_bytes: dict[int, int] = {}
             while (frame := self._next_frame(sending, give_up_s)).kind is not Kind.END:
                 reply = self._read(frame, parse)
                 if reply is None:
                     continue
-                done = ledger.note(reply)
+                if isinstance(reply, OnlyPiece):
+                    piece = reply.piece
+                    changed = [piece.shard_id]
+                    left_bytes[piece.shard_id] = left_bytes.get(piece.shard_id, 0) - len(piece.data)
+                else:
+                    news = dict(announced(reply))
+                    left_bytes |= news
+                    changed = list(news)
                 yield reply
                 # By now the caller has taken what lay there.
-                if done is not None:
-                    sending.answered(done)
+                for part_id in changed:
+                    if not left_bytes[part_id]:
+                        sending.answered(part_id)
             self._is_in_call = False
         except OSError as error:
             raise self._broken(repr(error)) from error
@@ -187,25 +225,25 @@ class Connection:
                 return
 
 
-class _Ledger:
-    """Knows from the replies when all is there for a shard."""
+def _of_version(reply: PushReply | ShardData) -> Iterable[tuple[int, int]]:
+    """Values follow; a shard that was refused has none."""
+    if reply.HasField("version"):
+        return [(reply.version.shard_id, reply.version.num_bytes)]
+    if isinstance(reply, PushReply) and reply.outcome.HasField("error"):
+        return [(reply.outcome.shard_id, 0)]
+    return []
 
-    def __init__(self, *, has_values: bool) -> None:
-        self._has_values = has_values
-        self._shard_id = 0
-        self._left_bytes = 0
 
-    def note(self, reply: PushReply | ShardData | OnlyPiece) -> int | None:
-        """The shard that is done with this reply, if one is."""
-        if isinstance(reply, OnlyPiece):
-            self._left_bytes -= len(reply.piece.data)
-            return self._shard_id if self._left_bytes == 0 else None
-        if isinstance(reply, PushReply) and reply.HasField("outcome"):
-            outcome = reply.outcome
-            is_done = outcome.HasField("error") or not self._has_values
-            return outcome.shard_id if is_done else None
-        self._shard_id, self._left_bytes = reply.version.shard_id, reply.version.num_bytes
-        return self._shard_id if self._left_bytes == 0 else None
+def _of_outcome(reply: PushReply) -> Iterable[tuple[int, int]]:
+    return [(reply.outcome.shard_id, 0)]
+
+
+def _of_outcomes(reply: TablePushReply) -> Iterable[tuple[int, int]]:
+    return [(outcome.shard_id, 0) for outcome in reply.outcomes]
+
+
+def _of_found(reply: TableLookupReply) -> Iterable[tuple[int, int]]:
+    return [(rows.item, rows.num_bytes) for rows in reply.rows]
 
 
 class _Scratch:

@@ -11,9 +11,11 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 log = structlog.get_logger(__name__)
 
 
-def connect(offer: OpenBulkReply, address: str, largest_bytes: int) -> Connection | None:
-    """A connection to the server at `address` that made the offer, for shards of at most so many
-    bytes; None where there is no way to it but gRPC."""
+def connect(
+    offer: OpenBulkReply, address: str, largest_bytes: int, num_parts: int
+) -> Connection | None:
+    """A connection to the server at `address` that made the offer, for calls of about so many
+    parts of at most so many bytes; None where there is no way to it but gRPC."""
     if not offer.port:
         return None
     try:
@@ -22,7 +24,7 @@ def connect(offer: OpenBulkReply, address: str, largest_bytes: int) -> Connectio
         log.info("bulk_port_unreachable", address=address, port=offer.port, reason=str(error))
         return None
     try:
-        shared = greet(connected, offer.key, arena_bytes(largest_bytes))
+        shared = greet(connected, offer.key, arena_bytes(largest_bytes, num_parts))
     except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=str(error))
         connected.close()

@@ -9,24 +9,17 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import structlog
-
-from shoal_client.connection.coordinators import Coordinators
-from shoal_client.parameters.calls import ParameterCalls, transport_of
+from shoal_client.bulk.way import transport_of
+from shoal_client.parameters.calls import ParameterCalls
+from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.receiver import Receiver
-from shoal_client.parameters.servers import Attempt, ShardServers, worst_of
+from shoal_client.parameters.servers import Attempt, worst_of
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
-from shoal_client.shards.layouts import keep_addresses, without_tables
+from shoal_client.shards.layouts import without_tables
 from shoal_client.shards.parts import Part, Pieces
 from shoal_proto import pieces
-from shoal_proto.errors import (
-    InternalError,
-    RetryError,
-    ShoalError,
-    StalePush,
-    StateLost,
-)
+from shoal_proto.errors import ShoalError, StalePush, StateLost
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
@@ -39,21 +32,15 @@ from shoal_proto.v1.parameters_pb2 import (
     PushItem,
 )
 from shoal_proto.v1.shards_pb2 import (
-    GetMapRequest,
     ParameterSpec,
     PlaceRequest,
     Shard,
     ShardMap,
 )
-from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 from shoal_proto.v1.tables_pb2 import TableSpec
-
-log = structlog.get_logger(__name__)
 
 PULL_WAIT_S = 10.0
 """How long one call waits at a server for shards that are not there yet."""
-MAP_TIMEOUT_S = 2.0
-"""A call under way spends no more on asking for a newer map: the coordinator may be away."""
 
 
 @dataclass(kw_only=True)
@@ -101,16 +88,18 @@ class ParameterClient:
         transport: str | None = None,
     ) -> None:
         self._acknowledgement = acknowledgement
-        self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
         way = transport_of(transport)
-        self._servers = ShardServers(
-            lambda address, channel: ParameterCalls(address, channel, token, transport=way),
+        self._job = JobShards(
+            coordinators,
+            token,
             timeout_s,
-            ParameterCalls.close,
+            stub_of=lambda address, channel: ParameterCalls(address, channel, token, transport=way),
+            close_stub=ParameterCalls.close,
+            adopt=self._adopt,
         )
-        self._map: ShardMap | None = None
+        self._schema_digest = ""
         self._blocks: dict[int, ShardBlocks] = {}
         self._versions: dict[int, int] = {}
         self._epochs: dict[int, int] = {}
@@ -126,28 +115,18 @@ class ParameterClient:
         the job's, and NoServers.
         """
         request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
-        return self._adopt(
-            self._coordinators.call(
-                lambda channel: ShardsStub(channel).Place, request, timeout_s=self._timeout_s
-            )
-        )
+        return self._job.place(request)
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
         """The shard map as it is now; waits up to `wait_s` for there to be one."""
-        request = GetMapRequest(token=self._token(), wait_s=wait_s)
-        limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
-        return self._adopt(
-            self._coordinators.call(
-                lambda channel: ShardsStub(channel).GetMap, request, timeout_s=limit_s
-            )
-        )
+        return self._job.fetch_map(wait_s, timeout_s)
 
     def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
         """Give the shards their first values; how many shards this call created.
 
         A shard that exists is left as it is, so any member may create at any time.
         """
-        shard_map = self._known_map()
+        shard_map = self._job.known_map()
         check_buffers(shard_map, values, complete=True, writable=False)
         created: list[int] = []
 
@@ -183,7 +162,7 @@ class ParameterClient:
         new, others not.
         """
         ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
-        check_buffers(self._known_map(), into, complete=True, writable=True)
+        check_buffers(self._job.known_map(), into, complete=True, writable=True)
 
         def attempt(
             calls: ParameterCalls, shards: Sequence[Shard], timeout_s: float, todo: set[int]
@@ -205,7 +184,7 @@ class ParameterClient:
         """The step of the next push here, to every shard, and of a push of rows to these shards:
         for both to be told of. See `TableClient.shard_ids`."""
         self._sequence += 1
-        own = (shard.shard_id for shard in self._known_map().shards)
+        own = (shard.shard_id for shard in self._job.known_map().shards)
         return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))
 
     def push(
@@ -227,7 +206,7 @@ class ParameterClient:
         push and one of rows, which may be on its way at the same time. Raises NonFiniteGradient
         with the parameter's name; then the parts that lie in other shards may have been applied.
         """
-        shard_map = self._known_map()
+        shard_map = self._job.known_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
         if into is not None:
             check_buffers(shard_map, into, complete=True, writable=True)
@@ -321,9 +300,7 @@ class ParameterClient:
         """Run attempts at every server until each shard is done; how many rounds it took beyond
         the first."""
         try:
-            return self._servers.run(
-                self._known_map, self._refetch_map, attempt, ready_by_s, shard_ids
-            )
+            return self._job.run(attempt, ready_by_s, shard_ids)
         except StateLost as lost:
             raise self._with_version(lost) from None
 
@@ -339,26 +316,11 @@ class ParameterClient:
             details={**lost.details, **({"version": str(version)} if version else {})},
         )
 
-    def _refetch_map(self) -> None:
-        try:
-            self.fetch_map(timeout_s=MAP_TIMEOUT_S)
-        except RetryError as error:
-            # The map in hand is the best there is; the servers say if it is not good enough.
-            log.info("shard_map_not_fetched", reason=str(error))
-
-    def _known_map(self) -> ShardMap:
-        if self._map is None:
-            raise InternalError(
-                "no shard map was fetched yet", expected="place() or fetch_map() first"
-            )
-        return self._map
-
     def _adopt(self, received: ShardMap) -> ShardMap:
         shard_map = without_tables(received)
-        keep_addresses(shard_map, self._map)
-        if self._map is None or self._map.schema_digest != shard_map.schema_digest:
+        if self._schema_digest != shard_map.schema_digest:
             self._blocks = {shard.shard_id: ShardBlocks(shard) for shard in shard_map.shards}
-        self._map = shard_map
+            self._schema_digest = shard_map.schema_digest
         return shard_map
 
     @property
@@ -370,12 +332,11 @@ class ParameterClient:
     def ways(self) -> Mapping[str, str]:
         """Per server's address: how pulls and pushes went to it last, by `shared-memory`,
         `unix-socket`, `tcp` or `grpc`."""
-        return {address: calls.way for address, calls in self._servers.stubs.items()}
+        return {address: calls.way for address, calls in self._job.stubs.items()}
 
     def close(self) -> None:
         """Close every connection; a call under way on another thread fails."""
-        self._servers.close()
-        self._coordinators.close()
+        self._job.close()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -111,8 +111,10 @@ def check(reply: FoundRows) -> None:
         )
 
 
-def joined(parts: Sequence[FoundRows]) -> Rows:
+def joined(parts: Sequence[Rows]) -> Rows:
     """The oldest version counts: what came later may be newer, but not older."""
+    if len(parts) == 1:
+        return parts[0]
     return Rows(
         version=min(part.version for part in parts),
         epoch=min(part.epoch for part in parts),

@@ -1,6 +1,6 @@
 """What a call sends for one shard, whatever carries it."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 Pieces = Iterable[tuple[int, Sequence[memoryview]]]
@@ -12,7 +12,30 @@ class Part:
     """One shard of a call."""
 
     shard_id: int
+    """Of a lookup of rows: the number of the item."""
     num_bytes: int
     """What its pieces, or the values that come back, have at most."""
     pieces: Callable[[int], Pieces]
     """In order, of at most so many bytes each."""
+
+
+def in_pieces(buffers: Sequence[memoryview]) -> Callable[[int], Pieces]:
+    """The pieces of a part that has these bytes, one buffer behind the other."""
+
+    def pieces(piece_bytes: int) -> Iterator[tuple[int, Sequence[memoryview]]]:
+        start, held_bytes = 0, 0
+        parts: list[memoryview] = []
+        for buffer in buffers:
+            at = 0
+            while at < len(buffer):
+                taken = buffer[at : at + piece_bytes - held_bytes]
+                parts.append(taken)
+                at += len(taken)
+                held_bytes += len(taken)
+                if held_bytes == piece_bytes:
+                    yield start, parts
+                    start, held_bytes, parts = start + held_bytes, 0, []
+        if parts:
+            yield start, parts
+
+    return pieces

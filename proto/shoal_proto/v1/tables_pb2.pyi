@@ -278,20 +278,55 @@ class TableLookupHeader(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
+    ITEMS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
+    @_builtins.property
+    def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableLookupItem]:
+        """On a bulk connection (shoal_proto/bulk.py), where no message has ids: what is asked for, whose
+        ids follow in pieces. Empty elsewhere.
+        """
+
     def __init__(
         self,
         *,
         token: _identity_pb2.Token | None = ...,
+        items: _abc.Iterable[Global___TableLookupItem] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TableLookupHeader: _TypeAlias = TableLookupHeader  # noqa: Y015
+
+@_typing.final
+class TableLookupItem(_message.Message):
+    """A shard may be named by several items. Its pieces have the number of the item, from 0 on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.int
+    epoch: _builtins.int
+    num_rows: _builtins.int
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        num_rows: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_rows", b"num_rows", "shard_id", b"shard_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TableLookupItem: _TypeAlias = TableLookupItem  # noqa: Y015
 
 @_typing.final
 class RowIds(_message.Message):
@@ -353,6 +388,8 @@ class FoundRows(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ITEM_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     version: _builtins.int
@@ -366,6 +403,11 @@ class FoundRows(_message.Message):
     """CRC-32 of births, then values."""
     step: _builtins.int
     """Steps of the table that the shard knows of."""
+    item: _builtins.int
+    """On a bulk connection: the number of the item that this answers, and the bytes of births, then
+    values, that follow in pieces.
+    """
+    num_bytes: _builtins.int
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
         """Set when these rows are not to be had; the others go on."""
@@ -381,10 +423,12 @@ class FoundRows(_message.Message):
         checksum: _builtins.int = ...,
         step: _builtins.int = ...,
         error: _identity_pb2.ErrorDetail | None = ...,
+        item: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["births", b"births", "checksum", b"checksum", "epoch", b"epoch", "error", b"error", "shard_id", b"shard_id", "step", b"step", "values", b"values", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["births", b"births", "checksum", b"checksum", "epoch", b"epoch", "error", b"error", "item", b"item", "num_bytes", b"num_bytes", "shard_id", b"shard_id", "step", b"step", "values", b"values", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -418,7 +462,9 @@ Global___TablePushRequest: _TypeAlias = TablePushRequest  # noqa: Y015
 
 @_typing.final
 class TablePushHeader(_message.Message):
-    """The rows of all the named shards come with it or follow."""
+    """The rows of all the named shards come with it or follow. On a bulk connection they follow in pieces
+    of each shard's ids, then births, then gradients, as one row of bytes.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -179,7 +179,7 @@ async def running(
         else:
             await disown(replicas)
         stack.push_async_callback(server.stop, 1.0)
-        listener = BulkListener(BulkServices(servicer, replication), offers, memory)
+        listener = BulkListener(BulkServices(servicer, tables, replication), offers, memory)
         host = config.listen.rpartition(":")[0]
         await stack.enter_async_context(listener.listening(host, config.bulk_port))
         # Last in, first out: known only while it serves, and gone from etcd before it stops.

@@ -8,21 +8,20 @@ from contextlib import closing
 
 import grpc
 import pytest
+from support.clusters.bulk_frames import RawConnection
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import connection as client_connection
 from shoal_client.bulk.connection import Connection
 from shoal_client.parameters.dense import ParameterClient
-from shoal_client.parameters.piece_stub import PieceStub
 from shoal_proto import bulk
-from shoal_proto.bulk import HEADER_BYTES, Frame, FrameReader, Kind
+from shoal_proto.bulk import HEADER_BYTES, Kind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, DeadlineExceeded, MalformedMessage, Unavailable
 from shoal_proto.status import from_detail
-from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
+from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import (
-    OpenBulkRequest,
     PullItem,
     PullRequest,
     PushHeader,
@@ -31,43 +30,6 @@ from shoal_proto.v1.parameters_pb2 import (
     PushRequest,
 )
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-
-
-class RawConnection:
-    """A connection of the bulk transport, frame by frame."""
-
-    def __init__(
-        self, servers: ParameterServers, token: Token, *, key: bytes | None = None
-    ) -> None:
-        with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
-            offer = PieceStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
-        self._reader = FrameReader()
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(20.0)
-        self.socket.connect(f"\0{offer.local_name}")
-        self.key = offer.key if key is None else key
-        self.socket.sendall(bulk.message(Kind.HELLO, self.key))
-
-    def send(self, *parts: bytes) -> None:
-        self.socket.sendall(b"".join(parts))
-
-    def next(self) -> Frame | None:
-        """The next frame but beats; None once the server has hung up."""
-        while True:
-            frame = self._reader.next()
-            if frame is not None and frame.kind is not Kind.BEAT:
-                return frame
-            if frame is None:
-                count = self.socket.recv_into(self._reader.space())
-                if not count:
-                    return None
-                self._reader.received(count)
-
-    def error(self) -> Exception:
-        frame = self.next()
-        assert frame is not None
-        assert frame.kind is Kind.ERROR
-        return from_detail(ErrorDetail.FromString(bytes(frame.body)))
 
 
 @pytest.fixture
@@ -83,11 +45,7 @@ def small() -> Iterator[tuple[ParameterServers, ParameterClient, Token]]:
 
 
 def opened(small: tuple[ParameterServers, ParameterClient, Token]) -> RawConnection:
-    raw = RawConnection(small[0], small[2])
-    answer = raw.next()
-    assert answer is not None
-    assert answer.kind is Kind.HELLO
-    return raw
+    return RawConnection.greeted(small[0], small[2])
 
 
 def opening(token: Token, sequence: int = 1) -> bytes:

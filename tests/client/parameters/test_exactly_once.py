@@ -3,22 +3,36 @@
 import asyncio
 import random
 from array import array
+from contextlib import closing
 
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 
+from shoal_client.bulk import way
 from shoal_client.bulk.connection import Connection
 from shoal_client.bulk.opening import connect
-from shoal_client.parameters import calls as parameter_calls
 from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.table_rows import Gradients, route
+from shoal_client.parameters.tables import TableClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 
 NUM_ELEMENTS = 20_000
 NUM_PUSHES = 12
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]
 MOMENTUM = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0, momentum=0.5)])
+
+NUM_TABLE_SHARDS = 8
+TABLE = TableSpec(
+    name="t",
+    dim=32,
+    dtype="float32",
+    initialiser=Initialiser(kind="constant", center=0.0),
+    optimizer=RowOptimizer(kind="sgd", lr=1.0, momentum=0.5),
+    num_shards=NUM_TABLE_SHARDS,
+)
 
 
 class BreakingProxy:
@@ -82,6 +96,28 @@ class BreakingProxy:
             return
 
 
+def behind(
+    proxy: BreakingProxy,
+    servers: ParameterServers,
+    transport: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Start the one server, reached by that transport through the proxy alone."""
+    port = servers.run(proxy.start())
+    if transport == "grpc":
+        proxy.target_port = servers.add("ps-0", advertise=f"127.0.0.1:{port}").port
+    else:
+        servers.add("ps-0")
+
+    def by_proxy(
+        offer: OpenBulkReply, address: str, largest_bytes: int, num_parts: int
+    ) -> Connection | None:
+        proxy.target_port, offer.port = offer.port, port
+        return connect(offer, address, largest_bytes, num_parts)
+
+    monkeypatch.setattr(way, "connect", by_proxy)
+
+
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])
 @pytest.mark.parametrize("seed", range(6))
 def test_each_push_counts_once_over_broken_connections(
@@ -90,17 +126,7 @@ def test_each_push_counts_once_over_broken_connections(
     """The values are those of every push applied once, in order, whatever broke on the way."""
     with ParameterServers(0) as servers:
         proxy = BreakingProxy(random.Random(seed))
-        port = servers.run(proxy.start())
-        if transport == "grpc":
-            proxy.target_port = servers.add("ps-0", advertise=f"127.0.0.1:{port}").port
-        else:
-            servers.add("ps-0")
-
-        def by_proxy(offer: OpenBulkReply, address: str, largest_bytes: int) -> Connection | None:
-            proxy.target_port, offer.port = offer.port, port
-            return connect(offer, address, largest_bytes)
-
-        monkeypatch.setattr(parameter_calls, "connect", by_proxy)
+        behind(proxy, servers, transport, monkeypatch)
         token = servers.admit("w0")
         client = ParameterClient(
             [servers.coordinator], lambda: token, timeout_s=30.0, transport=transport
@@ -123,3 +149,53 @@ def test_each_push_counts_once_over_broken_connections(
         servers.run(proxy.stop())
         assert retries > 0
         assert proxy.breaks > 0
+
+
+@pytest.mark.parametrize("transport", ["grpc", "tcp"])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_push_of_rows_counts_once_over_broken_connections(
+    seed: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same for the rows of a table: looked up and pushed, shard by shard, over what breaks."""
+    with ParameterServers(0) as servers:
+        proxy = BreakingProxy(random.Random(seed))
+        behind(proxy, servers, transport, monkeypatch)
+        token = servers.admit("w0")
+        with (
+            closing(ParameterClient([servers.coordinator], lambda: token)) as parameters,
+            closing(
+                TableClient(
+                    [servers.coordinator], lambda: token, timeout_s=30.0, transport=transport
+                )
+            ) as client,
+        ):
+            parameters.place([], [TABLE])
+            client.fetch_map()
+            ids = {
+                ("t", i): ids.tobytes() for i, ids in route(range(600), NUM_TABLE_SHARDS).items()
+            }
+            retries = 0
+            expected, speed = 0.0, 0.0
+            for _ in range(NUM_PUSHES):
+                servers.run(proxy.arm())
+                found = client.look_up(ids)
+                retries += client.push(
+                    {
+                        where: Gradients(
+                            ids=ids[where],
+                            births=rows.births,
+                            gradients=array("f", [-1.0] * (len(rows.values) // 4)).tobytes(),
+                            base_version=rows.version,
+                            base_epoch=rows.epoch,
+                        )
+                        for where, rows in found.items()
+                    }
+                ).retries
+                speed = 0.5 * speed + 1.0
+                expected += speed
+                seen = {v for rows in client.look_up(ids).values() for v in array("f", rows.values)}
+                assert seen == {array("f", [expected])[0]}
+            servers.run(proxy.disarm())
+            servers.run(proxy.stop())
+            assert retries > 0
+            assert proxy.breaks > 0

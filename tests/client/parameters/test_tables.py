@@ -74,11 +74,16 @@ class Member:
         *tables: TableSpec,
         timeout_s: float = 20.0,
         level: Acknowledgement.ValueType = Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
+        transport: str | None = None,
     ) -> None:
         self.parameters = ParameterClient([servers.coordinator], lambda: token)
         self.parameters.place([], tables)
         self.client = TableClient(
-            [servers.coordinator], lambda: token, timeout_s=timeout_s, acknowledgement=level
+            [servers.coordinator],
+            lambda: token,
+            timeout_s=timeout_s,
+            acknowledgement=level,
+            transport=transport,
         )
         self.map = self.client.fetch_map()
         self.dim = tables[0].dim
@@ -116,10 +121,15 @@ class Member:
         self.client.close()
 
 
-def test_rows_are_looked_up_and_trained(servers: ParameterServers) -> None:
+WAYS = {"auto": "shared-memory", "tcp": "tcp", "grpc": "grpc"}
+by_every_way = pytest.mark.parametrize("transport", WAYS)
+
+
+@by_every_way
+def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: str) -> None:
     """A row has its first values until it is pushed; others see the push; both servers have a
     part."""
-    member = Member(servers, servers.admit("w0"), table())
+    member = Member(servers, servers.admit("w0"), table(), transport=transport)
     other = Member(servers, servers.admit("w1"), table())
     assert {shard.server_id for shard in member.map.shards} == {"ps-0", "ps-1"}
     ids = [*range(-20, 100), 2**63 - 1, -(2**63)]
@@ -131,13 +141,16 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers) -> None:
     assert other.look_up([5, 500]) == {5: [1.5] * DIM, 500: [1.0] * DIM}
     other.push(2.0)
     assert member.look_up([5, 500, 6]) == {5: [0.5] * DIM, 500: [0.0] * DIM, 6: [1.5] * DIM}
+    assert set(member.client.ways.values()) == {WAYS[transport]}
+    assert len(member.client.ways) == 2
     member.close()
     other.close()
 
 
-def test_many_rows_travel_in_many_messages(servers: ParameterServers) -> None:
+@by_every_way
+def test_many_rows_travel_in_many_messages(servers: ParameterServers, transport: str) -> None:
     """Whatever their number: a message has a bound, a lookup and a push have none."""
-    member = Member(servers, servers.admit("w0"), table(dim=1024))
+    member = Member(servers, servers.admit("w0"), table(dim=1024), transport=transport)
     before, after = [1.0] * 1024, [0.5] * 1024
     ids = range(3000)
     assert set(map(tuple, member.look_up(ids).values())) == {tuple(before)}
@@ -152,9 +165,10 @@ def test_many_rows_travel_in_many_messages(servers: ParameterServers) -> None:
     member.close()
 
 
-def test_a_server_that_dies_takes_no_row_with_it(servers: ParameterServers) -> None:
+@by_every_way
+def test_a_server_that_dies_takes_no_row_with_it(servers: ParameterServers, transport: str) -> None:
     """Rows pushed before are there behind the failover, and pushes go on, each counted once."""
-    member = Member(servers, servers.admit("w0"), table())
+    member = Member(servers, servers.admit("w0"), table(), transport=transport)
     ids = list(range(100))
     member.look_up(ids)
     member.push(-1.0)
@@ -208,9 +222,10 @@ def test_several_tables_side_by_side(servers: ParameterServers) -> None:
     member.close()
 
 
-def test_wrong_pushes_change_nothing(servers: ParameterServers) -> None:
+@by_every_way
+def test_wrong_pushes_change_nothing(servers: ParameterServers, transport: str) -> None:
     """NaN, rows of other shards, lengths that do not fit: told by what is wrong, row untouched."""
-    member = Member(servers, servers.admit("w0"), table())
+    member = Member(servers, servers.admit("w0"), table(), transport=transport)
     member.look_up([7])
     with pytest.raises(NonFiniteGradient) as refused:
         member.push(float("nan"))
@@ -232,9 +247,12 @@ def test_wrong_pushes_change_nothing(servers: ParameterServers) -> None:
     member.close()
 
 
-def test_a_fenced_member_neither_reads_nor_writes(servers: ParameterServers) -> None:
+@by_every_way
+def test_a_fenced_member_neither_reads_nor_writes(
+    servers: ParameterServers, transport: str
+) -> None:
     """Once declared lost it is told so."""
-    member = Member(servers, servers.admit("w0"), table())
+    member = Member(servers, servers.admit("w0"), table(), transport=transport)
     member.look_up([1])
     servers.expel("w0")
     with pytest.raises(Fenced):

@@ -11,7 +11,10 @@ from shoal_proto import bulk
 from shoal_proto.bulk import Kind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import MalformedMessage
-from shoal_server.parameters.shard.reply_writer import SEND_PIECE_BYTES, CopyOut
+from shoal_server.parameters.shard.reply_writer import CopyOut, cut
+
+LARGE_BYTES = 64 * 1024
+"""From so many on, other threads may run while they are copied."""
 
 
 class SharedArena:
@@ -48,12 +51,16 @@ class SharedArena:
 def in_place(room: memoryview, at: int) -> CopyOut:
     """Copies the values into `room`, which begins at `at` of the shared memory."""
 
-    def write(shard_id: int, values: memoryview) -> Sequence[bytes]:
-        size = len(values)
-        if size:
+    def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
+        size = 0
+        for buffer in values:
+            start, size = size, size + len(buffer)
+            if len(buffer) < LARGE_BYTES:
+                room[start:size] = buffer
+                continue
             # torch copies without holding the interpreter up.
-            torch.frombuffer(room[:size], dtype=torch.uint8).copy_(
-                torch.frombuffer(values, dtype=torch.uint8)
+            torch.frombuffer(room[start:size], dtype=torch.uint8).copy_(
+                torch.frombuffer(buffer, dtype=torch.uint8)
             )
         checksum = crc32(room[:size])
         return [
@@ -63,11 +70,11 @@ def in_place(room: memoryview, at: int) -> CopyOut:
     return write
 
 
-def in_frames(shard_id: int, values: memoryview) -> Sequence[bytes]:
+def in_frames(shard_id: int, *values: memoryview) -> Sequence[bytes]:
     """Pieces to be sent as they are."""
     frames: list[bytes] = []
-    for start in range(0, len(values), SEND_PIECE_BYTES):
-        data = bytes(values[start : start + SEND_PIECE_BYTES])
+    for start, piece in cut(values):
+        data = bytes(piece)
         head = bulk.header(
             Kind.PIECE,
             shard_id=shard_id,

@@ -1,7 +1,7 @@
 """One connection of the bulk transport: the calls of one client, one after the other."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -15,11 +15,13 @@ from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.status import to_detail
 from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowRequest
+from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.replication.frames import Arriving
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
+from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.reply_writer import CopyOut
 from shoal_server.serving.rpc import refusal_of
 from shoal_server.serving.tasks import cancel
@@ -32,6 +34,7 @@ class BulkServices:
     """What answers the calls that a connection may carry."""
 
     parameters: ParametersServicer
+    tables: TablesServicer
     replication: ReplicationServicer
 
 
@@ -41,6 +44,20 @@ def _unreadable(frame: Frame, error: DecodeError, expected: str) -> MalformedMes
         seen=f"{frame.num_bytes} bytes ({error})",
         expected=expected,
     )
+
+
+def _frame(reply: Message | bytes) -> bytes:
+    if isinstance(reply, bytes):
+        return reply
+    return bulk.message(Kind.MESSAGE, reply.SerializeToString())
+
+
+async def _one_by_one(
+    replies: AsyncGenerator[Message, None],
+) -> AsyncGenerator[Sequence[Message | bytes], None]:
+    async with aclosing(replies):
+        async for reply in replies:
+            yield [reply]
 
 
 class BulkServerConnection:
@@ -80,11 +97,8 @@ class BulkServerConnection:
         self._is_in_call = True
         try:
             async with aclosing(self._replies(opening, call)) as replies:
-                async for reply in replies:
-                    if isinstance(reply, Message):
-                        await self._wire.send(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
-                    else:
-                        await self._wire.send(reply)
+                async for batch in replies:
+                    await self._wire.send(*map(_frame, batch))
             # Only then may the next frame be the beginning of a call.
             await call.finish()
             await self._wire.send(bulk.header(Kind.END))
@@ -96,7 +110,9 @@ class BulkServerConnection:
         finally:
             self._is_in_call = False
 
-    def _replies(self, opening: Frame, call: "_BulkCall") -> AsyncGenerator[Message | bytes, None]:
+    def _replies(
+        self, opening: Frame, call: "_BulkCall"
+    ) -> AsyncGenerator[Sequence[Message | bytes], None]:
         try:
             if opening.kind is Kind.PUSH:
                 push = PushRequest.FromString(bytes(opening.body))
@@ -105,14 +121,20 @@ class BulkServerConnection:
                 return self._calls.parameters.pull(
                     PullRequest.FromString(bytes(opening.body)), call
                 )
+            if opening.kind is Kind.TABLE_PUSH:
+                rows = TablePushRequest.FromString(bytes(opening.body))
+                return self._calls.tables.push(rows, call.pieces())
+            if opening.kind is Kind.TABLE_LOOKUP:
+                asked = TableLookupRequest.FromString(bytes(opening.body))
+                return self._calls.tables.look_up(asked, call.pieces(), call)
         except DecodeError as error:
-            raise _unreadable(opening, error, "PushRequest or PullRequest") from error
+            raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
         if opening.kind is Kind.FOLLOW and self._is_peer:
-            return self._calls.replication.follow(call.told())
+            return _one_by_one(self._calls.replication.follow(call.told()))
         raise MalformedMessage(
             "a frame that begins no call of this connection",
             seen=opening.kind.name,
-            expected="PUSH or PULL, or FOLLOW of a server",
+            expected="PUSH, PULL, TABLE_PUSH or TABLE_LOOKUP, or FOLLOW of a server",
         )
 
     async def _fail(self, error: ShoalError) -> None:
@@ -141,8 +163,13 @@ class _BulkCall:
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
         yield first
-        while (piece := await self._next_piece()) is not None:
+        async for piece in self.pieces():
             yield OnlyPiece(piece)
+
+    async def pieces(self) -> AsyncIterator[ReadPiece]:
+        """The data that the call brings, until its end."""
+        while (piece := await self._next_piece()) is not None:
+            yield piece
 
     async def told(self) -> AsyncIterator[Arriving]:
         """What another server tells of its shards."""

@@ -5,7 +5,7 @@ loop stays free for other calls.
 """
 
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Sequence
 from contextlib import aclosing
 from functools import partial
 
@@ -37,6 +37,7 @@ from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.dense_push import (
     DensePushKind,
     IncomingDensePush,
+    ShardAnswer,
     dense,
     messages,
 )
@@ -145,13 +146,18 @@ class ParametersServicer:
         await self._catalog.wait_for(header.token.job, created, FORMING_S)
         return created
 
-    def Pull(self, request: PullRequest, context: Context) -> AsyncIterator[ShardData | bytes]:
-        return self.pull(request, SHARD_DATA)
+    async def Pull(
+        self, request: PullRequest, context: Context
+    ) -> AsyncIterator[ShardData | bytes]:
+        async with aclosing(self.pull(request, SHARD_DATA)) as batches:
+            async for batch in batches:
+                for reply in batch:
+                    yield reply
 
     async def pull(
         self, request: PullRequest, reply_writer: ReplyWriter
-    ) -> AsyncGenerator[ShardData | bytes, None]:
-        """The shards, as of one version each, by that way back."""
+    ) -> AsyncGenerator[Sequence[ShardData | bytes], None]:
+        """The shards, as of one version each, by that way back; what is there goes together."""
         await self._fence.check(request.token)
         job = request.token.job
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
@@ -168,15 +174,10 @@ class ParametersServicer:
         async for replica, values in self._read_ahead(reads, reply_writer):
             # What a backup has not got yet may still vanish: nobody is to have seen it.
             await replica.receipts.wait_safe(values.version)
-            yield ShardData(
-                version=ShardVersion(
-                    shard_id=replica.shard_id,
-                    version=values.version,
-                    num_bytes=values.num_bytes,
-                )
+            version = ShardVersion(
+                shard_id=replica.shard_id, version=values.version, num_bytes=values.num_bytes
             )
-            for message in values.messages:
-                yield message
+            yield [ShardData(version=version), *values.messages]
 
     async def _read_ahead(
         self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
@@ -197,16 +198,19 @@ class ParametersServicer:
         for replica, result in pending:
             yield replica, await result
 
-    def Push(
+    async def Push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], context: Context
     ) -> AsyncIterator[PushReply | bytes]:
-        return self.push(requests, PUSH_REPLIES)
+        async with aclosing(self.push(requests, PUSH_REPLIES)) as batches:
+            async for batch in batches:
+                for reply in batch:
+                    yield reply
 
     async def push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
-    ) -> AsyncGenerator[PushReply | bytes, None]:
+    ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
         """Apply a push as it comes in; the outcome of each shard, and its values by that way
-        back."""
+        back. What is there goes together."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
@@ -226,29 +230,27 @@ class ParametersServicer:
                 first.header.sequence,
                 frozenset(first.header.all_shard_ids) or None,
             ) as passage,
-            aclosing(self._pushed(kind, requests)) as replies,
+            aclosing(self._pushed(kind, requests)) as batches,
         ):
             outcomes = []
-            async for reply in replies:
-                if not isinstance(reply, bytes) and reply.HasField("outcome"):
-                    outcomes.append(reply.outcome)
-                    if reply.outcome.HasField("error"):
-                        passage.answered(reply.outcome.shard_id, reply.outcome.error)
-                yield reply
+            async for answers in batches:
+                for outcome in (answer.outcome for answer in answers):
+                    outcomes.append(outcome)
+                    if outcome.HasField("error"):
+                        passage.answered(outcome.shard_id, outcome.error)
+                yield [message for answer in answers for message in messages(answer)]
             self._tally.count(first.header.token.job, outcomes)
 
     async def _pushed(
         self, kind: DensePushKind, requests: AsyncIterator[PushRequest | OnlyPiece]
-    ) -> AsyncGenerator[PushReply | bytes, None]:
+    ) -> AsyncGenerator[Sequence[ShardAnswer], None]:
         with Reservation(self._budget) as reservation:
             push = IncomingDensePush(kind, reservation)
             await kind.open(push)
             pieces = ((request.piece.shard_id, request.piece) async for request in requests)
             async with aclosing(push.answers(pieces)) as batches:
                 async for answers in batches:
-                    for answer in answers:
-                        for message in messages(answer):
-                            yield message
+                    yield answers
 
     async def Describe(self, request: DescribeRequest, context: Context) -> DescribeReply:
         self._memory.refresh()

@@ -3,26 +3,24 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
-from shoal_proto.checksum import crc32
-from shoal_proto.errors import (
-    ChecksumMismatch,
-    InvalidSpec,
-    MalformedMessage,
-    ShapeMismatch,
-    ShoalError,
-)
+from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import (
-    RowGradients,
     TablePushHeader,
     TablePushItem,
     TablePushOutcome,
 )
 from shoal_server.parameters.service.incoming_push import IncomingPush, check_sequence, guarded
+from shoal_server.parameters.service.incoming_rows import (
+    IncomingRows,
+    RowMessages,
+    RowPieces,
+    RowsPiece,
+)
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
@@ -36,17 +34,14 @@ MAX_PUSH_BYTES = 256 * 1024 * 1024
 """Of one shard in one push."""
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class TablePushPart:
     """One shard's part of a push."""
 
     item: TablePushItem
     replica: ShardReplica
     shard: TableShard
-    _ids: list[bytes] = field(default_factory=list)
-    _births: list[bytes] = field(default_factory=list)
-    _gradients: list[bytes] = field(default_factory=list)
-    _num_rows: int = 0
+    incoming: IncomingRows
 
     def __post_init__(self) -> None:
         """Raises Overloaded or InvalidSpec for a push that is not to be taken in at all."""
@@ -70,38 +65,14 @@ class TablePushPart:
 
     @property
     def is_complete(self) -> bool:
-        return self._num_rows == self.item.num_rows
+        return self.incoming.is_complete
 
-    def take(self, rows: RowGradients) -> None:
-        """Add the next rows. Raises ChecksumMismatch or ShapeMismatch."""
-        seen = crc32(rows.gradients, crc32(rows.births, crc32(rows.ids)))
-        if seen != rows.checksum:
-            raise ChecksumMismatch(
-                f"rows of shard {rows.shard_id} changed on the way",
-                seen=f"CRC-32 {seen:#010x} of {len(rows.ids) // ID_BYTES} rows",
-                expected=f"{rows.checksum:#010x}",
-            )
-        self._num_rows += len(rows.ids) // ID_BYTES
-        if self._num_rows > self.item.num_rows or not rows.ids:
-            raise ShapeMismatch(
-                f"another number of rows for shard {rows.shard_id} than announced",
-                seen=f"{self._num_rows} rows, {len(rows.ids)} bytes of ids in a message",
-                expected=f"{self.item.num_rows} rows, some in each message",
-            )
-        self._ids.append(rows.ids)
-        self._births.append(rows.births)
-        self._gradients.append(rows.gradients)
-
-    def truncated(self) -> ShapeMismatch:
-        """The error of a stream that ended before the part was complete."""
-        return ShapeMismatch(
-            f"the stream ended within shard {self.item.shard_id}",
-            seen=f"{self._num_rows} rows",
-            expected=f"{self.item.num_rows} rows",
-        )
+    def truncated(self) -> ShoalError:
+        return self.incoming.truncated()
 
     def push(self, session: str, sequence: int, at_unix_s: float, scope: Scope | None) -> TablePush:
         """All of it, as one push."""
+        rows = self.incoming.joined()
         return TablePush(
             session=session,
             sequence=sequence,
@@ -110,9 +81,10 @@ class TablePushPart:
             base_epoch=self.item.base_epoch,
             step=self.item.step,
             lr=self.item.lr if self.item.HasField("lr") else None,
-            row_ids=b"".join(self._ids),
-            births=b"".join(self._births),
-            gradient=b"".join(self._gradients),
+            row_ids=rows.ids,
+            births=rows.births,
+            gradient=rows.gradient,
+            is_borrowed=rows.is_borrowed,
             at_unix_s=at_unix_s,
             scope=scope,
         )
@@ -138,7 +110,7 @@ def checked(header: TablePushHeader) -> Scope | None:
     return Scope.of(header.all_shard_ids, of_tables=not header.with_parameters)
 
 
-IncomingTablePush = IncomingPush[TablePushPart, RowGradients, TablePushOutcome]
+IncomingTablePush = IncomingPush[TablePushPart, RowsPiece, TablePushOutcome]
 
 
 class TablePushKind:
@@ -153,8 +125,11 @@ class TablePushKind:
         maker: TableMaker,
         run: Runner,
         memory: Memory,
+        is_in_pieces: bool,
     ) -> None:
+        """`is_in_pieces`: the rows come by a bulk connection."""
         self.scope = checked(header)
+        self._is_in_pieces = is_in_pieces
         self._header = header
         self._session = session
         self._is_live = is_live
@@ -175,13 +150,19 @@ class TablePushKind:
     ) -> TablePushPart:
         if isinstance(found, ShoalError):
             raise found
-        part = TablePushPart(item=item, replica=found[0], shard=found[1])
+        replica, shard = found
+        incoming: IncomingRows
+        if self._is_in_pieces:
+            incoming = RowPieces(item.shard_id, item.num_rows, shard.body.row_bytes)
+        else:
+            incoming = RowMessages(item.shard_id, item.num_rows)
+        part = TablePushPart(item=item, replica=replica, shard=shard, incoming=incoming)
         if self._header.acknowledgement == Acknowledgement.ACKNOWLEDGEMENT_DURABLE:
             part.replica.check_durable()
         return part
 
-    def add(self, part: TablePushPart, piece: RowGradients) -> None:
-        part.take(piece)
+    def add(self, part: TablePushPart, piece: RowsPiece) -> None:
+        part.incoming.take(piece)
 
     def apply(self, part: TablePushPart) -> Awaitable[TablePushOutcome | ShoalError]:
         return asyncio.ensure_future(self._applied(part))

@@ -2,16 +2,12 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from functools import partial
+from itertools import chain
 
 import structlog
 
-from shoal_proto.checksum import crc32
-from shoal_proto.errors import MalformedMessage, ShoalError
-from shoal_proto.status import to_detail
+from shoal_proto.pieces import AnyPiece
 from shoal_proto.v1.tables_pb2 import (
-    FoundRows,
-    RowGradients,
     RowIds,
     TableLookupReply,
     TableLookupRequest,
@@ -21,22 +17,23 @@ from shoal_proto.v1.tables_pb2 import (
 from shoal_proto.v1.tables_pb2_grpc import TablesServicer as Base
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.service.headers import no_header
+from shoal_server.parameters.service.incoming_rows import RowsPiece
+from shoal_server.parameters.service.table_lookup import (
+    IncomingLookup,
+    LookupKind,
+    answer_message,
+)
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.service.table_push import IncomingTablePush, TablePushKind
 from shoal_server.parameters.shard.chunk_assembler import Budget, Reservation
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.reply_writer import ReplyWriter
 from shoal_server.parameters.shard.step_scope import TABLES
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
-from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.shard import LookedUp, TableShard
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
-
-MAX_LOOKUP_BYTES = 4 * 1024 * 1024
-"""Of the rows that one message asks for."""
 
 
 class TablesServicer(Base):
@@ -74,42 +71,61 @@ class TablesServicer(Base):
 
     async def _look_up(self, job: str, asked: Sequence[RowIds]) -> TableLookupReply:
         found = await self._maker.look_up(job, [(rows.shard_id, rows.epoch) for rows in asked])
-        reply, left_bytes = TableLookupReply(), MAX_LOOKUP_BYTES
-        for rows, shard in zip(asked, found, strict=True):
-            try:
-                if isinstance(shard, ShoalError):
-                    raise shard
-                num_bytes = len(rows.ids) // ID_BYTES * shard[1].body.row_bytes
-                # A single row always gets through.
-                if num_bytes > max(left_bytes, shard[1].body.row_bytes):
-                    raise _too_many(num_bytes)
-                left_bytes -= num_bytes
-                reply.rows.append(await self._found(rows, *shard, num_bytes))
-            except ShoalError as error:
-                reply.rows.append(FoundRows(shard_id=rows.shard_id, error=to_detail(error)))
-        return reply
+        return TableLookupReply(rows=await answer_message(asked, found, self._run))
 
-    async def _found(
-        self, rows: RowIds, replica: ShardReplica, shard: TableShard, num_bytes: int
-    ) -> FoundRows:
-        look_up = partial(shard.read, partial(shard.body.look_up, rows.ids))
-        looked_up: LookedUp = await replica.in_turn(self._run, num_bytes, look_up)
-        # What a backup has not got yet may still vanish: nobody is to have seen it.
-        await replica.receipts.wait_safe(looked_up.version)
-        return FoundRows(
-            shard_id=rows.shard_id,
-            epoch=rows.epoch,
-            version=looked_up.version,
-            births=looked_up.births,
-            values=looked_up.values,
-            checksum=crc32(looked_up.values, crc32(looked_up.births)),
-            step=looked_up.table_step,
+    async def look_up(
+        self,
+        request: TableLookupRequest,
+        pieces: AsyncIterator[AnyPiece],
+        reply_writer: ReplyWriter,
+    ) -> AsyncGenerator[Sequence[TableLookupReply | bytes], None]:
+        """What `Lookup` does for a call of a bulk connection: ids come in pieces, and births and
+        values go by that way back."""
+        if not request.HasField("header") or request.rows:
+            raise no_header("TableLookupHeader, and no rows,")
+        header = request.header
+        await self._fence.check(header.token)
+        kind = LookupKind(
+            header.token.job,
+            header.items,
+            maker=self._maker,
+            run=self._run,
+            reply_writer=reply_writer,
         )
+        with Reservation(self._budget) as reservation:
+            lookup = IncomingLookup(kind, reservation)
+            await kind.open(lookup)
+            keyed = ((piece.shard_id, piece) async for piece in pieces)
+            async with aclosing(lookup.answers(keyed)) as batches:
+                async for answers in batches:
+                    reply = TableLookupReply(rows=[answer.rows for answer in answers])
+                    yield [reply, *chain.from_iterable(answer.frames for answer in answers)]
 
     async def Push(
         self, requests: AsyncIterator[TablePushRequest], context: Context
     ) -> AsyncIterator[TablePushReply]:
         first = await anext(requests, TablePushRequest())
+        async with aclosing(self._push(first, _rows(first, requests), False)) as replies:
+            async for reply in replies:
+                yield reply
+
+    async def push(
+        self, request: TablePushRequest, pieces: AsyncIterator[AnyPiece]
+    ) -> AsyncGenerator[Sequence[TablePushReply], None]:
+        """What `Push` does for a call of a bulk connection: the rows come in pieces."""
+        if request.rows:
+            raise no_header("TablePushHeader, and no rows,")
+        keyed = ((piece.shard_id, piece) async for piece in pieces)
+        async with aclosing(self._push(request, keyed, True)) as replies:
+            async for reply in replies:
+                yield [reply]
+
+    async def _push(
+        self,
+        first: TablePushRequest,
+        pieces: AsyncIterator[tuple[int, RowsPiece]],
+        is_in_pieces: bool,
+    ) -> AsyncGenerator[TablePushReply, None]:
         if not first.HasField("header"):
             raise no_header("TablePushHeader")
         header = first.header
@@ -121,11 +137,12 @@ class TablesServicer(Base):
             maker=self._maker,
             run=self._run,
             memory=self._memory,
+            is_in_pieces=is_in_pieces,
         )
         counted = session if header.with_parameters else TABLES + session
         touched = frozenset(header.all_shard_ids)
         passing = self._barriers.passing(header.token.job, counted, header.sequence, touched)
-        async with passing as passage, aclosing(self._pushed(kind, first, requests)) as replies:
+        async with passing as passage, aclosing(self._pushed(kind, pieces)) as replies:
             async for reply in replies:
                 for outcome in reply.outcomes:
                     if outcome.HasField("error"):
@@ -133,33 +150,21 @@ class TablesServicer(Base):
                 yield reply
 
     async def _pushed(
-        self,
-        kind: TablePushKind,
-        first: TablePushRequest,
-        requests: AsyncIterator[TablePushRequest],
+        self, kind: TablePushKind, pieces: AsyncIterator[tuple[int, RowsPiece]]
     ) -> AsyncGenerator[TablePushReply, None]:
         with Reservation(self._budget) as reservation:
             push = IncomingTablePush(kind, reservation)
             await kind.open(push)
-            async with aclosing(push.answers(_rows(first, requests))) as batches:
+            async with aclosing(push.answers(pieces)) as batches:
                 async for outcomes in batches:
                     yield TablePushReply(outcomes=outcomes)
 
 
 async def _rows(
     first: TablePushRequest, requests: AsyncIterator[TablePushRequest]
-) -> AsyncIterator[tuple[int, RowGradients]]:
+) -> AsyncIterator[tuple[int, RowsPiece]]:
     for rows in first.rows:
         yield rows.shard_id, rows
     async for request in requests:
         for rows in request.rows:
             yield rows.shard_id, rows
-
-
-def _too_many(num_bytes: int) -> ShoalError:
-    return MalformedMessage(
-        "one message asks for too many rows",
-        seen=f"{num_bytes} bytes of one shard's",
-        expected=f"at most {MAX_LOOKUP_BYTES} in a message",
-        fix="Ask in several messages.",
-    )

@@ -1,6 +1,6 @@
 """Putting a shard's pieces back together, never holding more than the shard's own size."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from shoal_proto import MAX_PIECE_BYTES
 from shoal_proto.checksum import crc32
@@ -65,31 +65,14 @@ class Reservation:
         self._budget.release(self._held.pop(shard_id, 0))
 
 
-class ChunkAssembler:
-    """Takes the pieces of one shard in order, and no byte more than the shard has."""
+class PieceAssembler:
+    """Takes the pieces of one part of a call in order, and no byte more than are expected."""
 
-    def __init__(
-        self, shard: Shard, absent_blocks: Sequence[int] = (), *, with_base: bool = False
-    ) -> None:
-        """Nothing is expected for the absent blocks. With a base, as many bytes follow as are in
-        the gradient, at offsets from the end of the shard on.
-
-        Raises MalformedMessage for absent blocks that there are not.
-        """
-        num_blocks = len(shard.blocks)
-        absent = set(absent_blocks)
-        if absent and not max(absent) < num_blocks:
-            raise MalformedMessage(
-                f"shard {shard.shard_id} has no such block",
-                seen=f"absent block {max(absent)}",
-                expected=f"an index below {num_blocks}",
-            )
-        self._shard_id = shard.shard_id
-        self.blocks = [b for b in range(num_blocks) if b not in absent]
-        self._spans = _spans(shard, absent)
-        if with_base:
-            end = shard_bytes(shard)
-            self._spans += [(end + start, end + stop) for start, stop in self._spans]
+    def __init__(self, shard_id: int, spans: Iterable[tuple[int, int]]) -> None:
+        """The bytes from start to stop of each span are expected, which are in order and have a
+        gap between them."""
+        self._shard_id = shard_id
+        self._spans = [(start, stop) for start, stop in spans if start < stop]
         self.expected_bytes = sum(stop - start for start, stop in self._spans)
         self._received_bytes = 0
         self._parts: list[Buffer] = []
@@ -145,6 +128,33 @@ class ChunkAssembler:
     def join(self) -> Buffer:
         """All the bytes; copied only if they came in more than one piece."""
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+
+class ChunkAssembler(PieceAssembler):
+    """For the pieces of one shard of parameters."""
+
+    def __init__(
+        self, shard: Shard, absent_blocks: Sequence[int] = (), *, with_base: bool = False
+    ) -> None:
+        """Nothing is expected for the absent blocks. With a base, as many bytes follow as are in
+        the gradient, at offsets from the end of the shard on.
+
+        Raises MalformedMessage for absent blocks that there are not.
+        """
+        num_blocks = len(shard.blocks)
+        absent = set(absent_blocks)
+        if absent and not max(absent) < num_blocks:
+            raise MalformedMessage(
+                f"shard {shard.shard_id} has no such block",
+                seen=f"absent block {max(absent)}",
+                expected=f"an index below {num_blocks}",
+            )
+        self.blocks = [b for b in range(num_blocks) if b not in absent]
+        spans = _spans(shard, absent)
+        if with_base:
+            end = shard_bytes(shard)
+            spans += [(end + start, end + stop) for start, stop in spans]
+        super().__init__(shard.shard_id, spans)
 
 
 def check(piece: AnyPiece) -> None:

@@ -1,6 +1,6 @@
 """How the values of a shard leave: copied out under its lock, into what its asker reads."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from shoal_proto import pieces
@@ -8,9 +8,13 @@ from shoal_proto.checksum import crc32
 
 SEND_PIECE_BYTES = 1024 * 1024
 
-CopyOut = Callable[[int, memoryview], Sequence[bytes]]
-"""Copies the values of the shard of that id; gives the messages that bring them, or tell of them.
-Called from any thread, under the shard's lock."""
+
+class CopyOut(Protocol):
+    """Takes the values of a part of a call, which lie in one buffer or several, one after the
+    other; gives the messages that bring them, or tell of them. Called from any thread, under the
+    shard's lock."""
+
+    def __call__(self, shard_id: int, *values: memoryview) -> Sequence[bytes]: ...
 
 
 class ReplyWriter(Protocol):
@@ -25,16 +29,24 @@ class ReplyWriter(Protocol):
         ...
 
 
+def cut(values: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """Offset and bytes of pieces of what lies in these buffers; none is in two of them."""
+    start = 0
+    for buffer in values:
+        for at in range(0, len(buffer), SEND_PIECE_BYTES):
+            yield start + at, buffer[at : at + SEND_PIECE_BYTES]
+        start += len(buffer)
+
+
 def in_messages(field: int) -> CopyOut:
     """Serialized messages around pieces, which are their field of that number."""
 
-    def write(shard_id: int, values: memoryview) -> Sequence[bytes]:
+    def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         # Each byte is copied once, out of the shard and into the message that leaves.
-        messages = []
-        for start in range(0, len(values), SEND_PIECE_BYTES):
-            data = values[start : start + SEND_PIECE_BYTES]
-            messages.append(pieces.encode(field, shard_id, start, (data,), crc32(data)))
-        return messages
+        return [
+            pieces.encode(field, shard_id, start, (data,), crc32(data))
+            for start, data in cut(values)
+        ]
 
     return write
 

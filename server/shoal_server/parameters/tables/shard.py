@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TypeGuard
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
 
@@ -36,8 +37,8 @@ class LookedUp:
     """Rows as of one version, in the order asked for."""
 
     version: int
-    births: bytes
-    values: bytes
+    births: memoryview
+    values: memoryview
     table_step: int
 
 
@@ -77,8 +78,8 @@ class TableBody:
         births, values_rc = self.content.look_up(ids)
         return LookedUp(
             version=version,
-            births=births.tobytes(),
-            values=values_rc.view(torch.uint8).numpy().tobytes() if len(ids) else b"",
+            births=births.view(np.uint8).data,
+            values=values_rc.view(-1).view(torch.uint8).numpy().data,
             table_step=self.content.table_step,
         )
 

@@ -1,0 +1,99 @@
+"""By which way the calls to one server go: a bulk connection, opened when it is needed, or gRPC."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import grpc
+import structlog
+
+from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.opening import connect
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
+
+log = structlog.get_logger(__name__)
+
+AGAIN_S = 30.0
+"""After which time a way is looked for anew where there was none."""
+
+TRANSPORTS = ("auto", "tcp", "grpc")
+TRANSPORT_VARIABLE = "SHOAL_TRANSPORT"
+
+
+class Opening(Protocol):
+    """Parameters.OpenBulk of the server."""
+
+    def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
+
+
+def transport_of(asked: str | None) -> str:
+    """`auto`: shared memory with a server on this machine, a TCP socket to any other; `tcp`: that
+    to all of them; `grpc`, to which the others fall back. None: as the environment says.
+
+    Raises InvalidSpec for another one.
+    """
+    transport = os.environ.get(TRANSPORT_VARIABLE, "auto") if asked is None else asked
+    if transport not in TRANSPORTS:
+        raise InvalidSpec(
+            "unknown transport",
+            seen=repr(transport),
+            expected=", ".join(TRANSPORTS),
+            fix=f"Set {TRANSPORT_VARIABLE} or `transport` to one of them.",
+        )
+    return transport
+
+
+class BulkWay:
+    """For one thread at a time, but for `close`."""
+
+    def __init__(
+        self, address: str, open_bulk: Opening, token: Callable[[], Token], *, transport: str
+    ) -> None:
+        self._address = address
+        self._open_bulk = open_bulk
+        self._token = token
+        self._connection: Connection | None = None
+        self._largest_bytes = 0
+        self._is_local_tried = transport == "auto"
+        self._not_until_s = float("inf") if transport == "grpc" else 0.0
+
+    def connection(self, largest_bytes: int, num_parts: int, timeout_s: float) -> Connection | None:
+        """The connection, opened now if need be, for a call whose parts have at most so many
+        bytes; None: gRPC it is. Raises grpc.RpcError."""
+        held = self._connection
+        if held is not None and held.is_usable and largest_bytes <= self._largest_bytes:
+            return held
+        if time.monotonic() < self._not_until_s:
+            return None
+        if held is not None:
+            held.close()
+            self._connection = None
+        try:
+            offer = self._open_bulk(OpenBulkRequest(token=self._token()), timeout=timeout_s)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            log.info("no_bulk_transport", address=self._address, reason=error.details())
+            self._not_until_s = float("inf")
+            return None
+        if not self._is_local_tried:
+            offer.local_name = ""
+        self._connection = connect(offer, self._address, largest_bytes, num_parts)
+        self._largest_bytes = largest_bytes
+        if self._connection is None:
+            self._not_until_s = time.monotonic() + AGAIN_S
+        return self._connection
+
+    @property
+    def name(self) -> str:
+        """How calls went last: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        return self._connection.way if self._connection is not None else "grpc"
+
+    def close(self) -> None:
+        """A call under way on another thread fails."""
+        held = self._connection
+        if held is not None:
+            held.close()

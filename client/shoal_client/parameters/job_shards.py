@@ -1,0 +1,103 @@
+"""A job's shard map, and calls to the servers that it names."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Generic
+
+import grpc
+import structlog
+
+from shoal_client.connection.coordinators import Coordinators
+from shoal_client.parameters.servers import Attempt, ShardServers, Stub
+from shoal_client.shards.layouts import keep_addresses
+from shoal_proto.errors import InternalError, RetryError
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2 import GetMapRequest, PlaceRequest, ShardMap
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+
+log = structlog.get_logger(__name__)
+
+MAP_TIMEOUT_S = 2.0
+"""A call under way spends no more on asking for a newer map: the coordinator may be away."""
+
+
+class JobShards(Generic[Stub]):
+    """For one thread at a time, but for `close`."""
+
+    def __init__(
+        self,
+        coordinators: Sequence[str],
+        token: Callable[[], Token],
+        timeout_s: float,
+        *,
+        stub_of: Callable[[str, grpc.Channel], Stub],
+        close_stub: Callable[[Stub], None],
+        adopt: Callable[[ShardMap], ShardMap],
+    ) -> None:
+        """`adopt` is told of each map that comes, and gives the one to go by. `stub_of` makes what
+        calls a server, from its address and a channel to it."""
+        self._coordinators = Coordinators(coordinators)
+        self._token = token
+        self._timeout_s = timeout_s
+        self._adopt = adopt
+        self._servers = ShardServers(stub_of, timeout_s, close_stub)
+        self._map: ShardMap | None = None
+
+    def place(self, request: PlaceRequest) -> ShardMap:
+        """The job's shard map, made now if this is the first call for the job."""
+        return self._take(
+            self._coordinators.call(
+                lambda channel: ShardsStub(channel).Place, request, timeout_s=self._timeout_s
+            )
+        )
+
+    def fetch_map(self, wait_s: float = 0.0, timeout_s: float | None = None) -> ShardMap:
+        """The shard map as it is now; waits up to `wait_s` for there to be one."""
+        request = GetMapRequest(token=self._token(), wait_s=wait_s)
+        limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
+        return self._take(
+            self._coordinators.call(
+                lambda channel: ShardsStub(channel).GetMap, request, timeout_s=limit_s
+            )
+        )
+
+    def _take(self, received: ShardMap) -> ShardMap:
+        adopted = self._adopt(received)
+        keep_addresses(adopted, self._map)
+        self._map = adopted
+        return adopted
+
+    def _refetch_map(self) -> None:
+        try:
+            self.fetch_map(timeout_s=MAP_TIMEOUT_S)
+        except RetryError as error:
+            # The map in hand is the best there is; the servers say if it is not good enough.
+            log.info("shard_map_not_fetched", reason=str(error))
+
+    def known_map(self) -> ShardMap:
+        """The map that came last. Raises InternalError if none did."""
+        if self._map is None:
+            raise InternalError(
+                "no shard map was fetched yet", expected="place() or fetch_map() first"
+            )
+        return self._map
+
+    def run(
+        self,
+        attempt: Attempt[Stub],
+        ready_by_s: float = math.inf,
+        shard_ids: Collection[int] | None = None,
+    ) -> int:
+        """Run attempts at every server until each shard is done; how many rounds it took beyond
+        the first. See `ShardServers.run`."""
+        return self._servers.run(self.known_map, self._refetch_map, attempt, ready_by_s, shard_ids)
+
+    @property
+    def stubs(self) -> dict[str, Stub]:
+        """By address, of the servers that are connected to."""
+        return self._servers.stubs
+
+    def close(self) -> None:
+        """Close every connection; a call under way on another thread fails."""
+        self._servers.close()
+        self._coordinators.close()

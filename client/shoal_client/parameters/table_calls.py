@@ -1,0 +1,251 @@
+"""Lookups and pushes at one server: by the bulk transport where there is one, else by gRPC."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.way import BulkWay
+from shoal_client.parameters.piece_stub import PieceStub
+from shoal_client.parameters.table_rows import (
+    ID_BYTES,
+    MESSAGE_BYTES,
+    Bytes,
+    Gradients,
+    Rows,
+    check,
+    packed,
+)
+from shoal_client.shards.parts import Part, in_pieces
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
+from shoal_proto.pieces import OnlyPiece
+from shoal_proto.status import from_detail
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.tables_pb2 import (
+    FoundRows,
+    RowGradients,
+    RowIds,
+    TableLookupHeader,
+    TableLookupItem,
+    TableLookupRequest,
+    TablePushHeader,
+    TablePushOutcome,
+    TablePushRequest,
+)
+from shoal_proto.v1.tables_pb2_grpc import TablesStub
+
+MIN_PLACE_BYTES = 32 * 1024
+"""How many rows of a shard come differs from step to step: there is to be room for more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AskedRows:
+    """Some rows of one shard, few enough for one message."""
+
+    shard_id: int
+    epoch: int
+    ids: Bytes
+    row_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.ids) // ID_BYTES
+
+    @property
+    def answer_bytes(self) -> int:
+        return self.num_rows * (ID_BYTES + self.row_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PushedRows:
+    """All rows of one shard that a push has."""
+
+    shard_id: int
+    gradients: Gradients
+    row_bytes: int
+
+    def part(self) -> Part:
+        g = self.gradients
+        buffers = [memoryview(g.ids), memoryview(g.births), memoryview(g.gradients)]
+        return Part(self.shard_id, sum(map(len, buffers)), in_pieces(buffers))
+
+
+class TableCalls:
+    """For one thread at a time, but for `close`. Raises grpc.RpcError or a ShoalError."""
+
+    def __init__(
+        self, address: str, channel: grpc.Channel, token: Callable[[], Token], *, transport: str
+    ) -> None:
+        self._token = token
+        self._stub = TablesStub(channel)
+        self._bulk = BulkWay(address, PieceStub(channel).OpenBulk, token, transport=transport)
+
+    @property
+    def way(self) -> str:
+        """How calls went last: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        return self._bulk.name
+
+    def close(self) -> None:
+        """A call under way on another thread fails."""
+        self._bulk.close()
+
+    def _connection(self, sizes: Iterable[int], timeout_s: float) -> Connection | None:
+        known = list(sizes)
+        largest_bytes = max(MIN_PLACE_BYTES, 1 << (max(known, default=1) - 1).bit_length())
+        return self._bulk.connection(largest_bytes, len(known), timeout_s)
+
+    def look_up(
+        self, asked: Sequence[AskedRows], timeout_s: float
+    ) -> Iterator[tuple[int, Rows | ShoalError]]:
+        """For each of these, by its index and as it comes, the rows or why they are not to be
+        had."""
+        connection = self._connection((a.answer_bytes for a in asked), timeout_s)
+        if connection is None:
+            return self._look_up_by_messages(asked, timeout_s)
+        items = [
+            TableLookupItem(shard_id=a.shard_id, epoch=a.epoch, num_rows=a.num_rows) for a in asked
+        ]
+        header = TableLookupHeader(token=self._token(), items=items)
+        parts = [
+            Part(number, a.answer_bytes, in_pieces([memoryview(a.ids)]))
+            for number, a in enumerate(asked)
+        ]
+        replies = connection.look_up(TableLookupRequest(header=header), parts, timeout_s)
+        return _received(asked, replies)
+
+    def _look_up_by_messages(
+        self, asked: Sequence[AskedRows], timeout_s: float
+    ) -> Iterator[tuple[int, Rows | ShoalError]]:
+        messages = packed(
+            (
+                RowIds(shard_id=a.shard_id, epoch=a.epoch, ids=bytes(a.ids)),
+                a.answer_bytes,
+            )
+            for a in asked
+        )
+        header = TableLookupHeader(token=self._token())
+        requests = (
+            TableLookupRequest(header=None if number else header, rows=rows)
+            for number, rows in enumerate(messages)
+        )
+        number = 0
+        for reply in self._stub.Lookup(requests, timeout=timeout_s):
+            for found in reply.rows:
+                if found.HasField("error"):
+                    yield number, from_detail(found.error)
+                else:
+                    check(found)
+                    yield number, _rows(found, found.births, found.values)
+                number += 1
+
+    def push(
+        self, header: TablePushHeader, pushed: Sequence[PushedRows], timeout_s: float
+    ) -> Iterator[TablePushOutcome]:
+        """What became of each shard's rows, as it comes."""
+        parts = [each.part() for each in pushed]
+        connection = self._connection((part.num_bytes for part in parts), timeout_s)
+        if connection is not None:
+            request = TablePushRequest(header=header)
+            for reply in connection.push_rows(request, parts, timeout_s):
+                yield from reply.outcomes
+            return
+        pieces = (piece for each in pushed for piece in _messages(each))
+        requests = (
+            TablePushRequest(header=None if number else header, rows=rows)
+            for number, rows in enumerate(packed(pieces))
+        )
+        for reply in self._stub.Push(requests, timeout=timeout_s):
+            yield from reply.outcomes
+
+
+def rows_a_message(row_bytes: int) -> int:
+    """How many rows with their ids and births go into one message; at least one."""
+    return max(1, MESSAGE_BYTES // max(row_bytes, 2 * ID_BYTES))
+
+
+def _messages(pushed: PushedRows) -> Iterator[tuple[RowGradients, int]]:
+    """Pieces of one shard's rows that fit into a message, and their bytes."""
+    part, row_bytes = pushed.gradients, pushed.row_bytes
+    size = rows_a_message(row_bytes)
+    for start in range(0, part.num_rows, size):
+        ids = bytes(part.ids[start * ID_BYTES : (start + size) * ID_BYTES])
+        births = bytes(part.births[start * ID_BYTES : (start + size) * ID_BYTES])
+        data = bytes(part.gradients[start * row_bytes : (start + size) * row_bytes])
+        rows = RowGradients(
+            shard_id=pushed.shard_id,
+            ids=ids,
+            births=births,
+            gradients=data,
+            checksum=crc32(data, crc32(births, crc32(ids))),
+        )
+        yield rows, len(ids) + len(births) + len(data)
+
+
+def _rows(found: FoundRows, births: bytes, values: bytes) -> Rows:
+    return Rows(
+        version=found.version, epoch=found.epoch, births=births, values=values, step=found.step
+    )
+
+
+def _received(
+    asked: Sequence[AskedRows], replies: "Iterable[FoundRows | OnlyPiece]"
+) -> Iterator[tuple[int, Rows | ShoalError]]:
+    """The rows of a bulk call, each once all of its bytes are there."""
+    incoming: dict[int, _IncomingRows] = {}
+    for reply in replies:
+        if isinstance(reply, OnlyPiece):
+            number = reply.piece.shard_id
+            if number not in incoming:
+                raise _unexpected(f"a piece of item {number}, which was not announced")
+            incoming[number].take(reply)
+        else:
+            number = reply.item
+            if not number < len(asked):
+                raise _unexpected(f"an answer to item {number} of {len(asked)}")
+            if reply.HasField("error"):
+                yield number, from_detail(reply.error)
+                continue
+            if reply.num_bytes != asked[number].answer_bytes:
+                raise _unexpected(f"{reply.num_bytes} bytes for {asked[number].num_rows} rows")
+            incoming[number] = _IncomingRows(reply, asked[number].num_rows)
+        rows = incoming[number].whole()
+        if rows is not None:
+            del incoming[number]
+            yield number, rows
+
+
+class _IncomingRows:
+    """Births, then values, of one item."""
+
+    def __init__(self, found: FoundRows, num_rows: int) -> None:
+        self._found = found
+        self._births_bytes = num_rows * ID_BYTES
+        self._data = bytearray()
+
+    def take(self, reply: OnlyPiece) -> None:
+        piece = reply.piece
+        if piece.offset_bytes != len(self._data):
+            raise _unexpected(f"bytes from {piece.offset_bytes} on behind {len(self._data)}")
+        seen = crc32(piece.data)
+        if seen != piece.checksum:
+            raise ChecksumMismatch(
+                f"rows of shard {self._found.shard_id} changed on the way",
+                seen=f"CRC-32 {seen:#010x} of {len(piece.data)} bytes",
+                expected=f"{piece.checksum:#010x}",
+            )
+        self._data += piece.data
+
+    def whole(self) -> Rows | None:
+        """The rows, once all is there."""
+        if len(self._data) < self._found.num_bytes:
+            return None
+        births, values = self._data[: self._births_bytes], self._data[self._births_bytes :]
+        return _rows(self._found, bytes(births), bytes(values))
+
+
+def _unexpected(seen: str) -> MalformedMessage:
+    return MalformedMessage(
+        "the answer to a lookup is not as it should be", seen=seen, expected="the rows asked for"
+    )

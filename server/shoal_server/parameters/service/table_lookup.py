@@ -1,0 +1,219 @@
+"""Rows that are asked for: looked up, and answered by either transport."""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.pieces import AnyPiece
+from shoal_proto.status import to_detail
+from shoal_proto.v1.tables_pb2 import FoundRows, RowIds, TableLookupItem
+from shoal_server.parameters.service.incoming_push import IncomingPush, guarded
+from shoal_server.parameters.service.table_maker import TableMaker
+from shoal_server.parameters.shard.chunk_assembler import PieceAssembler
+from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
+from shoal_server.parameters.shard.workers import Runner
+from shoal_server.parameters.tables.batch import ID_BYTES
+from shoal_server.parameters.tables.shard import LookedUp, TableShard
+
+MAX_LOOKUP_BYTES = 4 * 1024 * 1024
+"""Of the rows that one message, or one item of a bulk call, asks for."""
+
+
+async def look_up(
+    replica: ShardReplica, shard: TableShard, ids: bytes, num_bytes: int, run: Runner
+) -> LookedUp:
+    """Rows that take so many bytes, in an order as they were asked for."""
+    work = partial(shard.read, partial(shard.body.look_up, ids))
+    found: LookedUp = await replica.in_turn(run, num_bytes, work)
+    # What a backup has not got yet may still vanish: nobody is to have seen it.
+    await replica.receipts.wait_safe(found.version)
+    return found
+
+
+async def answer_message(
+    asked: Sequence[RowIds],
+    found: Sequence[tuple[ShardReplica, TableShard] | ShoalError],
+    run: Runner,
+) -> list[FoundRows]:
+    """The answers to one message of a gRPC call, in its order; the shards all at once."""
+    left_bytes = MAX_LOOKUP_BYTES
+    answers: list[Awaitable[FoundRows]] = []
+    for rows, shard in zip(asked, found, strict=True):
+        if isinstance(shard, ShoalError):
+            answers.append(_refused(rows, shard))
+            continue
+        row_bytes = shard[1].body.row_bytes
+        num_bytes = len(rows.ids) // ID_BYTES * row_bytes
+        # A single row always gets through.
+        if num_bytes > max(left_bytes, row_bytes):
+            answers.append(_refused(rows, _too_many(num_bytes)))
+            continue
+        left_bytes -= num_bytes
+        answers.append(_found(rows, *shard, num_bytes, run))
+    return await asyncio.gather(*answers)
+
+
+async def _refused(rows: RowIds, error: ShoalError) -> FoundRows:
+    return FoundRows(shard_id=rows.shard_id, error=to_detail(error))
+
+
+async def _found(
+    rows: RowIds, replica: ShardReplica, shard: TableShard, num_bytes: int, run: Runner
+) -> FoundRows:
+    try:
+        looked_up = await look_up(replica, shard, rows.ids, num_bytes, run)
+    except ShoalError as error:
+        return FoundRows(shard_id=rows.shard_id, error=to_detail(error))
+    births, values = bytes(looked_up.births), bytes(looked_up.values)
+    return FoundRows(
+        shard_id=rows.shard_id,
+        epoch=rows.epoch,
+        version=looked_up.version,
+        births=births,
+        values=values,
+        checksum=crc32(values, crc32(births)),
+        step=looked_up.table_step,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupPart:
+    """One item of a bulk call."""
+
+    number: int
+    item: TableLookupItem
+    replica: ShardReplica
+    shard: TableShard
+    assembler: PieceAssembler
+
+    @property
+    def shard_id(self) -> int:
+        """The key by which its pieces come: the number of the item."""
+        return self.number
+
+    @property
+    def num_bytes(self) -> int:
+        return self.assembler.expected_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        return self.assembler.is_complete
+
+    def truncated(self) -> ShoalError:
+        return self.assembler.truncated()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupAnswer:
+    rows: FoundRows
+    """Without births and values."""
+    frames: Sequence[bytes] = ()
+    """What brings these, or tells of them."""
+
+
+IncomingLookup = IncomingPush[LookupPart, AnyPiece, LookupAnswer]
+
+
+class LookupKind:
+    """A bulk lookup comes in as a push does: item by item, each answered when it is looked up."""
+
+    applies_at_once = True
+
+    def __init__(
+        self,
+        job: str,
+        items: Sequence[TableLookupItem],
+        *,
+        maker: TableMaker,
+        run: Runner,
+        reply_writer: ReplyWriter,
+    ) -> None:
+        self._job = job
+        self._items = items
+        self._maker = maker
+        self._run = run
+        self._reply_writer = reply_writer
+
+    async def open(self, lookup: IncomingLookup) -> None:
+        """Look up every shard that the header names, and make those that never were."""
+        wanted = [(item.shard_id, item.epoch) for item in self._items]
+        found = await self._maker.look_up(self._job, wanted)
+        for number, (item, shard) in enumerate(zip(self._items, found, strict=True)):
+            lookup.expect(number, partial(self._part, number, item, shard))
+
+    def _part(
+        self,
+        number: int,
+        item: TableLookupItem,
+        found: tuple[ShardReplica, TableShard] | ShoalError,
+    ) -> LookupPart:
+        if isinstance(found, ShoalError):
+            raise found
+        replica, shard = found
+        num_bytes = item.num_rows * shard.body.row_bytes
+        if num_bytes > max(MAX_LOOKUP_BYTES, shard.body.row_bytes):
+            raise _too_many(num_bytes)
+        return LookupPart(
+            number=number,
+            item=item,
+            replica=replica,
+            shard=shard,
+            assembler=PieceAssembler(item.shard_id, [(0, item.num_rows * ID_BYTES)]),
+        )
+
+    def add(self, part: LookupPart, piece: AnyPiece) -> None:
+        part.assembler.take(piece)
+
+    def apply(self, part: LookupPart) -> Awaitable[LookupAnswer | ShoalError]:
+        return asyncio.ensure_future(self._answer(part))
+
+    async def _answer(self, part: LookupPart) -> LookupAnswer | ShoalError:
+        num_bytes = part.item.num_rows * (ID_BYTES + part.shard.body.row_bytes)
+        writer = self._reply_writer.writer(part.number, num_bytes)
+        work = partial(guarded, partial(_read, part, writer), self._job, part.item.shard_id)
+        answer = await part.replica.in_turn(self._run, num_bytes, work)
+        if isinstance(answer, ShoalError):
+            return answer
+        try:
+            # What a backup has not got yet may still vanish: nobody is to have seen it.
+            await part.replica.receipts.wait_safe(answer.rows.version)
+        except ShoalError as error:
+            return error
+        return answer
+
+    def refusal(self, shard_id: int, error: ShoalError) -> LookupAnswer:
+        item = self._items[shard_id]
+        rows = FoundRows(shard_id=item.shard_id, item=shard_id, error=to_detail(error))
+        return LookupAnswer(rows=rows)
+
+
+def _read(part: LookupPart, writer: CopyOut) -> LookupAnswer:
+    # The room for the answer may be that of the ids.
+    ids = bytes(part.assembler.join())
+
+    def answer(version: int) -> LookupAnswer:
+        found = part.shard.body.look_up(ids, version)
+        rows = FoundRows(
+            shard_id=part.item.shard_id,
+            item=part.number,
+            epoch=part.item.epoch,
+            version=version,
+            step=found.table_step,
+            num_bytes=len(found.births) + len(found.values),
+        )
+        return LookupAnswer(rows=rows, frames=writer(part.number, found.births, found.values))
+
+    return part.shard.read(answer)
+
+
+def _too_many(num_bytes: int) -> ShoalError:
+    return MalformedMessage(
+        "one message asks for too many rows",
+        seen=f"{num_bytes} bytes of one shard's",
+        expected=f"at most {MAX_LOOKUP_BYTES} in a message",
+        fix="Ask in several messages.",
+    )

@@ -1,0 +1,328 @@
+"""Rows by the bulk transport: what a server does with frames as a stranger might send them."""
+
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from support.clusters.bulk_frames import RawConnection
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.bulk import way
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.table_rows import Gradients
+from shoal_client.parameters.tables import TableClient
+from shoal_proto import MAX_PIECE_BYTES, bulk
+from shoal_proto.bulk import HEADER_BYTES, Kind
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import (
+    ChecksumMismatch,
+    Fenced,
+    MalformedMessage,
+    ShapeMismatch,
+    WrongEpoch,
+)
+from shoal_proto.status import from_detail
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.tables_pb2 import (
+    FoundRows,
+    Initialiser,
+    RowOptimizer,
+    TableLookupHeader,
+    TableLookupItem,
+    TableLookupReply,
+    TableLookupRequest,
+    TablePushHeader,
+    TablePushItem,
+    TablePushOutcome,
+    TablePushReply,
+    TablePushRequest,
+    TableSpec,
+)
+
+DIM = 4
+TABLE = TableSpec(
+    name="t",
+    dim=DIM,
+    dtype="float32",
+    initialiser=Initialiser(kind="constant", center=1.0),
+    optimizer=RowOptimizer(kind="sgd", lr=1.0),
+    num_shards=1,
+)
+IDS = struct.pack("<3q", 1, 2, 3)
+ROWS = IDS + bytes(24) + struct.pack("<12f", *[-1.0] * 12)
+"""Ids, births and gradients of three rows, as they follow a push."""
+END = bulk.header(Kind.END)
+
+
+class Small:
+    """A server with a table of one shard, and a member."""
+
+    def __init__(self, servers: ParameterServers, token: Token, client: TableClient) -> None:
+        self.servers = servers
+        self.token = token
+        self.client = client
+        ((where, shard),) = client._shards.items()
+        self.where, self.shard_id = where, shard.shard_id
+
+    def opened(self) -> RawConnection:
+        return RawConnection.greeted(self.servers, self.token)
+
+    def pushing(self, *, num_rows: int = 3, epoch: int = 1, token: Token | None = None) -> bytes:
+        header = TablePushHeader(
+            token=token or self.token,
+            sequence=1,
+            shards=[
+                TablePushItem(
+                    shard_id=self.shard_id, epoch=epoch, base_version=1, num_rows=num_rows
+                )
+            ],
+            all_shard_ids=[self.shard_id],
+        )
+        request = TablePushRequest(header=header)
+        return bulk.message(Kind.TABLE_PUSH, request.SerializeToString())
+
+    def asking(self, *num_rows: int, token: Token | None = None) -> bytes:
+        items = [TableLookupItem(shard_id=self.shard_id, epoch=1, num_rows=n) for n in num_rows]
+        header = TableLookupHeader(token=token or self.token, items=items)
+        request = TableLookupRequest(header=header)
+        return bulk.message(Kind.TABLE_LOOKUP, request.SerializeToString())
+
+    def piece(self, data: bytes, *, offset: int = 0, checksum: int | None = None) -> bytes:
+        checksum = crc32(data) if checksum is None else checksum
+        return _piece(self.shard_id, data, offset=offset, checksum=checksum)
+
+    def values(self) -> list[float]:
+        """Of the first row."""
+        rows = self.client.look_up({self.where: IDS[:8]})[self.where]
+        return list(struct.unpack("<4f", rows.values))
+
+
+def _piece(part: int, data: bytes, *, offset: int = 0, checksum: int | None = None) -> bytes:
+    checksum = crc32(data) if checksum is None else checksum
+    head = bulk.header(
+        Kind.PIECE, shard_id=part, offset_bytes=offset, num_bytes=len(data), checksum=checksum
+    )
+    return head + data
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ParameterServers]:
+    with ParameterServers(1) as servers:
+        yield servers
+
+
+@pytest.fixture
+def small(served: ParameterServers, request: pytest.FixtureRequest) -> Iterator[Small]:
+    """In a job of its own."""
+    token = served.admit("w0", job=f"job-{abs(hash(request.node.name))}")
+    with (
+        closing(ParameterClient([served.coordinator], lambda: token)) as parameters,
+        closing(TableClient([served.coordinator], lambda: token, transport="grpc")) as client,
+    ):
+        parameters.place([], [TABLE])
+        client.fetch_map()
+        client.look_up({("t", 0): b""})
+        yield Small(served, token, client)
+
+
+def outcome_of(raw: RawConnection) -> TablePushOutcome:
+    frame = raw.next()
+    assert frame is not None
+    assert frame.kind is Kind.MESSAGE
+    (outcome,) = TablePushReply.FromString(bytes(frame.body)).outcomes
+    return outcome
+
+
+def found_by(raw: RawConnection) -> list[FoundRows]:
+    frame = raw.next()
+    assert frame is not None
+    assert frame.kind is Kind.MESSAGE
+    return list(TableLookupReply.FromString(bytes(frame.body)).rows)
+
+
+@pytest.mark.parametrize("cut_at", [len(ROWS), 8, 40])
+def test_a_push_frame_by_frame(small: Small, cut_at: int) -> None:
+    """The one way in which it is done right, in one piece or in two that are cut anywhere."""
+    raw = small.opened()
+    pieces = [small.piece(ROWS[:cut_at])]
+    if cut_at < len(ROWS):
+        pieces.append(small.piece(ROWS[cut_at:], offset=cut_at))
+    raw.send(small.pushing(), *pieces, END)
+    outcome = outcome_of(raw)
+    assert not outcome.HasField("error")
+    assert outcome.version == 2
+    end = raw.next()
+    assert end is not None
+    assert end.kind is Kind.END
+    assert small.values() == [2.0] * DIM
+    # The same once more is a retry, also by the other transport's rules.
+    raw.send(small.pushing(), small.piece(ROWS), END)
+    assert outcome_of(raw).duplicate
+    assert small.values() == [2.0] * DIM
+
+
+def test_a_lookup_frame_by_frame(small: Small) -> None:
+    """Items are answered under their numbers, those of one shard too."""
+    raw = small.opened()
+    raw.send(small.asking(2, 1), _piece(0, IDS[:16]), _piece(1, IDS[16:]), END)
+    seen: dict[int, bytes] = {}
+    announced: dict[int, int] = {}
+    while (frame := raw.next()) is not None and frame.kind is not Kind.END:
+        if frame.kind is Kind.MESSAGE:
+            for rows in TableLookupReply.FromString(bytes(frame.body)).rows:
+                announced[rows.item] = rows.num_bytes
+        else:
+            assert crc32(frame.body) == frame.checksum or frame.offset_bytes
+            seen[frame.shard_id] = seen.get(frame.shard_id, b"") + bytes(frame.body)
+    row = bytes(8) + struct.pack("<4f", *[1.0] * 4)
+    assert announced == {0: 2 * len(row), 1: len(row)}
+    assert seen == {0: bytes(16) + row[8:] * 2, 1: row}
+
+
+@pytest.mark.parametrize("cut_bytes", [1, HEADER_BYTES + 10, HEADER_BYTES + len(ROWS) - 1])
+def test_a_push_that_is_cut_off_changes_nothing(small: Small, cut_bytes: int) -> None:
+    raw = small.opened()
+    raw.send(small.pushing(), small.piece(ROWS)[:cut_bytes])
+    raw.socket.shutdown(socket.SHUT_WR)
+    while (frame := raw.next()) is not None:
+        assert frame.kind is not Kind.MESSAGE
+    assert small.values() == [1.0] * DIM
+
+
+WRONG_PUSHES = {
+    "changed": (3, [(ROWS, 0, 7)], ChecksumMismatch, "changed on the way"),
+    "too long": (3, [(ROWS + bytes(4), 0, None)], ShapeMismatch, "more bytes"),
+    "too short": (3, [(ROWS[:-4], 0, None)], ShapeMismatch, "ended within"),
+    "fewer rows than announced": (4, [(ROWS, 0, None)], ShapeMismatch, "ended within"),
+    "not the next": (3, [(ROWS[8:], 8, None)], MalformedMessage, "not the next piece"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PUSHES)
+def test_rows_that_are_not_as_announced_are_refused(small: Small, name: str) -> None:
+    num_rows, pieces, kind, words = WRONG_PUSHES[name]
+    raw = small.opened()
+    raw.send(
+        small.pushing(num_rows=num_rows),
+        *(small.piece(data, offset=offset, checksum=check) for data, offset, check in pieces),
+        END,
+    )
+    error = from_detail(outcome_of(raw).error)
+    assert isinstance(error, kind)
+    assert words in str(error)
+    assert small.values() == [1.0] * DIM
+
+
+def test_a_push_to_another_epoch_is_refused_before_its_rows_have_come(small: Small) -> None:
+    raw = small.opened()
+    raw.send(small.pushing(epoch=9))
+    assert isinstance(from_detail(outcome_of(raw).error), WrongEpoch)
+    raw.send(small.piece(ROWS), END)
+    end = raw.next()
+    assert end is not None
+    assert end.kind is Kind.END
+    assert small.values() == [1.0] * DIM
+
+
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (bulk.header(Kind.PLACED, num_bytes=len(ROWS)), "shared memory"),
+        (bulk.header(Kind.BEAT), "does not belong"),
+        (bulk.header(Kind.PIECE, num_bytes=MAX_PIECE_BYTES + 1), "too large"),
+        (_piece(77, ROWS), "not expected"),
+    ],
+)
+def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, words: str) -> None:
+    raw = small.opened()
+    raw.send(small.pushing(), frame, END)
+    error = raw.error()
+    assert isinstance(error, MalformedMessage)
+    assert words in str(error)
+    assert raw.next() is None
+    assert small.values() == [1.0] * DIM
+
+
+def test_rows_in_the_message_itself_are_refused(small: Small) -> None:
+    """By this transport they come in pieces, where their bytes are checked and counted."""
+    raw = small.opened()
+    request = TableLookupRequest(header=TableLookupHeader(token=small.token))
+    request.rows.add(shard_id=small.shard_id, epoch=1, ids=IDS)
+    raw.send(bulk.message(Kind.TABLE_LOOKUP, request.SerializeToString()), END)
+    assert isinstance(raw.error(), MalformedMessage)
+
+
+@pytest.mark.parametrize("kind", [Kind.TABLE_PUSH, Kind.TABLE_LOOKUP])
+def test_a_call_that_does_not_parse_is_refused(small: Small, kind: Kind) -> None:
+    raw = small.opened()
+    raw.send(bulk.message(kind, b"\xff\xff"))
+    assert "does not parse" in str(raw.error())
+
+
+@pytest.mark.parametrize("is_push", [True, False])
+def test_another_members_key_does_not_make_a_stranger_one(small: Small, *, is_push: bool) -> None:
+    """Each call has its member's token, and it is checked each time."""
+    stranger = Token(job=small.token.job, generation=1, member_id="w9", incarnation="none")
+    raw = small.opened()
+    if is_push:
+        raw.send(small.pushing(token=stranger), small.piece(ROWS), END)
+    else:
+        raw.send(small.asking(3, token=stranger), _piece(0, IDS), END)
+    assert isinstance(raw.error(), Fenced)
+    assert small.values() == [1.0] * DIM
+
+
+def test_more_rows_than_a_message_may_ask_for_are_refused(small: Small) -> None:
+    raw = small.opened()
+    raw.send(small.asking(10_000_000))
+    (rows,) = found_by(raw)
+    assert "too many rows" in str(from_detail(rows.error))
+
+
+def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> None:
+    """With one shard no id is another's: ids that are cut off are."""
+    raw = small.opened()
+    raw.send(small.asking(1, 1), _piece(0, IDS[:4]), _piece(1, IDS[:8]), END)
+    answers = []
+    while (frame := raw.next()) is not None and frame.kind is not Kind.END:
+        if frame.kind is Kind.MESSAGE:
+            answers += TableLookupReply.FromString(bytes(frame.body)).rows
+    errors = {rows.item: rows.HasField("error") for rows in answers}
+    assert errors == {0: True, 1: False}
+
+
+def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(way, "connect", lambda *told: None)
+    with closing(TableClient([small.servers.coordinator], lambda: small.token)) as client:
+        client.fetch_map()
+        rows = client.look_up({small.where: IDS})[small.where]
+        client.push(
+            {
+                small.where: Gradients(
+                    ids=IDS,
+                    births=rows.births,
+                    gradients=ROWS[48:],
+                    base_version=rows.version,
+                    base_epoch=rows.epoch,
+                )
+            }
+        )
+        assert set(client.ways.values()) == {"grpc"}
+    assert small.values() == [2.0] * DIM
+
+
+def test_more_rows_than_the_shared_memory_has_places_for(small: Small) -> None:
+    """A step with many more rows than the one before: more memory is shared, and all come."""
+    with closing(
+        TableClient([small.servers.coordinator], lambda: small.token, transport="auto")
+    ) as client:
+        client.fetch_map()
+        for num_rows in (10, 3_000, 200_000, 10):
+            ids = struct.pack(f"<{num_rows}q", *range(num_rows))
+            rows = client.look_up({small.where: ids})[small.where]
+            assert rows.values == struct.pack("<f", 1.0) * (DIM * num_rows)
+            assert set(client.ways.values()) == {"shared-memory"}

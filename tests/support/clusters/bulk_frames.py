@@ -1,0 +1,60 @@
+"""A connection of the bulk transport, frame by frame, as a stranger might use it."""
+
+import socket
+from typing import Self
+
+import grpc
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.parameters.piece_stub import PieceStub
+from shoal_proto import bulk
+from shoal_proto.bulk import Frame, FrameReader, Kind
+from shoal_proto.status import from_detail
+from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
+from shoal_proto.v1.parameters_pb2 import OpenBulkRequest
+
+
+class RawConnection:
+    """A connection of the bulk transport, frame by frame."""
+
+    def __init__(
+        self, servers: ParameterServers, token: Token, *, key: bytes | None = None
+    ) -> None:
+        with grpc.insecure_channel(servers.servers["ps-0"].address) as channel:
+            offer = PieceStub(channel).OpenBulk(OpenBulkRequest(token=token), timeout=10.0)
+        self._reader = FrameReader()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(20.0)
+        self.socket.connect(f"\0{offer.local_name}")
+        self.key = offer.key if key is None else key
+        self.socket.sendall(bulk.message(Kind.HELLO, self.key))
+
+    def send(self, *parts: bytes) -> None:
+        self.socket.sendall(b"".join(parts))
+
+    def next(self) -> Frame | None:
+        """The next frame but beats; None once the server has hung up."""
+        while True:
+            frame = self._reader.next()
+            if frame is not None and frame.kind is not Kind.BEAT:
+                return frame
+            if frame is None:
+                count = self.socket.recv_into(self._reader.space())
+                if not count:
+                    return None
+                self._reader.received(count)
+
+    def error(self) -> Exception:
+        frame = self.next()
+        assert frame is not None
+        assert frame.kind is Kind.ERROR
+        return from_detail(ErrorDetail.FromString(bytes(frame.body)))
+
+    @classmethod
+    def greeted(cls, servers: ParameterServers, token: Token) -> Self:
+        """One that the server has let in."""
+        raw = cls(servers, token)
+        answer = raw.next()
+        assert answer is not None
+        assert answer.kind is Kind.HELLO
+        return raw
