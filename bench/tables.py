@@ -1,21 +1,30 @@
 """Tables of rows by id, in bench/results/tables.json.
 
     make bench NAME=tables
+    .venv/bin/python bench/tables.py workers    # `worker_rows` only
 
 `index_lookup_{rows}` and `index_insert_{rows}` are ids that the index of one shard finds or takes
 in a second on one core, of so many that it holds, in batches of 65,536 in random order.
 `row_lookup_{rows}` and `row_push_{optimizer}` are rows of 16 floats a second of a whole shard: ids
 looked up and values copied; gradients applied, with all that a push keeps. `initial_rows` are rows
 made from nothing. `table_bytes_per_row` is the memory that a row takes with SGD, of its 64 bytes of
-values. `worker_rows` are rows that one worker looks up and pushes in a second over gRPC, in steps
-of 16,384 distinct ids of 10 million, with a parameter server on this machine.
+values. `worker_rows` are rows that one worker looks up and pushes in a second, in steps of 16,384
+distinct ids of 10 million, with a parameter server on this machine: by shared memory, and by a
+socket (`_tcp`) and gRPC (`_grpc`), which take turns with it and with `raw-socket`: the same bytes
+over TCP, which nobody looks at.
 """
 
+import multiprocessing
+import os
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
@@ -27,6 +36,7 @@ from shoal.embedding.exchange import TableExchange
 from shoal.embedding.options import RowNormal, RowSGD
 from shoal.embedding.table import EmbeddingTable
 from shoal.membership.generation import Context
+from shoal_client.bulk.way import TRANSPORT_VARIABLE
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
@@ -47,6 +57,8 @@ INDEX_ROWS = (160_000, 10_000_000)
 SHARD_ROWS = 1_000_000
 STEP_IDS = 16_384
 NUM_STEPS = 30
+WARM_UP = 5
+RAW = "raw-socket"
 ID_RANGE = 10_000_000
 NORMAL = Initialiser(kind="normal", spread=0.01)
 OPTIMIZERS = {
@@ -148,58 +160,140 @@ def initial_rows() -> Row:
     return rate("initial_rows", BATCH, lambda: initial.make(ids))
 
 
-def worker_rows(cluster: LocalCluster) -> Row:
-    """What one worker looks up and pushes, in the steps of a job of its own."""
-    spec = JobSpec(job="tables", min_members=1, max_members=1, desired_members=1)
-    membership = MemberSession(
-        Member(
-            coordinators=[cluster.coordinator],
-            spec=spec,
-            member_id="bench",
-            incarnation=new_incarnation(),
-            info=MemberInfo(host="localhost", address="127.0.0.1"),
+class Worker:
+    """One worker of a job of its own, whose steps look up rows and push them."""
+
+    def __init__(self, cluster: LocalCluster, transport: str, stack: ExitStack) -> None:
+        name = f"tables-{transport}"
+        spec = JobSpec(job=name, min_members=1, max_members=1, desired_members=1)
+        membership = MemberSession(
+            Member(
+                coordinators=[cluster.coordinator],
+                spec=spec,
+                member_id="bench",
+                incarnation=new_incarnation(),
+                info=MemberInfo(host="localhost", address="127.0.0.1"),
+            )
         )
-    )
-    membership.join()
-    table = EmbeddingTable(DIM, optimizer=RowSGD(lr=0.1), init=RowNormal(std=0.01), name="t")
-    tables = TableExchange(table)
-    client = ParameterClient([cluster.coordinator], lambda: membership.token)
-    try:
-        client.place([], tables.specs)
-        tables.attach(
+        membership.join()
+        stack.callback(membership.leave, completed=False, reason="measured")
+        self._table = EmbeddingTable(
+            DIM, optimizer=RowSGD(lr=0.1), init=RowNormal(std=0.01), name="t"
+        )
+        self._exchange = TableExchange(self._table)
+        stack.callback(self._exchange.close)
+        with closing(ParameterClient([cluster.coordinator], lambda: membership.token)) as client:
+            client.place([], self._exchange.specs)
+        # The client reads it when it is made.
+        os.environ[TRANSPORT_VARIABLE] = transport
+        self._exchange.attach(
             Context(
-                job="tables",
+                job=name,
                 coordinators=[cluster.coordinator],
                 token=lambda: membership.token,
                 limits=Limits(collective_s=60.0, bring_up_s=60.0),
             ),
             Acknowledgement.ACKNOWLEDGEMENT_DEFAULT,
         )
-        tables.enter()
+        self._exchange.enter()
 
-        def step() -> None:
-            tables.begin_step()
-            ids = torch.from_numpy(random.choice(ID_RANGE, STEP_IDS, replace=False))
-            table(ids).sum().backward()  # type: ignore[no-untyped-call]
-            pushed = tables.start_push(tables.gather())
-            assert pushed is not None
-            pushed.result()
+    def step(self) -> None:
+        self._exchange.begin_step()
+        ids = torch.from_numpy(random.choice(ID_RANGE, STEP_IDS, replace=False))
+        self._table(ids).sum().backward()  # type: ignore[no-untyped-call]
+        pushed = self._exchange.start_push(self._exchange.gather())
+        assert pushed is not None
+        pushed.result()
 
-        return rate("worker_rows", STEP_IDS, step, NUM_STEPS)
-    finally:
-        tables.close()
-        client.close()
-        membership.leave(completed=False, reason="measured")
+
+def raw_step(stack: ExitStack) -> Callable[[], None]:
+    """The bytes of a step, there and back, over a socket to a process that does nothing else."""
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_answer_bytes, args=(there,))
+    process.start()
+    stack.callback(process.kill)
+    connection = stack.enter_context(socket.create_connection(("127.0.0.1", here.recv())))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def step() -> None:
+        for sent, received in EXCHANGES:
+            connection.sendall(bytes(sent))
+            receive(connection, received)
+
+    return step
+
+
+ROW_BYTES = 4 * DIM
+EXCHANGES = (
+    (8 * STEP_IDS, (8 + ROW_BYTES) * STEP_IDS),
+    ((16 + ROW_BYTES) * STEP_IDS, 1),
+)
+"""Bytes there and back: ids for births and values; ids, births and gradients for an answer."""
+
+
+def receive(connection: socket.socket, num_bytes: int) -> None:
+    into = memoryview(bytearray(num_bytes))
+    while into:
+        count = connection.recv_into(into)
+        if not count:
+            raise ConnectionError("the other end hung up")
+        into = into[count:]
+
+
+def _answer_bytes(owner: Connection) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        owner.send(listener.getsockname()[1])
+        connection, _ = listener.accept()
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            for sent, answered in EXCHANGES:
+                receive(connection, sent)
+                connection.sendall(bytes(answered))
+
+
+def worker_rows(cluster: LocalCluster) -> list[Row]:
+    """What one worker looks up and pushes by each transport, by turns."""
+    with ExitStack() as stack:
+        steps: dict[str, Callable[[], None]] = {
+            "worker_rows": Worker(cluster, "auto", stack).step,
+            "worker_rows_tcp": Worker(cluster, "tcp", stack).step,
+            "worker_rows_grpc": Worker(cluster, "grpc", stack).step,
+            RAW: raw_step(stack),
+        }
+        for step in steps.values():
+            for _ in range(WARM_UP):
+                step()
+        times_s: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(NUM_STEPS):
+            for name, step in steps.items():
+                started_s = time.perf_counter()
+                step()
+                times_s[name].append(time.perf_counter() - started_s)
+    return [
+        Row(
+            metric=name,
+            value=STEP_IDS / median(times) / 1e6,
+            unit="million/s",
+            runs=NUM_STEPS,
+            peer=RAW,
+            peer_value=STEP_IDS / median(times_s[RAW]) / 1e6,
+        )
+        for name, times in times_s.items()
+        if name != RAW
+    ]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    rows = [row for num_rows in INDEX_ROWS for row in index_rows(num_rows)]
-    rows += [*shard_rows(), initial_rows()]
+    rows = []
+    if "workers" not in sys.argv[1:]:
+        rows += [row for num_rows in INDEX_ROWS for row in index_rows(num_rows)]
+        rows += [*shard_rows(), initial_rows()]
     with tempfile.TemporaryDirectory() as directory:
         config = LocalClusterConfig(directory=Path(directory), num_parameter_servers=1)
         with LocalCluster(config) as cluster:
-            rows.append(worker_rows(cluster))
+            rows += worker_rows(cluster)
     publish("tables", rows)
 
 

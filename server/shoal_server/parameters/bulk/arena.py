@@ -56,12 +56,15 @@ def in_place(room: memoryview, at: int) -> CopyOut:
         for buffer in values:
             start, size = size, size + len(buffer)
             if len(buffer) < LARGE_BYTES:
-                room[start:size] = buffer
+                if buffer:
+                    room[start:size] = buffer
                 continue
             # torch copies without holding the interpreter up.
             torch.frombuffer(room[start:size], dtype=torch.uint8).copy_(
                 torch.frombuffer(buffer, dtype=torch.uint8)
             )
+        if not size:
+            return []
         checksum = crc32(room[:size])
         return [
             bulk.header(Kind.PLACED, shard_id=shard_id, num_bytes=size, at=at, checksum=checksum)

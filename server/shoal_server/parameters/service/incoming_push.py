@@ -177,15 +177,15 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._changed.set()
 
 
-def guarded(work: Callable[[], T], job: str, shard_id: int) -> T | ShoalError:
+def guarded(work: Callable[[], T], job: str, shard_id: int, what: str = "push") -> T | ShoalError:
     """The result of applying a part, or the error that its sender is told."""
     try:
         return work()
     except ShoalError as error:
         return error
     except Exception as error:
-        log.exception("push_failed", job=job, shard_id=shard_id)
-        return InternalError("the push failed", seen=repr(error))
+        log.exception(f"{what}_failed", job=job, shard_id=shard_id)
+        return InternalError(f"the {what} failed", seen=repr(error))
 
 
 def check_sequence(sequence: int) -> None:

@@ -174,7 +174,8 @@ class LookupKind:
     async def _answer(self, part: LookupPart) -> LookupAnswer | ShoalError:
         num_bytes = part.item.num_rows * (ID_BYTES + part.shard.body.row_bytes)
         writer = self._reply_writer.writer(part.number, num_bytes)
-        work = partial(guarded, partial(_read, part, writer), self._job, part.item.shard_id)
+        read = partial(_read, part, writer)
+        work = partial(guarded, read, self._job, part.item.shard_id, "lookup")
         answer = await part.replica.in_turn(self._run, num_bytes, work)
         if isinstance(answer, ShoalError):
             return answer
