@@ -137,7 +137,7 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(
-    find_spec("shoal_server.core.replication") is None,
+    find_spec("shoal_server.parameters.replication.primary_replicator") is not None,
     reason="primaries are not fenced by a lease of their own yet",
 )
 @pytest.mark.sampled()

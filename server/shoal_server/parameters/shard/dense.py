@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeGuard
 
+import numpy as np
 import torch
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_proto.errors import InternalError
@@ -65,7 +67,7 @@ class DenseBody:
     @cached_property
     def memory_bytes(self) -> int:
         """Bytes of values and optimizer state, which all are there from the beginning."""
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        return sum(tensor.nbytes for tensor in self.flat_tensors().values())
 
     def regrown_bytes(self, num_rows: int) -> int:
         """Nothing: a dense shard has its size from the beginning."""
@@ -112,11 +114,20 @@ class DenseBody:
         """All of it, not copied."""
         return FlatTensors(self._tensors(), chunk_bytes)
 
+    def flat_tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors()
+
+    def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
+        return b"", start
+
+    def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
+        return np.zeros(1, np.int64), ()
+
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Take the optimizer state of another body over. Raises InternalError if it lacks some."""
         self._rule.load_state(state)
 
-    def _tensors(self) -> Mapping[str, Tensor]:
+    def flat_tensors(self) -> Mapping[str, Tensor]:
         return {VALUES: self._values, **self._rule.state()}
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
 from google.protobuf.message import Message
+from numpy.typing import NDArray
 from torch import Tensor
 
 from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
@@ -120,6 +122,20 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
     def cut(self) -> tuple[CutContent, SmallTensors]:
         """All of it as of now, without a copy: what is large, which is among `cuts`, and what is
         small, which may be asked for later."""
+        ...
+
+    def flat_tensors(self) -> Mapping[str, Tensor]:
+        """What lies in the same order in every copy: contiguous, and not copied."""
+        ...
+
+    def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
+        """The ids of rows of about so many bytes from a place on, and the place behind them; the
+        same place where there are no more."""
+        ...
+
+    def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
+        """The births of these rows, 0 for those that are not here, and before them how many rows
+        there are altogether; and a copy of all that those are made of which are here."""
         ...
 
 

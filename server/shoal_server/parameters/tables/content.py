@@ -204,12 +204,26 @@ class TableContent:
 
     def cut(self) -> tuple[RowCut, Mapping[str, Tensor]]:
         """Its rows as they are now, to be closed; and a copy of what it keeps beside them."""
+        flat = {name: tensor.clone() for name, tensor in self.flat_tensors().items()}
+        return self._rows.cut(), flat
+
+    def flat_tensors(self) -> dict[str, Tensor]:
+        """What it keeps beside its rows, not copied."""
         scalars = {
             "times_unix_s": torch.tensor([self._now_s, self._next_sweep_s], dtype=torch.float64),
             "table_step": torch.tensor([self.table_step]),
         }
-        gate = {name: tensor.clone() for name, tensor in self._gate.tensors().items()}
-        return self._rows.cut(), gate | scalars
+        return dict(self._gate.tensors()) | scalars
+
+    def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
+        """The ids of rows that take up to about so many bytes, from a place on, and the place
+        behind them; the same place where there are no more."""
+        return self._rows.ids_from(start, max(num_bytes // self._rows.row_bytes, 1))
+
+    def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
+        """The births of rows, 0 for those that are not here; and a copy of what those that are here
+        consist of."""
+        return self._rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
         """How rows of such a shard come in chunks."""

@@ -198,6 +198,22 @@ class RowStore:
         self._free = np.concatenate([self._free, places[~is_live]])
         self._top = rows.stop
 
+    def ids_from(self, start: int, max_rows: int) -> tuple[Ids, int]:
+        """The ids of rows that are in use, from a place on, and the place behind them; the same
+        place where there are no more."""
+        stop = min(start + max_rows, self._top)
+        if stop <= start:
+            return np.zeros(0, np.int64), start
+        is_live = self._numbers(BIRTHS)[start:stop] > 0
+        return self._index.ids[start:stop][is_live], stop
+
+    def columns_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
+        """Births, 0 for ids that have no row; and a copy of all columns of those that have one."""
+        rows = self.find(ids)
+        at = torch.from_numpy(rows[rows >= 0])
+        columns = [self._columns[name].tensor.index_select(0, at) for name in sorted(self._columns)]
+        return self.births(rows), columns
+
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take the rows that `RowCut.tensors` gave, into an empty store. Raises InternalError if
         they are not those of such a store."""

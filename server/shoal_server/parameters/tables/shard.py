@@ -6,6 +6,8 @@ from typing import TypeGuard
 import numpy as np
 import torch
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
+from torch import Tensor
 
 from shoal_proto.errors import InternalError
 from shoal_proto.pieces import Buffer
@@ -124,6 +126,17 @@ class TableBody:
         rows, small = self.content.cut()
         answers = self._answers.freeze()
         return rows, lambda sessions: {**small, **answers.tensors(sessions)}
+
+    def flat_tensors(self) -> dict[str, Tensor]:
+        return self.content.flat_tensors()
+
+    def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
+        ids, stop = self.content.row_ids(start, num_bytes)
+        return ids.tobytes(), stop
+
+    def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
+        births, tensors = self.content.rows_of(np.frombuffer(row_ids, np.int64))
+        return np.concatenate([[len(self.content)], births]), tensors
 
 
 TableShard = VersionedShard[TableBody]

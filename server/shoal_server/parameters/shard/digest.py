@@ -1,0 +1,160 @@
+"""Whether a copy of a shard is what its primary is, looked at piece by piece while pushes go on.
+
+A copy replays what its primary applied, so it is the same to the last bit; what breaks that is a
+fault of memory, of a machine's arithmetic, or of this program. Nobody would notice before the copy
+takes over. So the primary digests a piece now and then, the digest goes to each copy in the stream
+of records, and the copy digests the same piece when it has replayed exactly the same records:
+
+    walk = PieceWalk()
+    told = walk.next(shard)                      at the primary, which says so behind a record
+    compared(copy, told)                         at the copy, before the next record is replayed
+
+A piece is small: the shard's lock is held for about a millisecond, in a thread, however large the
+shard is. A walk goes through all of it in turn: values, optimizer state, rows, what is remembered
+of pushes. Rows lie elsewhere in a copy, so a piece of rows is a list of ids.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal_proto.checksum import crc32
+from shoal_server.parameters.shard.versioned import AnyShard
+
+PIECE_BYTES = 1024 * 1024
+SESSIONS_A_PIECE = 32
+SESSIONS, ROWS = "sessions", "rows"
+"""Parts of a shard that are no tensors of a fixed order; no tensor has such a name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Where to look."""
+
+    part: str
+    """A tensor's name, SESSIONS or ROWS."""
+    start: int = 0
+    """Of a tensor in bytes; of the sessions, how many come before."""
+    stop: int = 0
+    row_ids: bytes = b""
+    """Of rows: which, as int64."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceDigest:
+    """What was seen there, right after the push that made the version."""
+
+    version: int
+    piece: Piece
+    checksum: int
+
+
+class Comparison(Enum):
+    SAME = "same"
+    DIFFERENT = "different"
+    ANOTHER_VERSION = "another version"
+    """Nothing can be said: the shard is at another version than the digest."""
+
+
+class PieceWalk:
+    """Goes through a shard piece by piece, and begins again at its end. For one thread at a time;
+    a shard that changes its size meanwhile is no trouble."""
+
+    def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
+        self._piece_bytes = piece_bytes
+        self._part = 0
+        self._at = 0
+        self.num_rounds = 0
+        """How often it went through all of the shard."""
+
+    def next(self, shard: AnyShard) -> PieceDigest:
+        """The digest of the next piece. Takes the shard's lock."""
+
+        def look(version: int) -> PieceDigest:
+            piece = self._next_piece(shard)
+            return PieceDigest(version=version, piece=piece, checksum=_checksum(shard, piece))
+
+        return shard.read(look)
+
+    def _next_piece(self, shard: AnyShard) -> Piece:
+        parts = [*sorted(shard.body.flat_tensors()), ROWS, SESSIONS]
+        while self._part < len(parts):
+            piece = self._piece_of(shard, parts[self._part])
+            if piece is None:
+                self._part, self._at = self._part + 1, 0
+                continue
+            if piece.part == SESSIONS and piece.stop > len(shard.sessions):
+                self._part, self._at = 0, 0
+                self.num_rounds += 1
+            return piece
+        # Sessions were forgotten since the last piece of them.
+        self._part, self._at = 0, 0
+        return self._next_piece(shard)
+
+    def _piece_of(self, shard: AnyShard, part: str) -> Piece | None:
+        """The next one of that part; None behind its end."""
+        start = self._at
+        if part == ROWS:
+            row_ids, self._at = shard.body.row_ids(start, self._piece_bytes)
+            return Piece(part=part, row_ids=row_ids) if self._at > start else None
+        if part == SESSIONS:
+            # One more than there are: then it is seen that there are no others.
+            size, step = len(shard.sessions) + 1, SESSIONS_A_PIECE
+        else:
+            size, step = shard.body.flat_tensors()[part].nbytes, self._piece_bytes
+        if start >= size:
+            return None
+        self._at = min(start + step, size)
+        return Piece(part=part, start=start, stop=self._at)
+
+
+def compared(shard: AnyShard, told: PieceDigest) -> Comparison:
+    """Whether the piece is here what it was there. Takes the shard's lock."""
+
+    def look(version: int) -> Comparison:
+        if version != told.version:
+            return Comparison.ANOTHER_VERSION
+        is_same = _checksum(shard, told.piece) == told.checksum
+        return Comparison.SAME if is_same else Comparison.DIFFERENT
+
+    return shard.read(look)
+
+
+def _checksum(shard: AnyShard, piece: Piece) -> int:
+    """A piece that is not there has another checksum than any that is."""
+    body = shard.body
+    if piece.part == ROWS:
+        found, tensors = body.rows_of(piece.row_ids)
+        crc = crc32(np.ascontiguousarray(found).view(np.uint8))
+        return _folded(tensors, crc)
+    if piece.part == SESSIONS:
+        return _of_sessions(shard, piece)
+    tensor = body.flat_tensors().get(piece.part)
+    if tensor is None:
+        return -1
+    return _folded([_bytes(tensor)[piece.start : piece.stop]], 0)
+
+
+def _of_sessions(shard: AnyShard, piece: Piece) -> int:
+    crc = crc32(str(len(shard.sessions)).encode())
+    for image in islice(shard.sessions.exporting(), piece.start, piece.stop):
+        crc = crc32(image.SerializeToString(deterministic=True), crc)
+        for sequence in image.sequences:
+            crc = crc32(shard.body.fates(image.session, sequence), crc)
+    return crc
+
+
+def _folded(tensors: Sequence[Tensor], crc: int) -> int:
+    for tensor in tensors:
+        crc = crc32(_bytes(tensor).numpy().data, crc)
+    return crc
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """All of a contiguous tensor, not copied."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,194 @@
+"""A walk over a shard's pieces finds a copy that is not what its primary is, and no other."""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from support.models import table_specs
+from support.models.dense_shards import SPECS, is_live, new_shard, push_to
+from support.models.table_specs import new_push, new_table
+
+from shoal_proto.v1.tables_pb2 import Admission, Eviction
+from shoal_server.parameters.shard.dense import dense_from_image
+from shoal_server.parameters.shard.digest import Comparison, PieceWalk, compared
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.sessions import RememberedOutcome
+from shoal_server.parameters.shard.versioned import AnyShard
+from shoal_server.parameters.tables.restore import restore
+from shoal_server.parameters.tables.shard import TableShard
+
+PIECE_BYTES = 256
+SAME, DIFFERENT = Comparison.SAME, Comparison.DIFFERENT
+
+
+def walked(primary: AnyShard, copy: AnyShard, piece_bytes: int = PIECE_BYTES) -> set[Comparison]:
+    """What comes of comparing all of it, once."""
+    walk, found = PieceWalk(piece_bytes), set()
+    while walk.num_rounds == 0:
+        found.add(compared(copy, walk.next(primary)))
+    return found
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("case", SPECS)
+def test_a_copy_that_replays_is_the_same_at_each_version(case: str, dtype: str) -> None:
+    """Whatever the optimizer keeps, and in whichever piece: with a push between any two of them."""
+    shard = new_shard(case, dtype)
+    shard.push(push_to(shard, 1, dtype), is_live)
+    told: list[UpdateRecord] = []
+    copy = dense_from_image(shard.image(told.append))
+    walk, num_pushed = PieceWalk(PIECE_BYTES), 1
+    while walk.num_rounds == 0:
+        digest = walk.next(shard)
+        assert compared(copy, digest) is SAME, digest.piece
+        num_pushed += 1
+        shard.push(push_to(shard, num_pushed, dtype), is_live)
+        assert compared(shard, digest) is Comparison.ANOTHER_VERSION
+        copy.replay(told.pop())
+
+
+def tensors_of(case: str) -> list[str]:
+    return list(new_shard(case, "float32").body.flat_tensors())
+
+
+@pytest.mark.parametrize(
+    ("case", "name"), [(case, name) for case in ("adam", "amsgrad") for name in tensors_of(case)]
+)
+def test_a_bit_that_is_another_is_found_in_any_tensor(case: str, name: str) -> None:
+    """In a value or in the optimizer's state, at its beginning and at its end."""
+    shard = new_shard(case, "float32")
+    shard.push(push_to(shard, 1, "float32"), is_live)
+    for at in (0, -1):
+        copy = dense_from_image(shard.image())
+        assert walked(shard, copy) == {SAME}
+        copy.body.flat_tensors()[name].reshape(-1).view(torch.uint8)[at] ^= 1
+        assert walked(shard, copy) == {SAME, DIFFERENT}
+
+
+def forgets(shard: AnyShard) -> None:
+    shard.sessions.forget(["s1"])
+
+
+def remembers_more(shard: AnyShard) -> None:
+    shard.sessions.remember("z", 1, RememberedOutcome(2, 0))
+
+
+def answers_otherwise(shard: AnyShard) -> None:
+    shard.sessions.remember("s1", 1, RememberedOutcome(9, 0))
+
+
+@pytest.mark.parametrize("spoil", [forgets, remembers_more, answers_otherwise])
+def test_another_memory_of_pushes_is_found(spoil: Callable[[AnyShard], None]) -> None:
+    """A copy that would apply a push twice, or answer it otherwise, is not the same."""
+    shard = new_shard("sgd", "float32")
+    for number in range(3):
+        shard.push(push_to(shard, number + 1, "float32", session=f"s{number}"), is_live)
+    copy = dense_from_image(shard.image())
+    assert walked(shard, copy) == {SAME}
+    spoil(copy)
+    assert walked(shard, copy) == {SAME, DIFFERENT}
+
+
+def rows_pushed(optimizer: str, **changes: object) -> tuple[TableShard, TableShard]:
+    """A table's shard, and a copy that was begun when half of its pushes had come: rows were made,
+    evicted and made again, so that they lie elsewhere in the copy."""
+    spec = new_table(
+        optimizer=table_specs.OPTIMIZERS[optimizer],
+        eviction=Eviction(oldest_when_full=True),
+        max_rows=64,
+        **changes,
+    )
+    shard = table_specs.new_shard(spec)
+    told: list[UpdateRecord] = []
+    copy = shard
+    random = np.random.default_rng(5)
+    for number in range(1, 41):
+        ids = random.choice(200, size=8, replace=False)
+        gradient = random.standard_normal((8, 2))
+        push = new_push(ids, gradient, sequence=number, at_unix_s=1e9 + number)
+        shard.push(push, table_specs.live)
+        if number == 20:
+            copy = restore(shard.image(told.append))  # type: ignore[assignment]
+    for record in told:
+        copy.replay(record)
+    return shard, copy
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("optimizer", table_specs.OPTIMIZERS)
+def test_a_copy_of_a_table_is_the_same_wherever_its_rows_lie(optimizer: str) -> None:
+    shard, copy = rows_pushed(optimizer, admission=Admission(kind="count", min_pushes=2))
+    assert live_ids(shard).tolist() != live_ids(copy).tolist()
+    assert walked(shard, copy, 4096) == {SAME}
+    assert walked(copy, shard, 100) == {SAME}
+
+
+def without_a_row(shard: TableShard) -> None:
+    rows = shard.body.content._rows
+    rows.remove(rows.find(live_ids(shard)[:1]))
+
+
+def with_another_row(shard: TableShard) -> None:
+    rows = shard.body.content._rows
+    rows.add(np.array([7777]), torch.zeros(1, 2), birth=3)
+
+
+def with_another_birth(shard: TableShard) -> None:
+    rows = shard.body.content._rows
+    rows._numbers("births")[rows.find(live_ids(shard)[-1:])] += 1
+
+
+def with_another_state(shard: TableShard) -> None:
+    rows = shard.body.content._rows
+    at = int(rows.find(live_ids(shard)[-1:])[0])
+    rows._columns["optimizer/" + rows.state_names[0]][at].view(-1)[0] += 1
+
+
+def with_another_count(shard: TableShard) -> None:
+    shard.body.flat_tensors()["admission_counts"][3, 17] += 1
+
+
+def with_another_fate(shard: TableShard) -> None:
+    shard.body._answers.remember("a", 40, b"\2" * 8)
+
+
+def live_ids(shard: TableShard) -> np.ndarray:
+    return np.frombuffer(shard.body.row_ids(0, 1 << 20)[0], np.int64)
+
+
+SPOILT = [
+    without_a_row,
+    with_another_row,
+    with_another_birth,
+    with_another_state,
+    with_another_count,
+    with_another_fate,
+]
+
+
+@pytest.mark.parametrize("spoil", SPOILT)
+def test_another_table_is_found(spoil: Callable[[TableShard], None]) -> None:
+    """One row more or less, another life of a row, another state, another memory of ids."""
+    shard, copy = rows_pushed("adagrad", admission=Admission(kind="count", min_pushes=2))
+    spoil(copy)
+    assert DIFFERENT in walked(shard, copy, 4096)
+
+
+def test_pieces_are_small_and_leave_nothing_out() -> None:
+    """However large a tensor is: each byte is in one piece of a round."""
+    shard = new_shard("adam", "float64")
+    walk, seen = PieceWalk(PIECE_BYTES), dict.fromkeys(shard.body.flat_tensors(), 0)
+    for digest in round_of(walk, shard):
+        piece = digest.piece
+        if piece.part in seen:
+            assert piece.stop - piece.start <= PIECE_BYTES
+            assert piece.start == seen[piece.part]
+            seen[piece.part] = piece.stop
+    assert seen == {name: t.nbytes for name, t in shard.body.flat_tensors().items()}
+
+
+def round_of(walk: PieceWalk, shard: AnyShard) -> Iterator[object]:
+    while walk.num_rounds == 0:
+        yield walk.next(shard)
