@@ -10,8 +10,8 @@ from support.models.dense_shards import SPECS, is_live, new_shard, push_to
 from support.models.table_specs import new_push, new_table
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction
+from shoal_server.parameters.comparison.digest import Comparison, PieceWalk, compared
 from shoal_server.parameters.shard.dense import dense_from_image
-from shoal_server.parameters.shard.digest import Comparison, PieceWalk, compared
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.sessions import RememberedOutcome
 from shoal_server.parameters.shard.versioned import AnyShard
