@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from shoal_proto.checksum import crc32
+from shoal_server.parameters.shard.sessions import exported
 from shoal_server.parameters.shard.versioned import AnyShard
 
 PIECE_BYTES = 1024 * 1024
@@ -142,7 +143,8 @@ def _checksum(shard: AnyShard, piece: Piece) -> int:
 
 def _of_sessions(shard: AnyShard, piece: Piece) -> int:
     crc = crc32(str(len(shard.sessions)).encode())
-    for image in islice(shard.sessions.exporting(), piece.start, piece.stop):
+    sessions = islice(shard.sessions.freeze().items(), piece.start, piece.stop)
+    for image in exported(dict(sessions)):
         crc = crc32(image.SerializeToString(deterministic=True), crc)
         for sequence in image.sequences:
             crc = crc32(shard.body.fates(image.session, sequence), crc)

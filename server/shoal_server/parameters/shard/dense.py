@@ -106,16 +106,13 @@ class DenseBody:
         return DenseSpec(shard=spec, optimizer=self.optimizer_spec)
 
     def cut(self) -> tuple[FlatCut, SmallTensors]:
-        content = FlatCut(self._tensors())
+        content = FlatCut(self.flat_tensors())
         self.cuts.add(content)
         return content, _nothing_small
 
     def flat(self, chunk_bytes: int) -> FlatTensors:
         """All of it, not copied."""
-        return FlatTensors(self._tensors(), chunk_bytes)
-
-    def flat_tensors(self) -> Mapping[str, Tensor]:
-        return self._tensors()
+        return FlatTensors(self.flat_tensors(), chunk_bytes)
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
         return b"", start

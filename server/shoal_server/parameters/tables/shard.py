@@ -1,5 +1,6 @@
 """What a shard of a table consists of: its rows, and the fates of those in remembered pushes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 

@@ -143,7 +143,7 @@ def with_another_birth(shard: TableShard) -> None:
 def with_another_state(shard: TableShard) -> None:
     rows = shard.body.content._rows
     at = int(rows.find(live_ids(shard)[-1:])[0])
-    rows._columns["optimizer/" + rows.state_names[0]][at].view(-1)[0] += 1
+    rows._columns["optimizer/" + rows.state_names[0]].tensor[at].view(-1)[0] += 1
 
 
 def with_another_count(shard: TableShard) -> None:
