@@ -221,6 +221,10 @@ class NoServers(RefusedError):
     """No parameter server is there to hold the shards."""
 
 
+class NothingLost(RefusedError):
+    """A loss was to be accepted of what is not lost."""
+
+
 class AddressInUse(RefusedError):
     """The address to serve on is taken."""
 

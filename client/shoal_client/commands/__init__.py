@@ -43,6 +43,12 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "snapshots:restore",
         ),
         (
+            "accept-loss",
+            "give up shards that are lost, so that they begin anew",
+            "accept_loss:AcceptLossConfig",
+            "accept_loss:accept_loss",
+        ),
+        (
             "completion",
             "print a completion script for bash or zsh",
             "completion:CompletionConfig",

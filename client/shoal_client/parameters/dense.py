@@ -223,7 +223,8 @@ class ParameterClient:
             into=into,
             all_shard_ids=sorted(only or ()) if step is None else step.shard_ids,
             base_versions=dict(self._versions),
-            base_epochs=dict(self._epochs),
+            # Where no values were received: of those that are there now, if any.
+            base_epochs={shard.shard_id: shard.epoch for shard in shard_map.shards} | self._epochs,
         )
 
         def attempt(

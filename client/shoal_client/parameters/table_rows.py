@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from shoal_proto.checksum import crc32
-from shoal_proto.errors import ChecksumMismatch
+from shoal_proto.errors import ChecksumMismatch, StalePush
 from shoal_proto.row_hash import shard_of
 from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
 
@@ -70,6 +70,9 @@ class TablePushResult:
     """Attempts beyond the first."""
     duplicates: int = 0
     """Shards that answered a retry of what they had applied before."""
+    stale: dict[Where, StalePush] = field(default_factory=dict)
+    """Per shard that applied nothing, why: it was lost and began anew since its rows were looked
+    up, and the gradients are of rows that are gone."""
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":

@@ -30,7 +30,7 @@ from shoal_client.parameters.table_rows import (
 )
 from shoal_client.shards.layouts import of_tables
 from shoal_proto.dtypes import DTYPE_BYTES
-from shoal_proto.errors import ShapeMismatch, ShoalError, UnknownShard
+from shoal_proto.errors import ShapeMismatch, ShoalError, StalePush, StateLost, UnknownShard
 from shoal_proto.status import from_detail
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.identity_pb2 import Token
@@ -153,7 +153,12 @@ class TableClient:
             header = self._push_header(pushed, shards, result.sequence, step)
             for outcome in calls.push(header, rows, timeout_s):
                 if outcome.HasField("error"):
-                    errors.append(from_detail(outcome.error))
+                    error = from_detail(outcome.error)
+                    if isinstance(error, StalePush):
+                        result.stale[by_id[outcome.shard_id]] = error
+                        todo.discard(outcome.shard_id)
+                    else:
+                        errors.append(error)
                     continue
                 note(result, by_id[outcome.shard_id], outcome)
                 todo.discard(outcome.shard_id)
@@ -183,7 +188,22 @@ class TableClient:
         return row_bytes_of(self._tables[shard.table])
 
     def _until_done(self, attempt: Attempt[TableCalls], wanted: Mapping[Where, object]) -> int:
-        return self._job.run(attempt, shard_ids=set(self.shard_ids(wanted)))
+        try:
+            return self._job.run(attempt, shard_ids=set(self.shard_ids(wanted)))
+        except StateLost as lost:
+            raise self._with_table(lost) from None
+
+    def _with_table(self, lost: StateLost) -> StateLost:
+        """The error, with the table that the shard is of."""
+        names = {str(shard.shard_id): table for (table, _), shard in self._shards.items()}
+        table = names.get(lost.details.get("shard", ""), "")
+        return StateLost(
+            f"{lost.what}; it has rows of table {table}" if table else lost.what,
+            seen=lost.seen,
+            expected=lost.expected,
+            fix=lost.fix,
+            details={**lost.details, **({"table": table} if table else {})},
+        )
 
     def _check_known(self, wanted: Iterable[Where]) -> None:
         unknown = [where for where in wanted if where not in self._shards]

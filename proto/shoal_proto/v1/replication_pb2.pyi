@@ -126,6 +126,8 @@ class ShardHolding(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
     FORMAT_FIELD_NUMBER: _builtins.int
+    LOSS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_LOSS_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     """Number of times the primary was decided, from 1."""
@@ -152,6 +154,14 @@ class ShardHolding(_message.Message):
     def successor(self) -> Global___Holder:
         """A backup in step to which the primary is to hand the shard over."""
 
+    @_builtins.property
+    def loss(self) -> Global___ShardLoss:
+        """Of a lost shard: what is known of it."""
+
+    @_builtins.property
+    def accepted_loss(self) -> Global___AcceptedLoss:
+        """The last loss of this shard that an operator accepted, so that it began anew."""
+
     def __init__(
         self,
         *,
@@ -165,14 +175,78 @@ class ShardHolding(_message.Message):
         content: Global___ShardContent.ValueType = ...,
         run: _builtins.str = ...,
         format: _builtins.int = ...,
+        loss: Global___ShardLoss | None = ...,
+        accepted_loss: Global___AcceptedLoss | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["joining", b"joining", "primary", b"primary", "successor", b"successor"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "joining", b"joining", "loss", b"loss", "primary", b"primary", "successor", b"successor"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backups", b"backups", "content", b"content", "epoch", b"epoch", "format", b"format", "joining", b"joining", "on_disk", b"on_disk", "primary", b"primary", "run", b"run", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_loss", b"accepted_loss", "backups", b"backups", "content", b"content", "epoch", b"epoch", "format", b"format", "joining", b"joining", "loss", b"loss", "on_disk", b"on_disk", "primary", b"primary", "run", b"run", "shard_id", b"shard_id", "successor", b"successor"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardHolding: _TypeAlias = ShardHolding  # noqa: Y015
+
+@_typing.final
+class ShardLoss(_message.Message):
+    """What is known of a shard whose last copy is gone."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    LOST_UNIX_S_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """It had at least this version; 0: of none is known."""
+    lost_unix_s: _builtins.float
+    snapshot: _builtins.str
+    """What became of bringing it back from a snapshot, in a sentence; empty: it was not tried."""
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the servers that had it."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        lost_unix_s: _builtins.float = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
+        snapshot: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lost_unix_s", b"lost_unix_s", "servers", b"servers", "snapshot", b"snapshot", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShardLoss: _TypeAlias = ShardLoss  # noqa: Y015
+
+@_typing.final
+class AcceptedLoss(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOSS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    ACCEPTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    by: _builtins.str
+    """Who said so, as they called themselves."""
+    accepted_unix_s: _builtins.float
+    @_builtins.property
+    def loss(self) -> Global___ShardLoss: ...
+    def __init__(
+        self,
+        *,
+        loss: Global___ShardLoss | None = ...,
+        by: _builtins.str = ...,
+        accepted_unix_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["loss", b"loss"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_unix_s", b"accepted_unix_s", "by", b"by", "loss", b"loss"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptedLoss: _TypeAlias = AcceptedLoss  # noqa: Y015
 
 @_typing.final
 class JobHoldings(_message.Message):

@@ -21,6 +21,103 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class AcceptLossRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SHARD_IDS_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    by: _builtins.str
+    """Who asks, for the record."""
+    dry_run: _builtins.bool
+    """Only say what would be given up, or why nothing can be."""
+    @_builtins.property
+    def shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """None: all that are lost. Refused if one of those that are named is not lost."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        shard_ids: _abc.Iterable[_builtins.int] | None = ...,
+        by: _builtins.str = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "dry_run", b"dry_run", "job", b"job", "shard_ids", b"shard_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptLossRequest: _TypeAlias = AcceptLossRequest  # noqa: Y015
+
+@_typing.final
+class AcceptLossReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenUpShard]:
+        """In order of the shards' ids: those that were given up by this call or an earlier one."""
+
+    def __init__(
+        self,
+        *,
+        shards: _abc.Iterable[Global___GivenUpShard] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptLossReply: _TypeAlias = AcceptLossReply  # noqa: Y015
+
+@_typing.final
+class GivenUpShard(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    BY_FIELD_NUMBER: _builtins.int
+    ACCEPTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    BEFORE_FIELD_NUMBER: _builtins.int
+    LOST_UNIX_S_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.int
+    version: _builtins.int
+    """It had at least this version; 0: of none is known."""
+    by: _builtins.str
+    accepted_unix_s: _builtins.float
+    before: _builtins.bool
+    """By an earlier call."""
+    lost_unix_s: _builtins.float
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the servers that had it."""
+
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.int = ...,
+        version: _builtins.int = ...,
+        by: _builtins.str = ...,
+        accepted_unix_s: _builtins.float = ...,
+        before: _builtins.bool = ...,
+        lost_unix_s: _builtins.float = ...,
+        servers: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_unix_s", b"accepted_unix_s", "before", b"before", "by", b"by", "lost_unix_s", b"lost_unix_s", "servers", b"servers", "shard_id", b"shard_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GivenUpShard: _TypeAlias = GivenUpShard  # noqa: Y015
+
+@_typing.final
 class ParameterSpec(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -148,6 +245,7 @@ class Shard(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     TABLE_FIELD_NUMBER: _builtins.int
     TABLE_INDEX_FIELD_NUMBER: _builtins.int
+    FIRST_EPOCH_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     server_id: _builtins.str
     address: _builtins.str
@@ -159,6 +257,10 @@ class Shard(_message.Message):
     table: _builtins.str
     """A shard of a table: the table's name, and which of its virtual shards this is. It has no blocks."""
     table_index: _builtins.int
+    first_epoch: _builtins.int
+    """The epoch in which the shard got its first values; 0: not known. Gradients of values from before
+    are of a shard that was lost and given up.
+    """
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
     def __init__(
@@ -173,10 +275,11 @@ class Shard(_message.Message):
         blocks: _abc.Iterable[Global___Block] | None = ...,
         table: _builtins.str = ...,
         table_index: _builtins.int = ...,
+        first_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "dtype", b"dtype", "epoch", b"epoch", "group", b"group", "server_id", b"server_id", "shard_id", b"shard_id", "table", b"table", "table_index", b"table_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "blocks", b"blocks", "dtype", b"dtype", "epoch", b"epoch", "first_epoch", b"first_epoch", "group", b"group", "server_id", b"server_id", "shard_id", b"shard_id", "table", b"table", "table_index", b"table_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

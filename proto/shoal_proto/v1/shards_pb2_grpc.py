@@ -45,6 +45,11 @@ class ShardsStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_shards__pb2.GetMapRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_shards__pb2.ShardMap.FromString,
                 _registered_method=True)
+        self.AcceptLoss = channel.unary_unary(
+                '/shoal.v1.Shards/AcceptLoss',
+                request_serializer=shoal__proto_dot_v1_dot_shards__pb2.AcceptLossRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_shards__pb2.AcceptLossReply.FromString,
+                _registered_method=True)
 
 
 class ShardsServicer(object):
@@ -66,6 +71,14 @@ class ShardsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AcceptLoss(self, request, context):
+        """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
+        not lost keep what they have. Asked for by an operator; answered the same when repeated.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +91,11 @@ def add_ShardsServicer_to_server(servicer, server):
                     servicer.GetMap,
                     request_deserializer=shoal__proto_dot_v1_dot_shards__pb2.GetMapRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_shards__pb2.ShardMap.SerializeToString,
+            ),
+            'AcceptLoss': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcceptLoss,
+                    request_deserializer=shoal__proto_dot_v1_dot_shards__pb2.AcceptLossRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_shards__pb2.AcceptLossReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +153,33 @@ class Shards(object):
             '/shoal.v1.Shards/GetMap',
             shoal__proto_dot_v1_dot_shards__pb2.GetMapRequest.SerializeToString,
             shoal__proto_dot_v1_dot_shards__pb2.ShardMap.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcceptLoss(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.Shards/AcceptLoss',
+            shoal__proto_dot_v1_dot_shards__pb2.AcceptLossRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_shards__pb2.AcceptLossReply.FromString,
             options,
             channel_credentials,
             insecure,

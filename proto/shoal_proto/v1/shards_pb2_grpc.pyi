@@ -39,6 +39,10 @@ class ShardsStub:
     answered with the first map; with another schema it is refused and names the differences.
     """
     GetMap: _grpc.UnaryUnaryMultiCallable[_shards_pb2.GetMapRequest, _shards_pb2.ShardMap]
+    AcceptLoss: _grpc.UnaryUnaryMultiCallable[_shards_pb2.AcceptLossRequest, _shards_pb2.AcceptLossReply]
+    """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
+    not lost keep what they have. Asked for by an operator; answered the same when repeated.
+    """
 
 @_typing.type_check_only
 class ShardsAsyncStub(ShardsStub):
@@ -51,6 +55,10 @@ class ShardsAsyncStub(ShardsStub):
     answered with the first map; with another schema it is refused and names the differences.
     """
     GetMap: _aio.UnaryUnaryMultiCallable[_shards_pb2.GetMapRequest, _shards_pb2.ShardMap]  # type: ignore[assignment]
+    AcceptLoss: _aio.UnaryUnaryMultiCallable[_shards_pb2.AcceptLossRequest, _shards_pb2.AcceptLossReply]  # type: ignore[assignment]
+    """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
+    not lost keep what they have. Asked for by an operator; answered the same when repeated.
+    """
 
 class ShardsServicer(metaclass=_abc_1.ABCMeta):
     """Which parameter server holds which part of a job's parameters. Served by the coordinator."""
@@ -72,5 +80,15 @@ class ShardsServicer(metaclass=_abc_1.ABCMeta):
         request: _shards_pb2.GetMapRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_shards_pb2.ShardMap, _abc.Awaitable[_shards_pb2.ShardMap]]: ...
+
+    @_abc_1.abstractmethod
+    def AcceptLoss(
+        self,
+        request: _shards_pb2.AcceptLossRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_shards_pb2.AcceptLossReply, _abc.Awaitable[_shards_pb2.AcceptLossReply]]:
+        """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
+        not lost keep what they have. Asked for by an operator; answered the same when repeated.
+        """
 
 def add_ShardsServicer_to_server(servicer: ShardsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -25,6 +25,8 @@ from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.coordinator.shards.controller import ShardController
+from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
+from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
@@ -54,12 +56,21 @@ class Coordinator:
         self.shard_reader = ShardReader(store)
         self.registry = Registry(self._job_dependencies(store), limits)
         self.samples = SamplesService(store, self.registry.authorize)
-        self.shards = ShardsService(store, self.registry.authorize, copies)
+        losses = LossLog(self.board.event)
+        self.shards = ShardsService(
+            store,
+            self.registry.authorize,
+            copies,
+            accepting=LossAcceptance(store, losses, self.registry.require_leading),
+        )
         self._store = store
         self._server_calls = ServerCalls()
-        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy())
+        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy(), losses)
         self._shard_controller = ShardController(
-            store, self.snapshots.restore_lost, read_pushed=self.shard_reader.pushed_bytes
+            store,
+            self.snapshots.restore_lost,
+            measure=self.shard_reader.measure,
+            loss_log=losses,
         )
         self._while_leading = AsyncExitStack()
         self.rendezvous = RendezvousService(self.registry)
@@ -102,7 +113,7 @@ class Coordinator:
             on_change=changed,
         )
 
-    def _snapshot_service(self, policy: SnapshotPolicy) -> SnapshotService:
+    def _snapshot_service(self, policy: SnapshotPolicy, losses: LossLog) -> SnapshotService:
         # Made after this service, like the services that the registry tells.
         def begun_unix_s(job: str) -> float:
             return self.resetting.ended_unix_s(job)
@@ -116,6 +127,7 @@ class Coordinator:
             ),
             self.registry.require_leading,
             begun_unix_s,
+            on_restored=losses.restored,
         )
 
     def _training(self, job: str) -> Mapping[str, int]:

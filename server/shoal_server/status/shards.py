@@ -13,6 +13,7 @@ from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.core.shards.loads import ShardMeasure
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import shard_map
@@ -64,12 +65,16 @@ class ShardReader:
             del self._answers[name]
             del self._locks[name]
 
-    async def pushed_bytes(self, job: str) -> Mapping[int, int]:
-        """By shard: the data of pushes applied since its server leads it. Shards whose server is
-        silent are missing. Raises Unavailable when etcd is away."""
+    async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
+        """By shard, how its primary says that it is. Shards whose server is silent are missing.
+        Raises Unavailable when etcd is away."""
         view = await self.read(job)
         created = view.shards if view is not None else ()
-        return {shard.shard_id: shard.pushed_bytes for shard in created if shard.created}
+        return {
+            shard.shard_id: ShardMeasure(version=shard.version, pushed_bytes=shard.pushed_bytes)
+            for shard in created
+            if shard.created
+        }
 
     async def close(self) -> None:
         """Close the channels to the servers."""

@@ -144,12 +144,12 @@ def test_a_job_that_was_created_by_half_starts(servers: ParameterServers) -> Non
     replaces nothing."""
     with closing(new_client(servers, "w0")) as client:
         (first, _) = client.fetch_map().shards
-        whole, client._map = client._map, None
+        whole, client._job._map = client._job._map, None
         assert whole is not None
         half = type(whole)()
         half.CopyFrom(whole)
         del half.shards[1:]
-        client._map = half
+        client._job._map = half
         client.create(SGD, filled(1.0))
     assert assignment(servers, first.shard_id).content is ShardContent.PRESENT
     with closing(new_client(servers, "w1")) as client:

@@ -14,9 +14,13 @@ from shoal_proto.v1.clocks_pb2_grpc import add_ClocksServicer_to_server
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2_grpc import add_ShardsServicer_to_server
 from shoal_server.coordinator.clocks import ClocksService
-from shoal_server.coordinator.shards.controller import Restore, ShardController
+from shoal_server.coordinator.shards.automatic_restores import Restore
+from shoal_server.coordinator.shards.controller import ShardController
+from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
+from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.clocks import MemberProcess
+from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.memory import MemoryStore
@@ -25,6 +29,7 @@ from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.serving.rpc import bind, new_server
+from shoal_server.status.shards import ShardReader
 
 # As `serve` does: threads within a kernel wait for each other where all cores are busy.
 torch.set_num_threads(1)
@@ -55,16 +60,21 @@ class ParameterServers:
     They keep their keys in memory, or in a real etcd where its endpoint is given.
     """
 
-    def __init__(self, num_servers: int, *, etcd: str = "", **changes: Any) -> None:
+    def __init__(
+        self, num_servers: int, *, etcd: str = "", copies: int = 2, **changes: Any
+    ) -> None:
         self._num_servers = num_servers
         self._etcd = etcd
+        self._copies = copies
         self._changes = changes
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="servers")
         self._stacks: dict[str, AsyncExitStack] = {}
         self.servers: dict[str, RunningServer] = {}
         self.restore_lost: Restore | None = None
-        """Asked before shards that nobody has any more begin anew."""
+        """Asked before shards that nobody has any more are called lost."""
+        self.events: list[tuple[str, str, str]] = []
+        """Job, kind and reason of what the status page would be told."""
         self.coordinator = ""
         self.store: KeyValueStore
 
@@ -96,19 +106,29 @@ class ParameterServers:
         stack = self._stacks["coordinator"] = AsyncExitStack()
         stack.push_async_callback(self.store.close)
         server = new_server()
-        add_ShardsServicer_to_server(ShardsService(self.store, anybody), server)
+        losses = self.losses = LossLog(lambda *event: self.events.append(event))
+        accepting = LossAcceptance(self.store, losses, lambda: None)
+        shards = ShardsService(self.store, anybody, self._copies, accepting=accepting)
+        add_ShardsServicer_to_server(shards, server)
         self.clocks = ClocksService(anybody, self._lost, time.monotonic, stuck_after_s=LIMIT_S)
         add_ClocksServicer_to_server(self.clocks, server)
         self.coordinator = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
         await server.start()
         self.coordinator_server = server
         stack.push_async_callback(server.stop, None)
-        await stack.enter_async_context(ShardController(self.store, self._restore).working())
+        reader = ShardReader(self.store)
+        stack.push_async_callback(reader.close)
+        controller = ShardController(
+            self.store, self._restore, measure=reader.measure, loss_log=losses
+        )
+        await stack.enter_async_context(controller.working())
         for i in range(self._num_servers):
             await self._add(f"ps-{i}", **self._changes)
 
-    async def _restore(self, job: str) -> bool:
-        return self.restore_lost is not None and await self.restore_lost(job)
+    async def _restore(self, job: str) -> RestoreAttempt:
+        if self.restore_lost is None:
+            return RestoreAttempt(is_restored=False)
+        return await self.restore_lost(job)
 
     async def _lost(self, job: str, who: MemberProcess, reason: str) -> None:
         raise AssertionError(f"{who.member_id} of {job} was declared lost: {reason}")

@@ -2,7 +2,7 @@
 
 import threading
 from array import array
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,12 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
-from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
+from shoal_server.coordinator.snapshots.restoring import Restored, SnapshotRestorer
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.service import SnapshotService
 from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, Taken
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.snapshots.library import SnapshotLibrary
-from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import Storage
 
 SHAPES = {f"w{i}": 300 + 100 * i for i in range(6)}
@@ -62,9 +61,7 @@ class Snapshots:
     def take(self, *, only_if_changed: bool = False) -> Taken:
         return self._servers.run(self.taking(only_if_changed=only_if_changed))
 
-    def restore(
-        self, number: int = 0, *, under_members: bool = False
-    ) -> tuple[Manifest, Sequence[str]]:
+    def restore(self, number: int = 0, *, under_members: bool = False) -> Restored:
         return self._servers.run(
             self._restorer.restore(self.library, number, under_members=under_members)
         )

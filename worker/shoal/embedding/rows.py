@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import structlog
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -13,6 +14,8 @@ from shoal.embedding.routing import Ids, Routed, route
 from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
 from shoal_proto.errors import NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
+
+log = structlog.get_logger(__name__)
 
 DTYPES = {
     "float32": torch.float32,
@@ -161,6 +164,10 @@ class TableRows:
         for where in parts:
             table, shard = where
             if table != self.spec.name:
+                continue
+            if where in result.stale:
+                # They were of a shard that was lost and began anew; so do the rows.
+                log.warning("row_gradients_dropped", table=table, reason=str(result.stale[where]))
                 continue
             self._heard[shard] = max(self._heard[shard], result.versions[where])
             self._table_step = max(self._table_step, result.steps[where])

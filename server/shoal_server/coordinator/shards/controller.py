@@ -17,7 +17,9 @@ from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.errors import RetryError, ShoalError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_from_json
-from shoal_server.core.shards import loads
+from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
+from shoal_server.coordinator.shards.loss_log import LossLog
+from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
@@ -32,11 +34,9 @@ from shoal_server.serving.tasks import gather_bounded, running
 
 log = structlog.get_logger(__name__)
 
-Restore = Callable[[str], Awaitable[bool]]
-ReadPushed = Callable[[str], Awaitable[Mapping[int, int]]]
+Measure = Callable[[str], Awaitable[Mapping[int, loads.ShardMeasure]]]
 
 RETRY_PAUSE_S = 0.5
-RESTORE_AGAIN_S = 5.0
 SUSPECT_S = 3.0
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
@@ -51,18 +51,20 @@ class ShardController:
         self,
         store: KeyValueStore,
         restore: Restore | None = None,
-        read_pushed: ReadPushed | None = None,
+        measure: Measure | None = None,
+        loss_log: LossLog | None = None,
     ) -> None:
-        """`restore` is asked before shards that nobody has any more begin anew, without values:
-        whether it brought all of the job back from a snapshot. `read_pushed` gives, for a job, the
-        bytes pushed to each shard since its primary leads it; without it, or where not every shard
-        could be asked for, sizes alone say what a shard weighs."""
+        """`restore` is asked before shards that nobody has any more are called lost: whether it
+        brought all of the job back from a snapshot. `measure` asks the servers of a job how its
+        shards are; without it, or where not every shard could be asked for, sizes alone say what a
+        shard weighs. `loss_log` is told of shards that are lost."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
         )
-        self._restore = restore
-        self._read_pushed = read_pushed
+        self._restores = AutomaticRestores(restore, lambda job: self._look_at([job]))
+        self._losses = loss_log or LossLog()
+        self._ask = measure
         self._num_bytes: dict[str, dict[int, int]] = {}
         self._pushed: dict[str, Mapping[int, int]] = {}
         self._weights: dict[str, dict[int, int]] = {}
@@ -90,7 +92,10 @@ class ShardController:
             resync=True,
         )
         async with servers, self._assignments, running(self._work()):
-            yield self
+            try:
+                yield self
+            finally:
+                await self._restores.close()
 
     def _look_at(self, jobs: Iterable[str]) -> None:
         self._due.update(jobs)
@@ -158,6 +163,7 @@ class ShardController:
             known_of_it.pop(job, None)
         for gone in (self._gone, self._gone_disks):
             gone.pop(job, None)
+        self._losses.forget(job)
 
     async def _servers(self) -> Servers:
         found = await registered.read(self._store)
@@ -181,13 +187,19 @@ class ShardController:
             disks=self._disks(before, seen),
         )
         lost = num_lost(before, servers)
-        if lost and self._restore is not None and not await self._may_begin_anew(job):
-            return
-        after = rebalance(before, servers, weights)
+        tried = losses.RestoreAttempt(is_restored=False)
+        if lost:
+            outcome = self._restores.outcome(job)
+            if outcome is None:
+                return
+            tried = outcome
+        elif not losses.lost(before):
+            self._restores.forget(job)
+        after = self._losses.noted(before, rebalance(before, servers, weights), tried.told)
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
         }
-        self._last[job] = before
+        self._seen(before)
         if not changes:
             return
 
@@ -197,19 +209,14 @@ class ShardController:
             return wanted if assignment == then else assignment
 
         if await self._assignments.change(job, changes, rebalanced):
-            self._last[job] = self._assignments.assembled(job) or before
+            self._seen(self._assignments.assembled(job) or before)
             log.info("shards_rebalanced", job=job, **_summary(before, after))
 
-    async def _may_begin_anew(self, job: str) -> bool:
-        """Whether there is nothing that the job could be brought back from."""
-        assert self._restore is not None
-        try:
-            return not await self._restore(job)
-        except ShoalError as error:
-            # Other jobs do not wait for a storage that is away.
-            log.warning("lost_shards_not_restored", job=job, reason=str(error))
-            asyncio.get_running_loop().call_later(RESTORE_AGAIN_S, self._look_at, [job])
-            return False
+    def _seen(self, assignments: JobAssignments) -> None:
+        last = self._last.get(assignments.job)
+        if last is not None:
+            self._losses.tell(last, assignments)
+        self._last[assignments.job] = assignments
 
     def _dead(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:
         """Holders that will not come back with what they held: another process has their name, or
@@ -265,20 +272,23 @@ class ShardController:
         return self._weights[job]
 
     async def _measure(self) -> None:
-        """Weigh shards by what was pushed to them since the last time, too."""
-        if self._read_pushed is not None:
+        """Weigh shards by what was pushed to them since the last time, too; and remember their
+        versions, for when they are lost."""
+        if self._ask is not None:
             # Side by side: a server that hangs is waited for by each job that it has shards of.
             await gather_bounded(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
 
     async def _measure_one(self, job: str) -> None:
-        assert self._read_pushed is not None
+        assert self._ask is not None
         try:
-            pushed = await self._read_pushed(job)
+            found = await self._ask(job)
         except RetryError:
             raise
         except ShoalError as error:
             self._note_trouble(job, error)
             return
+        self._losses.measured(job, {shard_id: each.version for shard_id, each in found.items()})
+        pushed = {shard_id: each.pushed_bytes for shard_id, each in found.items()}
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed
         # Those that could not be asked for would seem idle.

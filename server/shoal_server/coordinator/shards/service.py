@@ -21,6 +21,8 @@ from shoal_proto.errors import (
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import (
+    AcceptLossReply,
+    AcceptLossRequest,
     Block,
     GetMapRequest,
     ParameterSpec,
@@ -33,6 +35,8 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.coordinator.shards import table_specs
 from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import num_bytes_of
+from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
+from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.core.shards import placement
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.rebalance import Servers, rebalance
@@ -69,9 +73,13 @@ class ShardsService(ShardsServicer):
         authorize: Authorize,
         copies: int = 2,
         choose: Choose = answering,
+        *,
+        accepting: LossAcceptance | None = None,
     ) -> None:
         """`copies` of each shard are wanted, the primary included; fewer where there are fewer
-        servers. `choose` says which of those that etcd lists may be given any."""
+        servers. `choose` says which of those that etcd lists may be given any. `accepting` gives
+        lost shards up; without it, nobody who asks this one is told that events happened."""
+        self._accepting = accepting or LossAcceptance(store, LossLog(), lambda: None)
         self._choose = choose
         self._store = store
         self._authorize = authorize
@@ -112,6 +120,9 @@ class ShardsService(ShardsServicer):
                 expected="a member that places the parameters",
             )
         return await shard_map.fill(self._store, held)
+
+    async def AcceptLoss(self, request: AcceptLossRequest, context: Context) -> AcceptLossReply:
+        return await self._accepting.accept(request)
 
     async def _place(
         self,

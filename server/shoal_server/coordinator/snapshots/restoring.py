@@ -11,6 +11,7 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import structlog
 
@@ -27,6 +28,7 @@ from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
 from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import (
     Holder,
     JobAssignments,
@@ -56,6 +58,17 @@ LOAD_WITHIN_S = 1800.0
 DEFAULT_COPIES = 2
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What was restored."""
+
+    manifest: Manifest
+    servers: Sequence[str]
+    """That lead its shards now."""
+    lost: Sequence[ShardAssignment]
+    """As the record had them before."""
+
+
 class SnapshotRestorer:
     """Lives on the event loop. `leadership` gives what must hold in etcd for each write;
     `on_cursor` is told of a job whose sample ledger was replaced."""
@@ -74,8 +87,8 @@ class SnapshotRestorer:
 
     async def restore(
         self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
-    ) -> tuple[Manifest, Sequence[str]]:
-        """The snapshot of that number (0: the newest), and the servers that lead its shards now.
+    ) -> Restored:
+        """Have the snapshot of that number take the place of what the job has; 0: the newest.
 
         Raises JobInUse if the job has members, unless `under_members`; ProposalConflict if its
         shards were cut in another way since; UnknownSnapshot, SnapshotDamaged, NoServers,
@@ -94,7 +107,7 @@ class SnapshotRestorer:
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
             )
-        wanted = await self._replaced(manifest, layout, sorted(present))
+        lost, wanted = await self._replaced(manifest, layout, sorted(present))
         try:
             await self._load_all(library, manifest, wanted, present)
         except BaseException:
@@ -102,7 +115,7 @@ class SnapshotRestorer:
             raise
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
         log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
-        return manifest, servers
+        return Restored(manifest=manifest, servers=servers, lost=lost)
 
     async def _check_unused(self, job: str) -> None:
         members = [
@@ -119,14 +132,17 @@ class SnapshotRestorer:
 
     async def _replaced(
         self, manifest: Manifest, layout: ShardMap, present: Sequence[Holder]
-    ) -> JobAssignments:
-        """Write the new assignment records, the ledger and the lineage; who holds what now."""
+    ) -> tuple[Sequence[ShardAssignment], JobAssignments]:
+        """Write the new assignment records, the ledger and the lineage; what was lost, and who
+        holds what now."""
         job = manifest.job
         await self._check_layout(job, layout)
         before = await assignments.read(self._store, job)
         epochs = {part.shard_id: part.epoch for part in manifest.parts}
         copies = DEFAULT_COPIES
+        lost: Sequence[ShardAssignment] = ()
         if before is not None:
+            lost = losses.lost(before.assignments)
             copies = before.assignments.copies
             for assignment in before.assignments.shards:
                 known = epochs.get(assignment.shard_id, 0)
@@ -157,7 +173,7 @@ class SnapshotRestorer:
         )
         _require(result, job)
         self._on_cursor(job)
-        return wanted
+        return lost, wanted
 
     async def _check_layout(self, job: str, layout: ShardMap) -> None:
         held = await shard_map.read(self._store, job)

@@ -14,6 +14,8 @@ from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsServicer
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.taking import SnapshotTaker
+from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.etcd.records import assignments, snapshot_roots
 from shoal_server.serving.rpc import Context
@@ -28,6 +30,9 @@ log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
 
+OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
+"""Is told of a job, of the shards of it that were lost, and in words of the snapshot."""
+
 
 class SnapshotService(SnapshotsServicer):
     """`require_leading` raises NotLeader. `begun_unix_s` tells when a job was last begun anew under
@@ -40,12 +45,15 @@ class SnapshotService(SnapshotsServicer):
         restorer: SnapshotRestorer,
         require_leading: Callable[[], None],
         begun_unix_s: Callable[[str], float] = lambda job: 0.0,
+        *,
+        on_restored: OnRestored = lambda job, lost, snapshot: None,
     ) -> None:
         self._policy = policy
         self._taker = taker
         self._restorer = restorer
         self._require_leading = require_leading
         self._begun_unix_s = begun_unix_s
+        self._on_restored = on_restored
 
     async def Take(self, request: pb.TakeSnapshotRequest, context: Context) -> pb.SnapshotSummary:
         self._require_leading()
@@ -74,29 +82,28 @@ class SnapshotService(SnapshotsServicer):
     ) -> pb.RestoreSnapshotReply:
         self._require_leading()
         library = await self._library(request.url, request.job)
-        manifest, servers = await self._restorer.restore(library, request.number)
-        return pb.RestoreSnapshotReply(snapshot=_summary(manifest, library), servers=servers)
+        restored = await self._restorer.restore(library, request.number)
+        self._on_restored(request.job, restored.lost, in_words(restored.manifest, library))
+        summary = _summary(restored.manifest, library)
+        return pb.RestoreSnapshotReply(snapshot=summary, servers=restored.servers)
 
-    async def restore_lost(self, job: str) -> bool:
-        """Restore the newest snapshot of a job of which shards are gone for good, members or not;
-        whether there is one. Raises what restoring raises."""
+    async def restore_lost(self, job: str) -> RestoreAttempt:
+        """Restore the newest snapshot of a job of which shards are gone for good, members or not.
+        Raises what restoring raises, but for a snapshot that is not there."""
         if not self._policy.url:
-            return False
+            return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
         newest = await asyncio.to_thread(library.newest)
         if newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
-            return False
+            return _not_restored(f"Its snapshots at {library.storage.url} are of an earlier run")
         try:
-            manifest, _ = await self._restorer.restore(library, under_members=True)
+            restored = await self._restorer.restore(library, under_members=True)
         except UnknownSnapshot:
-            return False
-        log.warning(
-            "lost_shards_restored",
-            job=job,
-            number=manifest.number,
-            age_s=round(time.time() - manifest.taken_unix_s, 1),
-        )
-        return True
+            return _not_restored(f"No snapshot of it is at {library.storage.url}")
+        age_s = time.time() - restored.manifest.taken_unix_s
+        told = f"{in_words(restored.manifest, library)}, {age_s:.0f} s old"
+        self._on_restored(job, restored.lost, told)
+        return RestoreAttempt(is_restored=True)
 
     async def announce_roots(self, store: KeyValueStore, conditions: Sequence[Compare]) -> None:
         """Tell the parameter servers where snapshots may lie. Raises NotLeader unless `conditions`
@@ -158,6 +165,17 @@ class SnapshotService(SnapshotsServicer):
             )
         roots = AllowedRoots(self._policy.allowed)
         return await asyncio.to_thread(lambda: SnapshotLibrary(open_below(roots, where), job))
+
+
+def in_words(manifest: Manifest, library: SnapshotLibrary) -> str:
+    """Which snapshot it is, and of which step."""
+    step = manifest.training.get("step")
+    of_step = f" of step {step}" if step else ""
+    return f"snapshot {manifest.number}{of_step} at {library.storage.url}"
+
+
+def _not_restored(why: str) -> RestoreAttempt:
+    return RestoreAttempt(is_restored=False, told=f"{why}.")
 
 
 def _summary(

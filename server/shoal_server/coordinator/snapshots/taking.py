@@ -20,10 +20,11 @@ from typing import Any
 
 import structlog
 
-from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed
+from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed, StateLost
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.snapshots.server_calls import ServerCalls
+from shoal_server.core.shards import losses
 from shoal_server.core.shards.steps import Shards, StepId, merged
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, KeyValueStore, Put, absent
@@ -91,7 +92,7 @@ class SnapshotTaker:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def take(self, library: SnapshotLibrary, *, only_if_changed: bool = False) -> Taken:
-        """Take one. Raises SnapshotFailed, Unavailable; and then nothing of it is left.
+        """Take one. Raises SnapshotFailed, StateLost, Unavailable; and then nothing of it is left.
 
         With `only_if_changed`, a job whose shards are all as in its newest snapshot gets no other
         one: the newest is given.
@@ -143,6 +144,11 @@ class SnapshotTaker:
                 f"job {job} has no shards",
                 seen="no shard map",
                 expected="a job that trains with parameter servers, and has not finished",
+            )
+        for gone in losses.lost(entry.assignments):
+            why = losses.explained(job, gone)
+            raise StateLost(
+                why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
             )
         present = await shard_map.servers(self._store)
         addresses = {}

@@ -34,6 +34,29 @@ class ShardContent(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShardLoss:
+    """What is known of a shard that nobody has any more."""
+
+    lost_unix_s: float
+    """When the coordinator found that it was lost."""
+    version: int = 0
+    """It had at least this one; 0: of none is known. Servers tell theirs now and then."""
+    servers: tuple[str, ...] = ()
+    """Ids of those that had it last."""
+    snapshot: str = ""
+    """What became of bringing it back from a snapshot, in a sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedLoss:
+    """That an operator gave a lost shard up."""
+
+    loss: ShardLoss
+    by: str
+    accepted_unix_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShardAssignment:
     """One shard's holders."""
 
@@ -56,6 +79,10 @@ class ShardAssignment:
     """
     content: ShardContent = ShardContent.NONE
     """PRESENT before anybody has seen its values or pushed to it."""
+    loss: ShardLoss | None = None
+    """While the shard is lost; None too where a release before this one found it."""
+    accepted_loss: AcceptedLoss | None = None
+    """The last time that it was given up and began anew."""
 
     def holds(self, holder: Holder) -> bool:
         """Whether it has every update that was acknowledged."""
@@ -190,6 +217,7 @@ def led_from_disk(
         primary=server,
         on_disk=assignment.on_disk,
         content=ShardContent.PRESENT,
+        accepted_loss=assignment.accepted_loss,
     )
 
 

@@ -1,9 +1,19 @@
 """What a shard weighs when servers are evened out: its size, corrected by what is pushed to it."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 UNIT = 1_000_000
 """Weights of a job sum up to about so much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardMeasure:
+    """How a shard is, as its primary says."""
+
+    version: int
+    pushed_bytes: int
+    """Of pushes applied since that server leads it."""
 
 
 def weights(

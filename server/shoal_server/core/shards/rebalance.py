@@ -104,17 +104,25 @@ def _rescue(
     for backup in assignment.backups:
         if backup in servers.present:
             return promoted(assignment, assignment.primary, backup)
-    if not _is_lost(assignment, servers):
+    # Who was to lead a lost shard had nothing of it: nobody waits for that server.
+    if assignment.content is not ShardContent.LOST and not _is_lost(assignment, servers):
         return assignment
     if not servers.takers:
         return assignment
     heir = _emptiest(servers.takers, loads.leads)
     loads.leads[heir] += weight
     loads.holds[heir] += weight
-    fresh = ShardAssignment(shard_id=assignment.shard_id, epoch=assignment.epoch + 1, primary=heir)
+    fresh = ShardAssignment(
+        shard_id=assignment.shard_id,
+        epoch=assignment.epoch + 1,
+        primary=heir,
+        accepted_loss=assignment.accepted_loss,
+    )
     if assignment.content is ShardContent.NONE:
         return fresh
-    return replace(fresh, content=ShardContent.LOST, on_disk=assignment.on_disk)
+    return replace(
+        fresh, content=ShardContent.LOST, on_disk=assignment.on_disk, loss=assignment.loss
+    )
 
 
 def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
@@ -123,10 +131,15 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Shards that nobody has any more; `rebalance` gives them to servers that lack them."""
+    """Shards that had values which nobody has any more, and that are not called lost yet:
+    `rebalance` gives them to servers that lack them."""
     if not servers.staying:
         return 0
-    return sum(_is_lost(assignment, servers) for assignment in assignments.shards)
+    return sum(
+        _is_lost(assignment, servers)
+        for assignment in assignments.shards
+        if assignment.content not in (ShardContent.NONE, ShardContent.LOST)
+    )
 
 
 def _wanted(copies: int, servers: Servers) -> int:

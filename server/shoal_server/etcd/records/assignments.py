@@ -16,10 +16,12 @@ from google.protobuf.message import DecodeError, Message
 from shoal_proto.errors import InternalError, NotLeader, RetryError
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.shards.assignments import (
+    AcceptedLoss,
     Holder,
     JobAssignments,
     ShardAssignment,
     ShardContent,
+    ShardLoss,
 )
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
@@ -173,6 +175,10 @@ def parse_shard(entry: Item | KeyValue) -> StoredShard:
         successor=_from(message.successor) if message.HasField("successor") else None,
         on_disk=message.on_disk,
         content=_content(message),
+        loss=_loss_from(message.loss) if message.HasField("loss") else None,
+        accepted_loss=_accepted_from(message.accepted_loss)
+        if message.HasField("accepted_loss")
+        else None,
     )
     return StoredShard(
         job=job,
@@ -196,7 +202,7 @@ def encode_head(assignments: JobAssignments) -> bytes:
 def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> bytes:
     """The record of a shard, with those fields of the one before that are not known here."""
     message = pb.ShardHolding.FromString(before)
-    for field in ("backups", "joining", "successor"):
+    for field in ("backups", "joining", "successor", "loss", "accepted_loss"):
         message.ClearField(field)
     message.run, message.format = run, FORMAT
     message.shard_id, message.epoch = assignment.shard_id, assignment.epoch
@@ -208,6 +214,15 @@ def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> 
         message.successor.CopyFrom(_holder(assignment.successor))
     message.on_disk = assignment.on_disk
     message.content = _CONTENTS[assignment.content]
+    if assignment.loss is not None:
+        message.loss.CopyFrom(_loss(assignment.loss))
+    if assignment.accepted_loss is not None:
+        accepted = assignment.accepted_loss
+        message.accepted_loss.CopyFrom(
+            pb.AcceptedLoss(
+                loss=_loss(accepted.loss), by=accepted.by, accepted_unix_s=accepted.accepted_unix_s
+            )
+        )
     return message.SerializeToString(deterministic=True)
 
 
@@ -380,3 +395,27 @@ def _holder(holder: Holder) -> pb.Holder:
 
 def _from(message: pb.Holder) -> Holder:
     return Holder(message.server_id, message.incarnation)
+
+
+def _loss(loss: ShardLoss) -> pb.ShardLoss:
+    return pb.ShardLoss(
+        version=loss.version,
+        lost_unix_s=loss.lost_unix_s,
+        servers=loss.servers,
+        snapshot=loss.snapshot,
+    )
+
+
+def _loss_from(message: pb.ShardLoss) -> ShardLoss:
+    return ShardLoss(
+        version=message.version,
+        lost_unix_s=message.lost_unix_s,
+        servers=tuple(message.servers),
+        snapshot=message.snapshot,
+    )
+
+
+def _accepted_from(message: pb.AcceptedLoss) -> AcceptedLoss:
+    return AcceptedLoss(
+        loss=_loss_from(message.loss), by=message.by, accepted_unix_s=message.accepted_unix_s
+    )

@@ -279,4 +279,7 @@ class ParametersServicer:
 
 
 def _new_shard(spec: Shard, header: CreateHeader, assembler: ChunkAssembler) -> DenseShard:
-    return new_dense_shard(spec, header.optimizer, bytearray(assembler.join()))
+    first = Shard()
+    first.CopyFrom(spec)
+    first.first_epoch = spec.epoch
+    return new_dense_shard(first, header.optimizer, bytearray(assembler.join()))

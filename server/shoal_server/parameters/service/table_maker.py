@@ -114,7 +114,7 @@ def _new(spec: Shard, layout: ShardMap, epoch: int) -> TableShard:
     table = next(table for table in layout.tables if table.name == spec.table)
     first = Shard()
     first.CopyFrom(spec)
-    first.epoch = epoch
+    first.epoch = first.first_epoch = epoch
     return new_table_shard(first, table)
 
 

@@ -1,6 +1,7 @@
 """Why a server that is to lead a shard has nothing of it."""
 
 from shoal_proto.errors import ShardNotReady, ShoalError, StateLost
+from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
@@ -25,17 +26,7 @@ def not_ready(job: str, shard_id: int, expected: str) -> ShardNotReady:
 
 
 def _lost(job: str, assignment: ShardAssignment) -> StateLost:
-    disk = (
-        f"start server {assignment.on_disk} again with its journal, or "
-        if assignment.on_disk
-        else ""
-    )
+    why = losses.explained(job, assignment)
     return StateLost(
-        f"shard {assignment.shard_id} of job {job} was lost with every server that had it",
-        seen=f"epoch {assignment.epoch}, led by server {assignment.primary.server_id},"
-        " which has nothing of it",
-        expected="a server that has its values",
-        fix=f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`."
-        " It is not begun anew.",
-        details={"job": job, "shard": str(assignment.shard_id), "epoch": str(assignment.epoch)},
+        why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
     )

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_proto.errors import InternalError, MalformedMessage, WrongEpoch
+from shoal_proto.errors import InternalError, MalformedMessage, StalePush, WrongEpoch
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.parameters_pb2 import ShardState
 from shoal_proto.v1.replication_pb2 import CutHeader, PushRecord, SessionImage
@@ -246,6 +246,9 @@ class VersionedShard(Generic[BodyT]):
         if first is not None:
             self._duplicates += 1
             return first, self.body.fates(push.session, push.sequence), True
+        if 0 < push.base_epoch < self.spec.first_epoch:
+            # It may have been acknowledged before the shard was lost; what remembered it is gone.
+            raise self._of_a_lost_one(push)
         record = PushRecord(
             session=push.session,
             sequence=push.sequence,
@@ -262,6 +265,14 @@ class VersionedShard(Generic[BodyT]):
         take_memory(self.body.growth_bytes(batch, push.at_unix_s))
         record.forgotten_sessions.extend(self._sessions.make_room(push.session, is_live))
         return *self._apply(UpdateRecord(record, data), batch), False
+
+    def _of_a_lost_one(self, push: Push) -> StalePush:
+        return StalePush(
+            f"the gradients for shard {self.spec.shard_id} are of values that were lost",
+            seen=f"values of epoch {push.base_epoch}",
+            expected=f"values of epoch {self.spec.first_epoch} or later, in which it began anew",
+            fix="Pull the shard, or look its rows up, and compute the gradients anew.",
+        )
 
     def _staleness(self, push: Push) -> int:
         """How many updates of the shard the gradients do not know of."""

@@ -169,7 +169,8 @@ def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     snapshots.cursor = Ledger(dataset_size=10, num_epochs=1).to_json()
     taken = snapshots.take().manifest
     others, other_snapshots = start(opened, tmp_path, num_servers=3)
-    restored, led_by = other_snapshots.restore()
+    found = other_snapshots.restore()
+    restored, led_by = found.manifest, found.servers
     assert restored == taken and list(led_by) == ["ps-0", "ps-1", "ps-2"]
     ledger = others.run(others.store.get(keys.sample_ledger("job")))
     assert ledger is not None and json.loads(ledger.value) == snapshots.cursor
@@ -337,8 +338,12 @@ def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
     servers, snapshots = start(opened, tmp_path)
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
-    assert servers.run(snapshots.service(policy).restore_lost("job")) is False
-    assert servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job")) is False
+    tried = servers.run(snapshots.service(policy).restore_lost("job"))
+    assert not tried.is_restored
+    assert tried.told == f"No snapshot of it is at {snapshots.library.storage.url}."
+    tried = servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job"))
+    assert not tried.is_restored
+    assert "--snapshot-url" in tried.told
 
 
 def test_snapshots_are_taken_and_removed_as_the_policy_says(

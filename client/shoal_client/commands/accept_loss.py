@@ -1,0 +1,113 @@
+"""`shoal accept-loss`: shards that are lost are given up, and begin anew."""
+
+import getpass
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import grpc
+from cyclopts import Parameter
+
+from shoal_client.connection.addresses import DEFAULT_COORDINATORS, CoordinatorAddresses
+from shoal_client.connection.coordinators import Coordinators, Method
+from shoal_client.host.reports import check_reachable
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.names import NAME_RULE, is_name
+from shoal_proto.v1.shards_pb2 import AcceptLossReply, AcceptLossRequest, GivenUpShard
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+
+ANSWER_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptLossConfig:
+    """Gives up shards of a job that are lost: they begin anew, with the initial values of the next
+    worker that starts. What the job's other shards hold stays. It cannot be undone: try `shoal
+    restore` first, or start the server whose journal has them."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    shards: Annotated[Sequence[int], Parameter(name="--shard", metavar="N")] = ()
+    """Id of a shard that is lost. Can be repeated. By default all that are lost."""
+    yes: Annotated[bool, Parameter(name="--yes")] = False
+    """Do not ask for the job's name once more."""
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+
+    def __post_init__(self) -> None:
+        if not is_name(self.job):
+            raise InvalidSpec("bad name of a job", seen=repr(self.job), expected=NAME_RULE)
+        if any(not 0 <= shard < 2**32 for shard in self.shards):
+            raise InvalidSpec(
+                "bad --shard", seen=str(list(self.shards)), expected="ids of shards, from 0"
+            )
+
+
+def accept_loss(config: AcceptLossConfig) -> int:
+    """Have the shards given up. Raises UnknownJob, UnknownShard, NothingLost, InvalidSpec."""
+    check_reachable(config.coordinators, ANSWER_WITHIN_S)
+    coordinators = Coordinators(config.coordinators)
+
+    def ask(dry_run: bool) -> AcceptLossReply:
+        request = AcceptLossRequest(
+            job=config.job, shard_ids=config.shards, by=_me(), dry_run=dry_run
+        )
+        return coordinators.call(_accept, request, timeout_s=ANSWER_WITHIN_S)
+
+    try:
+        lost = [shard for shard in ask(True).shards if not shard.before]
+        if lost and not config.yes:
+            _confirm(config.job, lost)
+        reply = ask(False)
+    finally:
+        coordinators.close()
+    for shard in reply.shards:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(shard.accepted_unix_s))
+        again = ", before" if shard.before else ""
+        print(
+            f"loss of {_in_short(shard)} of job {config.job} accepted by {shard.by} at {at}{again}"
+        )
+    return 0
+
+
+def _confirm(job: str, lost: Sequence[GivenUpShard]) -> None:
+    """Raise InvalidSpec unless whoever sits there repeats the job's name."""
+    for shard in lost:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(shard.lost_unix_s))
+        print(
+            f"{_in_short(shard)} was lost at {at} with {', '.join(shard.servers) or 'its servers'}"
+        )
+    print("What was trained in them will be gone for good.")
+    try:
+        given = input("Type the job's name to give them up: ").strip()
+    except EOFError:
+        given = ""
+    if given != job:
+        raise InvalidSpec(
+            "the loss was not accepted: nothing has changed",
+            seen=repr(given),
+            expected=f"the job's name, {job}",
+            fix="Type it, or give --yes.",
+        )
+
+
+def _local(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def _in_short(shard: GivenUpShard) -> str:
+    version = f"at least version {shard.version}" if shard.version else "no version known"
+    return f"shard {shard.shard_id} ({version})"
+
+
+def _me() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "somebody"  # a container may run under an id that has no name
+    return f"{user}@{socket.gethostname()}"
+
+
+def _accept(channel: grpc.Channel) -> Method[AcceptLossReply]:
+    return ShardsStub(channel).AcceptLoss

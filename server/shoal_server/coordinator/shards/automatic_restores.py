@@ -1,0 +1,84 @@
+"""Bringing jobs back from their snapshots when shards of them are lost, each in its own time."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from shoal_proto.errors import NoServers, RetryError, ShoalError
+from shoal_server.core.shards.losses import RestoreAttempt
+from shoal_server.serving.tasks import SupervisedTasks
+
+log = structlog.get_logger(__name__)
+
+RESTORES_AT_ONCE = 4
+RESTORE_AGAIN_S = 5.0
+PATIENCE_S = 30.0
+"""For so long nobody is told that shards are lost while their job is being restored."""
+
+
+Restore = Callable[[str], Awaitable[RestoreAttempt]]
+
+
+class AutomaticRestores:
+    """Lives on the event loop. At most four jobs are restored at a time, and none waits for a
+    storage that another one is read from."""
+
+    def __init__(self, restore: Restore | None, on_news: Callable[[str], None]) -> None:
+        """`on_news` is called with a job of which `outcome` may say something else."""
+        self._restore = restore
+        self._on_news = on_news
+        self._tasks = SupervisedTasks()
+        self._slots = asyncio.Semaphore(RESTORES_AT_ONCE)
+        self._wanted: dict[str, RestoreAttempt | None] = {}
+        """By job: why it is not restored, once that is known."""
+
+    def outcome(self, job: str) -> RestoreAttempt | None:
+        """Why the job is not restored; None as long as it may be. It is tried from the first call
+        to `forget`: what fails for a storage that is away, again and again."""
+        if self._restore is None:
+            return RestoreAttempt(is_restored=False)
+        if job not in self._wanted:
+            self._wanted[job] = None
+            self._tasks.start(self._attempt(job, self._restore), key=job)
+            asyncio.get_running_loop().call_later(PATIENCE_S, self._note_slow, job)
+        return self._wanted[job]
+
+    def forget(self, job: str) -> None:
+        """Nothing of the job is lost: it is not restored unless that is under way."""
+        self._wanted.pop(job, None)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._tasks.close()
+        self._wanted.clear()
+
+    def _note_slow(self, job: str) -> None:
+        if job in self._wanted and self._wanted[job] is None:
+            self._note(job, "It is being restored, which takes long.")
+
+    def _note(self, job: str, why: str) -> None:
+        if job in self._wanted:
+            self._wanted[job] = RestoreAttempt(is_restored=False, told=why)
+            self._on_news(job)
+
+    async def _attempt(self, job: str, restore: Restore) -> None:
+        while job in self._wanted:
+            try:
+                async with self._slots:
+                    attempt = await restore(job)
+            except (RetryError, NoServers) as error:
+                log.warning("lost_shards_not_restored", job=job, reason=str(error))
+                self._note(job, f"Restoring it is tried again and again: {error}.")
+                await asyncio.sleep(RESTORE_AGAIN_S)
+            except ShoalError as error:
+                log.error("lost_shards_not_restored", job=job, reason=str(error))
+                self._note(job, f"Restoring it failed: {error}.")
+                return
+            else:
+                if attempt.is_restored:
+                    self.forget(job)
+                    self._on_news(job)
+                else:
+                    self._note(job, attempt.told)
+                return

@@ -1,0 +1,93 @@
+"""What the coordinator knows of shards for when they are lost, and what it tells of that."""
+
+import time
+from collections.abc import Callable, Collection, Mapping
+
+import structlog
+
+from shoal_server.core.shards import losses
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+
+log = structlog.get_logger(__name__)
+
+Tell = Callable[[str, str, str], object]
+"""Notes an event of a job: its kind, and the reason."""
+
+
+def _to_nobody(job: str, kind: str, reason: str) -> None:
+    """Where nobody keeps events."""
+
+
+class LossLog:
+    """Lives on the event loop of the coordinator that leads."""
+
+    def __init__(self, tell: Tell = _to_nobody) -> None:
+        self._tell = tell
+        self._versions: dict[str, dict[int, int]] = {}
+        """By job and shard, as its server said last."""
+
+    def measured(self, job: str, versions: Mapping[int, int]) -> None:
+        """Servers have said which versions of their shards they have."""
+        self._versions.setdefault(job, {}).update(versions)
+
+    def versions(self, job: str) -> Mapping[int, int]:
+        """The newest version that each shard is known to have had."""
+        return self._versions.get(job, {})
+
+    def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
+        """What was known of a job, or of some of its shards, is of earlier ones than these."""
+        known = self._versions.get(job, {})
+        for shard_id in tuple(known) if shard_ids is None else shard_ids:
+            known.pop(shard_id, None)
+        if not known:
+            self._versions.pop(job, None)
+
+    def noted(self, before: JobAssignments, after: JobAssignments, snapshot: str) -> JobAssignments:
+        """The record that is to follow, with what is known of each shard that is lost in it."""
+        known = self.versions(before.job)
+        return losses.with_losses(before, after, known, snapshot, time.time())
+
+    def tell(self, before: JobAssignments, after: JobAssignments) -> None:
+        """Tell of shards that were lost between these two records, and of those that servers have
+        led from their journals again."""
+        if before.run != after.run:
+            return
+        changed = [
+            (old, new)
+            for old, new in zip(before.shards, after.shards, strict=False)
+            if old.shard_id == new.shard_id and old.content is not new.content
+        ]
+        gone = [new for _, new in changed if new.content is ShardContent.LOST]
+        back = [
+            (old, new)
+            for old, new in changed
+            if old.content is ShardContent.LOST and new.content is ShardContent.PRESENT
+        ]
+        if gone:
+            self._lost(after.job, gone)
+        if back:
+            servers = ", ".join(sorted({new.primary.server_id for _, new in back}))
+            told = losses.shards_in_short(old for old, _ in back)
+            self._restored(after.job, f"{told}: led again from the journal of {servers}")
+
+    def accepted(self, job: str, shards: Collection[ShardAssignment], by: str) -> None:
+        """Tell that an operator gave these up, as they were while lost."""
+        self.forget(job, [shard.shard_id for shard in shards])
+        told = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
+        log.warning("loss_accepted", job=job, by=by, shards=losses.shards_in_short(shards))
+        self._tell(job, "loss_accepted", f"{told}; a worker may create them with initial values")
+
+    def restored(self, job: str, shards: Collection[ShardAssignment], snapshot: str) -> None:
+        """Tell that a snapshot took the place of what the job had; `shards` were lost."""
+        told = f" ({losses.shards_in_short(shards)} had been lost)" if shards else ""
+        self._restored(job, f"all shards are as of {snapshot}{told}")
+
+    def _lost(self, job: str, shards: Collection[ShardAssignment]) -> None:
+        told = losses.shards_in_short(shards)
+        log.error("shards_lost", job=job, num_shards=len(shards), shards=told)
+        cure = losses.cure(job, next(iter(shards)))
+        self._tell(job, "shards_lost", f"{told} went with the last server that had them. {cure}")
+
+    def _restored(self, job: str, reason: str) -> None:
+        log.warning("shards_restored", job=job, reason=reason)
+        self._tell(job, "shards_restored", reason)

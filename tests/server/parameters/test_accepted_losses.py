@@ -1,0 +1,307 @@
+"""Lost shards that an operator gives up: they begin anew, and nothing of before gets into them."""
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import grpc
+import pytest
+from support.clusters.parameter_servers import ParameterServers
+
+from shoal_client.parameters.dense import ParameterClient
+from shoal_client.parameters.table_rows import Gradients
+from shoal_client.parameters.tables import TableClient
+from shoal_proto.errors import InvalidSpec, NothingLost, StateLost, UnknownJob, UnknownShard
+from shoal_proto.row_hash import shard_of
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import AcceptLossReply, AcceptLossRequest, ParameterSpec
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
+from shoal_server.coordinator.shards import controller
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
+from shoal_server.etcd.records import assignments as records
+from shoal_server.parameters.journal.config import JournalConfig
+
+NUM_ELEMENTS = 10
+SCHEMA = [
+    ParameterSpec(name="v", shape=[NUM_ELEMENTS], dtype="float32"),
+    ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32", group=1),
+]
+SGD = OptimizerSpec(kind="sgd", groups=[HyperParameters(lr=1.0)] * 2)
+LIMIT_S = 20.0
+DURABLE = Acknowledgement.ACKNOWLEDGEMENT_DURABLE
+TABLE = TableSpec(
+    name="users",
+    dim=2,
+    dtype="float32",
+    seed=3,
+    initialiser=Initialiser(kind="constant", center=1.0),
+    optimizer=RowOptimizer(kind="sgd", lr=1.0),
+    num_shards=1,
+)
+
+
+@pytest.fixture
+def opened() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def cluster(opened: ExitStack, num_servers: int) -> ParameterServers:
+    """Servers that keep one copy of each shard."""
+    return opened.enter_context(ParameterServers(num_servers, copies=1))
+
+
+def client(
+    opened: ExitStack, servers: ParameterServers, name: str, *, durable: bool = False
+) -> ParameterClient:
+    token = servers.admit(name)
+    level = DURABLE if durable else Acknowledgement.ACKNOWLEDGEMENT_DEFAULT
+    made = ParameterClient(
+        [servers.coordinator], lambda: token, timeout_s=LIMIT_S, acknowledgement=level
+    )
+    made.place(SCHEMA)
+    return opened.enter_context(closing(made))
+
+
+def filled(value: float) -> dict[str, memoryview]:
+    return {spec.name: memoryview(array("f", [value]) * NUM_ELEMENTS).cast("B") for spec in SCHEMA}
+
+
+def pulled(of: ParameterClient) -> list[float]:
+    """The one value of each parameter."""
+    values = filled(9.0)
+    of.pull(values)
+    return [value for data in values.values() for value in sorted(set(data.cast("f")))]
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    give_up_s = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < give_up_s, "it did not come to that"
+        time.sleep(0.02)
+
+
+def lose(servers: ParameterServers, name: str) -> None:
+    """A server dies, and another process has its name, with nothing in hand."""
+    servers.stop(name)
+    servers.add(name)
+
+
+def wait_lost(servers: ParameterServers, num_shards: int) -> None:
+    wait_until(lambda: len(lost(servers)) == num_shards)
+
+
+def lost(servers: ParameterServers) -> list[ShardAssignment]:
+    return [each for each in assignments(servers) if each.content is ShardContent.LOST]
+
+
+def assignments(servers: ParameterServers) -> Iterable[ShardAssignment]:
+    entry = servers.run(records.read(servers.store, "job"))
+    assert entry is not None
+    return entry.assignments.shards
+
+
+def accept(
+    servers: ParameterServers, *shard_ids: int, job: str = "job", dry_run: bool = False
+) -> AcceptLossReply:
+    request = AcceptLossRequest(job=job, shard_ids=shard_ids, by="ann@desk", dry_run=dry_run)
+    with grpc.insecure_channel(servers.coordinator) as channel:
+        try:
+            return ShardsStub(channel).AcceptLoss(request, timeout=LIMIT_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error, servers.coordinator) from None
+
+
+def test_what_is_given_up_begins_anew_and_the_rest_stays(
+    opened: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names what is known of the shard; its loss is accepted, once, and is written down.
+    Who comes then creates that shard, and finds the other as it was trained."""
+    monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.1)
+    servers = cluster(opened, 2)
+    first = client(opened, servers, "w0")
+    first.create(SGD, filled(0.0))
+    for _ in range(3):
+        first.push(filled(-1.0))
+    first.pull(filled(9.0))
+    victim = first.fetch_map().shards[0]
+    wait_until(lambda: victim.shard_id in known_versions(servers))
+    lose(servers, victim.server_id)
+    with pytest.raises(StateLost, match=f"accept-loss job --shard {victim.shard_id}") as told:
+        first.push(filled(-1.0))
+    details = told.value.details
+    assert (details["shard"], details["servers"]) == (str(victim.shard_id), victim.server_id)
+    assert int(details["at_least_version"]) <= int(details["version"]) == 4
+
+    (given_up,) = accept(servers).shards
+    assert (given_up.shard_id, given_up.by, given_up.before) == (
+        victim.shard_id,
+        "ann@desk",
+        False,
+    )
+    (again,) = accept(servers).shards
+    assert (again.accepted_unix_s, again.before) == (given_up.accepted_unix_s, True)
+    kinds = [kind for job, kind, reason in servers.events if f"shard {victim.shard_id}" in reason]
+    assert kinds == ["shards_lost", "loss_accepted"]
+
+    second = client(opened, servers, "w1")
+    assert second.create(SGD, filled(0.5)) == 1
+    # The push that was told of the loss had its other half applied.
+    kept = 1 - victim.group
+    assert (pulled(second)[victim.group], pulled(second)[kept]) == (0.5, 4.0)
+    second.push(filled(-1.0))
+    assert (pulled(second)[victim.group], pulled(second)[kept]) == (1.5, 5.0)
+
+
+def known_versions(servers: ParameterServers) -> set[int]:
+    """Shards of which the coordinator knows that they were pushed to."""
+    known = servers.losses.versions("job")
+    return {shard_id for shard_id, version in known.items() if version > 1}
+
+
+@pytest.mark.parametrize("has_values", [True, False], ids=["on values", "on none"])
+def test_a_retry_of_an_acknowledged_push_is_not_applied_to_the_new_shard(
+    opened: ExitStack, has_values: bool
+) -> None:
+    """What remembered the push went with the lost shard; its gradient is of values that are no
+    more."""
+    servers = cluster(opened, 1)
+    first = client(opened, servers, "w0")
+    first.create(SGD, filled(0.0))
+    if has_values:
+        first.pull(filled(9.0))
+    first.fetch_map()
+    base_epochs = dict(first._epochs) or {s.shard_id: s.epoch for s in first.fetch_map().shards}
+    first.push(filled(-1.0))
+    lose(servers, "ps-0")
+    wait_lost(servers, 2)
+    accept(servers)
+    second = client(opened, servers, "w1")
+    second.create(SGD, filled(0.5))
+    # The same push as its sender would repeat it, had the answer not come through.
+    first._sequence -= 1
+    first._epochs.update(base_epochs)
+    retried = first.push(filled(-1.0))
+    assert retried.stale.keys() == {0, 1}
+    assert pulled(second) == [0.5, 0.5]
+    # On the values that are there now, it goes on.
+    first.pull(filled(9.0))
+    assert not first.push(filled(-1.0)).stale
+    assert pulled(second) == [1.5, 1.5]
+
+
+def test_rows_of_a_table_that_is_given_up_have_initial_values(opened: ExitStack) -> None:
+    """Every call names the table and the shard until then; a push of rows that were looked up
+    before is not applied to the new shard."""
+    servers = cluster(opened, 1)
+    token = servers.admit("w0")
+    dense = opened.enter_context(closing(ParameterClient([servers.coordinator], lambda: token)))
+    dense.place([], [TABLE])
+    tables = opened.enter_context(
+        closing(TableClient([servers.coordinator], lambda: token, timeout_s=LIMIT_S))
+    )
+    tables.fetch_map()
+    where = ("users", shard_of(7, 1))
+    ids = array("q", [7]).tobytes()
+
+    def looked_up() -> Gradients:
+        rows = tables.look_up({where: ids})[where]
+        return Gradients(
+            ids=ids,
+            births=bytes(rows.births),
+            gradients=array("f", [-1.0, -1.0]).tobytes(),
+            base_version=rows.version,
+            base_epoch=rows.epoch,
+            step=rows.step + 1,
+            lr=1.0,
+        )
+
+    def values() -> list[float]:
+        return list(memoryview(tables.look_up({where: ids})[where].values).cast("f"))
+
+    acknowledged = looked_up()
+    tables.push({where: acknowledged})
+    assert values() == [2.0, 2.0]
+    lose(servers, "ps-0")
+    wait_lost(servers, 1)
+    for call in (lambda: tables.push({where: acknowledged}), values):
+        with pytest.raises(StateLost, match="rows of table users") as told:
+            call()
+        assert (told.value.details["table"], told.value.details["shard"]) == ("users", "0")
+    accept(servers)
+    assert values() == [1.0, 1.0]
+    tables._sequence = 0
+    assert tables.push({where: acknowledged}).stale.keys() == {where}
+    assert values() == [1.0, 1.0]
+    tables.push({where: looked_up()})
+    assert values() == [2.0, 2.0]
+
+
+def test_a_journal_that_comes_back_brings_back_what_was_not_given_up_only(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shard whose server was away for too long is lost. Its journal ends that, unless the shard
+    was given up and began anew: then what it has is of nobody any more."""
+    monkeypatch.setattr(controller, "DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.2)
+    servers = cluster(opened, 0)
+    journal = JournalConfig(directory=tmp_path)
+    servers.add("ps-0", journal=journal, lease_ttl_s=0.5)
+    first = client(opened, servers, "w0", durable=True)
+    first.create(SGD, filled(0.0))
+    first.push(filled(-1.0))
+    servers.stop("ps-0")
+    servers.add("ps-1")
+    wait_lost(servers, 2)
+    with pytest.raises(StateLost, match="start server ps-0 again with its journal"):
+        first.push(filled(-1.0))
+    accept(servers, 1)
+    second = client(opened, servers, "w1")
+    create_only(second, 1, 0.5)
+    servers.add("ps-0", journal=journal, lease_ttl_s=0.5)
+    wait_until(lambda: not lost(servers))
+    assert pulled(second) == [1.0, 0.5]
+    (event,) = [reason for _, kind, reason in servers.events if kind == "shards_restored"]
+    assert "shard 0" in event
+    assert "journal of ps-0" in event
+
+
+def create_only(of: ParameterClient, shard_id: int, value: float) -> None:
+    """As `create`, for one shard: another one is lost."""
+    whole = of.fetch_map()
+    half = type(whole)()
+    half.CopyFrom(whole)
+    del half.shards[:]
+    half.shards.extend(shard for shard in whole.shards if shard.shard_id == shard_id)
+    of._job._map = half
+    of.create(SGD, filled(value))
+    of._job._map = whole
+
+
+def test_nothing_is_given_up_that_is_not_lost(opened: ExitStack) -> None:
+    """A wrong job, a wrong shard, nothing lost: each is refused by name, and changes nothing. To
+    ask what would be given up changes nothing either."""
+    servers = cluster(opened, 1)
+    first = client(opened, servers, "w0")
+    first.create(SGD, filled(0.0))
+    before = assignments(servers)
+    with pytest.raises(UnknownJob, match="no job 'joob'"):
+        accept(servers, job="joob")
+    with pytest.raises(InvalidSpec, match="name of a job"):
+        accept(servers, job="a/b")
+    with pytest.raises(NothingLost, match="job job has lost no shard"):
+        accept(servers)
+    with pytest.raises(NothingLost, match="shard 1 of job job is not lost"):
+        accept(servers, 1)
+    with pytest.raises(UnknownShard, match="no shard 7 in job job"):
+        accept(servers, 1, 7)
+    assert assignments(servers) == before
+    lose(servers, "ps-0")
+    wait_lost(servers, 2)
+    assert [shard.shard_id for shard in accept(servers, dry_run=True).shards] == [0, 1]
+    assert len(lost(servers)) == 2
