@@ -6,7 +6,7 @@ file gets its name once its bytes are on the disk. Every call blocks; call it fr
 
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import fsspec
@@ -14,6 +14,7 @@ from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from shoal_proto.errors import AccessDenied, InvalidSpec, ShoalError, Unavailable
+from shoal_proto.pieces import Buffer
 from shoal_server.snapshots.locations import AllowedRoots, Location, is_below
 
 WITH_FOLDERS = ("file", "memory")
@@ -56,6 +57,19 @@ class Storage:
             self._files.pipe_file(full, data)
         except Exception as error:
             raise self._failed("written", path, error) from error
+
+    def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
+        """Write a file of pieces, in the place of one that is there; `name` is asked for once all
+        of them are taken. On a local disk each is written as it comes; a bucket gets them
+        together. Raises Unavailable, and what `pieces` raises."""
+        if not self.location.is_local:
+            data = b"".join(pieces)
+            self.write(f"{folder}/{name()}", data)
+            return
+        try:
+            _write_draft(Path(self._full(folder)), name, pieces)
+        except OSError as error:
+            raise self._failed("written", folder, error) from error
 
     def read(self, path: str) -> bytes | None:
         """The bytes of a file; None if it is not there. Raises Unavailable."""
@@ -141,18 +155,23 @@ class Storage:
 
 
 def _write_local(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    _write_draft(path.parent, lambda: path.name, (data,))
+
+
+def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{secrets.token_hex(8)}"
     try:
         with draft.open("wb") as file:
-            file.write(data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        draft.replace(folder / name())
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync_folder(folder)
 
 
 def sync_folder(folder: Path) -> None:

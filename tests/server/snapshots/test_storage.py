@@ -28,6 +28,24 @@ def test_what_was_written_is_read(storage: Storage) -> None:
     assert storage.read("nowhere/at/all") is None
 
 
+def test_a_file_of_pieces_is_there_whole_or_not_at_all(storage: Storage) -> None:
+    """Under the name that is known once all pieces are."""
+    taken = []
+
+    def pieces(count: int) -> Iterator[bytes]:
+        for number in range(count):
+            taken.append(number)
+            yield bytes([number]) * 1000
+        if count > 3:
+            raise InvalidSpec("spoilt", seen="no more", expected="more")
+
+    storage.write_pieces("job/one", lambda: f"of-{len(taken)}", pieces(3))
+    assert storage.read("job/one/of-3") == b"".join(bytes([n]) * 1000 for n in range(3))
+    with pytest.raises(InvalidSpec, match="spoilt"):
+        storage.write_pieces("job/one", lambda: "spoilt", pieces(4))
+    assert storage.sizes("job") == {"job/one/of-3": 3000}
+
+
 def test_files_are_listed_with_their_sizes(storage: Storage) -> None:
     assert storage.sizes("job") == {} and storage.folders("job") == []
     storage.write("job/one/a", b"12345")

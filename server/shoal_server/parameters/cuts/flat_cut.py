@@ -1,6 +1,7 @@
 """A cut through tensors that every push may change anywhere."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,8 +9,8 @@ from torch import Tensor
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import TensorImage
-from shoal_server.parameters.cuts.shard_cut import CHUNK_BYTES, released
-from shoal_server.parameters.cuts.tensor_bytes import as_bytes, describe, from_bytes
+from shoal_server.parameters.cuts.shard_cut import CHUNK_BYTES, Locked, TensorStream, released
+from shoal_server.parameters.cuts.tensor_bytes import DTYPES, as_bytes, describe, from_bytes
 
 
 class FlatTensors:
@@ -31,6 +32,10 @@ class FlatTensors:
         """Bytes of a chunk."""
         _, start, stop = self._chunks[index]
         return stop - start
+
+    def chunks_of(self, name: str) -> Sequence[int]:
+        """The chunks of one tensor, in order."""
+        return [index for index, chunk in enumerate(self._chunks) if chunk[0] == name]
 
     def at(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
         """The bytes of a chunk in these tensors, which are of the same names and sizes."""
@@ -94,9 +99,14 @@ class FlatCut:
         copies = self._copies or {}
         return sum(tensor.nbytes for tensor in copies.values())
 
-    def tensors(self, read: Callable[[int], Buffer]) -> Mapping[str, Tensor]:
-        made = {name: torch.empty_like(each) for name, each in self._flat.tensors.items()}
-        for index in range(len(self)):
-            place = self._flat.at(index, made)
-            place.copy_(from_bytes(read(index), torch.uint8, (len(place),)))
-        return made
+    def streams(self, locked: Locked) -> Sequence[TensorStream]:
+        return [TensorStream(each, self._pieces(each, locked)) for each in self.described]
+
+    def _pieces(self, described: TensorImage, locked: Locked) -> Iterator[Tensor]:
+        dtype = DTYPES[described.dtype]
+        for index in self._flat.chunks_of(described.name):
+            data = locked(partial(self.read, index))
+            yield from_bytes(data, dtype, (len(data) // dtype.itemsize,))
+
+    def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        return tensors

@@ -12,17 +12,37 @@ touches, of a dense shard, which has a few MiB, all of it.
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from shoal_proto.errors import InternalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import CutHeader, CutRest, SessionImage, TensorImage
-from shoal_server.parameters.cuts.tensor_bytes import from_message, to_message
+from shoal_server.parameters.cuts.tensor_bytes import DTYPES, from_message, to_message
+
+T = TypeVar("T")
 
 CHUNK_BYTES = 2 * 1024 * 1024
+
+
+class Locked(Protocol):
+    """Does work under the lock of a shard's content, if the cut is open before and after it."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorStream:
+    """One tensor of a cut, for a file."""
+
+    described: TensorImage
+    pieces: Iterator[Tensor]
+    """Contiguous, one after the other; each is the reader's own."""
 
 
 class CutContent(Protocol):
@@ -56,8 +76,12 @@ class CutContent(Protocol):
         """What was copied aside. Any thread, without a lock."""
         ...
 
-    def tensors(self, read: Callable[[int], Buffer]) -> Mapping[str, Tensor]:
-        """All of it as tensors of their own, from the chunks that `read` gives."""
+    def streams(self, locked: "Locked") -> "Sequence[TensorStream]":
+        """All of it by tensors. A piece is read when it is asked for, within `locked`."""
+        ...
+
+    def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """What `streams` gave, in an order that is a function of what it says."""
         ...
 
 
@@ -121,8 +145,22 @@ class ShardCut:
         """What a `ShardBuilder` begins with. Not to be changed."""
 
     @property
+    def shard_id(self) -> int:
+        return self.header.shard_id
+
+    @property
     def version(self) -> int:
         return self.header.version
+
+    @property
+    def kind(self) -> str:
+        """ "dense" or "table"."""
+        return self.header.kind
+
+    @property
+    def spec(self) -> bytes:
+        """What the shard was made from."""
+        return self.header.spec
 
     @property
     def sessions(self) -> Sequence[SessionImage]:
@@ -157,12 +195,15 @@ class ShardCut:
         if index < self._num_rest:
             self._check_open()
             return memoryview(self._rest)[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+        return self._locked(partial(self._content.read, index - self._num_rest))
+
+    def _locked(self, work: Callable[[], T]) -> T:
         with self._lock:
             self._check_open()
-            data = self._content.read(index - self._num_rest)
+            result = work()
         # What was copied aside may be gone since the first look.
         self._check_open()
-        return data
+        return result
 
     def release(self, index: int) -> None:
         """The chunk is not asked for again: pushes need not copy it aside any more. May be called
@@ -182,11 +223,21 @@ class ShardCut:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    def streams(self) -> Sequence[TensorStream]:
+        """All of it by tensors, each in pieces that are read when they are asked for. Of a table,
+        rows that are not in use are left out. No chunk is released yet."""
+        small = [
+            TensorStream(each.description, iter((from_message(each),)))
+            for each in self._rest_message.tensors
+        ]
+        return [*self._content.streams(self._locked), *small]
+
     def tensors(self) -> Mapping[str, Tensor]:
-        """All of it as tensors of their own. No chunk is released yet."""
-        large = self._content.tensors(lambda index: self.chunk(self._num_rest + index))
+        """All of it as tensors of their own; of a table in the order of the ids, so that shards
+        with the same rows give the same. No chunk is released yet."""
+        large = {each.described.name: _whole(each) for each in self._content.streams(self._locked)}
         small = {each.description.name: from_message(each) for each in self._rest_message.tensors}
-        return {**large, **small}
+        return {**self._content.ordered(large), **small}
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -195,6 +246,16 @@ class ShardCut:
                 seen="a chunk that is asked for",
                 expected="nothing more",
             )
+
+
+def _whole(stream: TensorStream) -> Tensor:
+    described, at = stream.described, 0
+    whole = torch.empty(tuple(described.shape), dtype=DTYPES[described.dtype])
+    room = whole.view(-1)
+    for piece in stream.pieces:
+        room[at : at + piece.numel()] = piece.view(-1)
+        at += piece.numel()
+    return whole
 
 
 def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> CutRest:

@@ -8,6 +8,7 @@ from pathlib import Path
 import structlog
 
 from shoal_proto.errors import JournalDamaged, SnapshotDamaged
+from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.image import Image
 from shoal_server.snapshots.locations import Location
@@ -35,9 +36,13 @@ class Kept:
         return self.job, self.shard_id
 
     @property
+    def name(self) -> str:
+        told = f"{self.shard_id:05d}-{self.epoch}-{self.version}-{self.number}-{self.sha256}"
+        return f"{told}.safetensors"
+
+    @property
     def path(self) -> str:
-        name = f"{self.shard_id:05d}-{self.epoch}-{self.version}-{self.number}-{self.sha256}"
-        return f"{self.job}/{name}.safetensors"
+        return f"{self.job}/{self.name}"
 
 
 class JournalImages:
@@ -59,13 +64,16 @@ class JournalImages:
             kept.append(Kept(job, shard_id, epoch, version, number, found[5]))
         return kept
 
-    def write(self, job: str, epoch: int, number: int, image: Image) -> Kept:
+    def write(self, job: str, epoch: int, number: int, image: Image | ShardCut) -> Kept:
         """On disk when it returns. Raises Unavailable."""
-        data = image_file.to_bytes(image)
-        sha256 = image_file.digest(data)
-        kept = Kept(job, image.shard_id, epoch, image.version, number, sha256)
-        self._files.write(kept.path, data)
-        return kept
+        file = image_file.Digested(image_file.pieces(image))
+        shard_id, version = image.shard_id, image.version
+
+        def kept() -> Kept:
+            return Kept(job, shard_id, epoch, version, number, file.sha256)
+
+        self._files.write_pieces(job, lambda: kept().name, file)
+        return kept()
 
     def read(self, kept: Kept) -> Image:
         """Raises JournalDamaged, naming the file, if it is not what was written."""

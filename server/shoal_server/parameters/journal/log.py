@@ -27,6 +27,7 @@ from typing import BinaryIO, NamedTuple, TypeVar
 import structlog
 
 from shoal_proto.errors import AddressInUse, Overloaded, ShoalError, Unavailable
+from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
 from shoal_server.parameters.journal.disk_failure import disk_failure
 from shoal_server.parameters.journal.images import JournalImages, Kept
@@ -151,7 +152,7 @@ class Journal:
         """The shard is not this server's any more; done once that is on disk."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
-    def put_image(self, job: str, epoch: int, image: Image) -> None:
+    def put_image(self, job: str, epoch: int, image: Image | ShardCut) -> None:
         """Keep a shard from here on, or let go of its records up to the image's version.
 
         On disk when it returns. Blocks. Raises DiskFull or Unavailable, and then nothing has

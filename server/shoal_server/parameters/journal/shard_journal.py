@@ -14,14 +14,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from functools import partial
 
 import structlog
 
 from shoal_proto.errors import ShoalError
 from shoal_server.core.shards.assignments import Holder
+from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.shard.image import Image, UpdateRecord
+from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import Receipts, ShardReplica
 from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
@@ -34,7 +34,7 @@ LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Between two attempts to put an image of a shard that is not kept."""
 
-Take = Callable[[ShardReplica], Awaitable[Image]]
+Take = Callable[[ShardReplica], Awaitable[ShardCut]]
 PutOnDisk = Callable[[str, Collection[int]], Awaitable[None]]
 Key = tuple[str, int]
 
@@ -56,8 +56,8 @@ class _Led:
 
 
 class ShardJournal:
-    """Lives on the event loop; files are written in `pool`. `take` gives a shard's image;
-    `put_on_disk` has the record say that shards of a job are on this server's disk."""
+    """Lives on the event loop; files are written in `pool`. `take` gives a cut through
+    a shard; `put_on_disk` has the record say that shards of a job are on this server's disk."""
 
     def __init__(
         self, journal: Journal, pool: Executor, take: Take, put_on_disk: PutOnDisk
@@ -68,7 +68,7 @@ class ShardJournal:
         self._put_on_disk = put_on_disk
         self._led: dict[Key, _Led] = {}
         self._for_others: set[Key] = set()
-        self._imaged: list[tuple[_Led, Image]] = []
+        self._imaged: list[tuple[_Led, int]] = []
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -114,13 +114,12 @@ class ShardJournal:
     async def _begin(self, led: _Led) -> None:
         key = _key(led.replica)
         try:
-            image = await self._take(led.replica)
-            await self._put(led.replica, image)
+            version = await self._put(led.replica, await self._take(led.replica))
         except ShoalError as error:
             self._interrupt(led, error)
             return
         if self._led.get(key) is led:
-            self._imaged.append((led, image))
+            self._imaged.append((led, version))
             self._tasks.start(self._say_on_disk(), key="on disk", name="journal-record")
         elif key not in self._led:
             self._for_others.add(key)
@@ -128,9 +127,9 @@ class ShardJournal:
     async def _say_on_disk(self) -> None:
         """In the record, for all shards at once whose images have come by now."""
         while self._imaged:
-            by_job: dict[str, list[tuple[_Led, Image]]] = defaultdict(list)
-            for led, image in self._imaged:
-                by_job[led.replica.job].append((led, image))
+            by_job: dict[str, list[tuple[_Led, int]]] = defaultdict(list)
+            for led, version in self._imaged:
+                by_job[led.replica.job].append((led, version))
             self._imaged = []
             for job, imaged in by_job.items():
                 try:
@@ -139,17 +138,17 @@ class ShardJournal:
                     for led, _ in imaged:
                         self._interrupt(led, error)
                     continue
-                for led, image in imaged:
-                    self._go_on(led, image)
+                for led, version in imaged:
+                    self._go_on(led, version)
 
-    def _go_on(self, led: _Led, image: Image) -> None:
+    def _go_on(self, led: _Led, version: int) -> None:
         if self._led.get(_key(led.replica)) is not led or led.kept is None:
             return
         led.pauses = _new_pauses()
-        led.replica.disk.received(DISK, image.version)
+        led.replica.disk.received(DISK, version)
         kept, led.kept = led.kept, None
         for record in kept:
-            if record.push.version > image.version:
+            if record.push.version > version:
                 self._append(led.replica, record)
 
     def _interrupt(self, led: _Led, error: ShoalError) -> None:
@@ -187,9 +186,15 @@ class ShardJournal:
             return
         done.add_done_callback(on_disk)
 
-    async def _put(self, replica: ShardReplica, image: Image) -> None:
-        put = partial(self._journal.put_image, replica.job, replica.epoch, image)
-        await asyncio.get_running_loop().run_in_executor(self._pool, put)
+    async def _put(self, replica: ShardReplica, cut: ShardCut) -> int:
+        """Bring a shard to the disk as it was at the cut; the version of it."""
+
+        def put() -> int:
+            with cut:
+                self._journal.put_image(replica.job, replica.epoch, cut)
+                return cut.version
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _note(self, replica: ShardReplica, version: int, result: "Future[None]") -> None:
         error = result.exception()
@@ -222,10 +227,11 @@ class ShardJournal:
         led = self._led.get(key)
         if led is None or led.kept is not None:
             return
-        image = await self._take(led.replica)
+        cut = await self._take(led.replica)
         if self._led.get(key) is not led:
+            cut.close()
             return
-        await self._put(led.replica, image)
+        await self._put(led.replica, cut)
         if key not in self._led:
             # It may have been forgotten while it was written: it is to be let go of once more.
             self._for_others.add(key)

@@ -21,6 +21,7 @@ from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.full_peers import FullPeers
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
+from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.replication_stream import ReplicationStream
 from shoal_server.parameters.shard.catalog import Catalog
@@ -155,6 +156,10 @@ class PrimaryReplicator:
     async def take(self, replica: ShardReplica) -> Image:
         """A shard's image, without holding up the event loop."""
         return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.image)
+
+    async def cut(self, replica: ShardReplica) -> ShardCut:
+        """A shard as it is now, without holding up the event loop. To be closed."""
+        return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.cut)
 
     # What links report.
 

@@ -99,7 +99,7 @@ class ShardReplicas:
     async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
         """Keep what is led here in a journal too, as long as the block runs."""
         async with ShardJournal(
-            journal, pool, self._replicator.take, self._put_on_disk
+            journal, pool, self._replicator.cut, self._put_on_disk
         ) as shard_journal:
             self._replicator.shard_journal = shard_journal
             try:

@@ -151,7 +151,6 @@ class DensePushKind:
             is_borrowed=part.assembler.is_borrowed,
             scope=self._scope,
         )
-        part.replica.before_push()
         read = None if writer is None else partial(part.shard.body.values, writer=writer)
         applied = part.shard.push(push, self._is_live, read=read)
         outcome = PushOutcome(

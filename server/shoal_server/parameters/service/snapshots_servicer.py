@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import structlog
 
-from shoal_proto.errors import InvalidSpec, SnapshotDamaged, SnapshotFailed, WrongEpoch
+from shoal_proto.errors import InvalidSpec, SnapshotDamaged, WrongEpoch
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
@@ -20,7 +20,7 @@ from shoal_server.parameters.shard.memory import Memory, MemoryClaim
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
-from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
+from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 from shoal_server.parameters.tables import restore
 from shoal_server.serving.rpc import Context
 from shoal_server.snapshots import messages
@@ -95,9 +95,8 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             _check_cut(request)
             library = await self._library(request.url, request.job)
             files = []
-            for image in self._barriers.taken(request.job, request.cut_id):
-                await image.take_in_turn(lambda _, take: self._in_pool(take))
-                part = await self._in_pool(partial(_write, library, request, image))
+            for frozen in self._barriers.taken(request.job, request.cut_id):
+                part = await self._in_pool(partial(_write, library, request, frozen))
                 files.append(messages.of_part(part))
             return pb.WriteReply(files=files)
         finally:
@@ -177,21 +176,24 @@ def _check_cut(request: pb.WriteRequest) -> None:
         )
 
 
-def _write(library: SnapshotLibrary, request: pb.WriteRequest, lazy: LazyImage) -> ManifestEntry:
-    image = lazy.take()
-    if image is None:
-        raise SnapshotFailed(f"cut {request.cut_id} is over", seen="a shard that was let go of")
-    data = image_file.to_bytes(image)
-    file = part_file(request.number, request.cut_id, image.shard_id)
-    library.storage.write(f"{request.job}/{file}", data)
+def _write(
+    library: SnapshotLibrary, request: pb.WriteRequest, frozen: FrozenShard
+) -> ManifestEntry:
+    cut = frozen.cut
+    path = part_file(request.number, request.cut_id, cut.shard_id)
+    folder, _, name = path.rpartition("/")
+    file = image_file.Digested(image_file.pieces(cut))
+    library.storage.write_pieces(f"{request.job}/{folder}", lambda: name, file)
+    # Here, and not on the event loop: it may have much to give back.
+    cut.close()
     return ManifestEntry(
-        shard_id=image.shard_id,
-        epoch=lazy.stamp.epoch,
-        version=image.version,
-        kind=image.kind,
-        file=file,
-        num_bytes=len(data),
-        sha256=image_file.digest(data),
+        shard_id=cut.shard_id,
+        epoch=frozen.stamp.epoch,
+        version=cut.version,
+        kind=cut.kind,
+        file=path,
+        num_bytes=file.num_bytes,
+        sha256=file.sha256,
     )
 
 

@@ -170,8 +170,7 @@ class TablePushKind:
     async def _applied(self, part: TablePushPart) -> TablePushOutcome | ShoalError:
         """The answer, once what it tells of is as safe as was asked for."""
         self._memory.refresh()
-        num_bytes = part.num_bytes + part.replica.copy_bytes
-        num_bytes += part.shard.body.regrown_bytes(part.item.num_rows)
+        num_bytes = part.num_bytes + part.shard.body.regrown_bytes(part.item.num_rows)
         push = partial(self._push, part, time.time())
         work = partial(guarded, push, part.replica.job, part.shard_id)
         result = await part.replica.in_turn(self._run, num_bytes, work)
@@ -192,7 +191,6 @@ class TablePushKind:
 
     def _push(self, part: TablePushPart, at_unix_s: float) -> PushResult[None]:
         push = part.push(self._session, self._header.sequence, at_unix_s, self.scope)
-        part.replica.before_push()
         what = f"more rows in shard {part.shard_id} of job {part.replica.job}"
         return part.shard.push(push, self._is_live, partial(self._memory.take, what=what))
 

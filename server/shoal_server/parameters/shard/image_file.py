@@ -3,23 +3,39 @@
 import base64
 import hashlib
 import json
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import DecodeError
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 
 from shoal_proto.errors import SnapshotDamaged
+from shoal_proto.pieces import Buffer
 from shoal_proto.v1.replication_pb2 import ShardImage
+from shoal_server.parameters.cuts.shard_cut import ShardCut, TensorStream
+from shoal_server.parameters.cuts.tensor_bytes import DTYPES, as_bytes, describe
 from shoal_server.parameters.shard.image import Image
 
 METADATA_KEY = "shoal.image"
 """A ShardImage without its tensors, serialized, in base 64."""
 MAX_METADATA_BYTES = 64 * 1024 * 1024
 _LENGTH_BYTES = 8
+_DTYPE_NAMES = {
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
 
 
-def to_bytes(image: Image) -> bytes:
-    """The file. The same image gives the same bytes."""
+def pieces(image: Image | ShardCut) -> Iterator[Buffer]:
+    """The file, one piece after the other; a piece is read from a cut when it is asked for. The
+    same image gives the same bytes."""
     header = ShardImage(
         shard_id=image.shard_id,
         version=image.version,
@@ -27,8 +43,60 @@ def to_bytes(image: Image) -> bytes:
         spec=image.spec,
         sessions=image.sessions,
     )
+    if isinstance(image, ShardCut):
+        return _pieces(header, image.streams())
+    tensors = image.tensors.items()
+    streams = [TensorStream(describe(name, t), iter((t.contiguous(),))) for name, t in tensors]
+    return _pieces(header, streams)
+
+
+def to_bytes(image: Image | ShardCut) -> bytes:
+    """The whole file."""
+    return b"".join(pieces(image))
+
+
+def _pieces(header: ShardImage, streams: Sequence[TensorStream]) -> Iterator[Buffer]:
+    """The format: eight bytes with the length of a JSON header, the header, the tensors: those of
+    the largest elements first, so that each lies where its elements may."""
     text = base64.b64encode(header.SerializeToString(deterministic=True)).decode()
-    return save(dict(image.tensors), metadata={METADATA_KEY: text})
+    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: text}}
+    streams = sorted(streams, key=lambda s: (-DTYPES[s.described.dtype].itemsize, s.described.name))
+    end = 0
+    for each in (stream.described for stream in streams):
+        start, end = end, end + each.num_bytes
+        entries[each.name] = {
+            "dtype": _DTYPE_NAMES[each.dtype],
+            "shape": list(each.shape),
+            "data_offsets": [start, end],
+        }
+    written = json.dumps(entries, separators=(",", ":")).encode()
+    written += b" " * (-len(written) % _LENGTH_BYTES)
+    yield len(written).to_bytes(_LENGTH_BYTES, "little")
+    yield written
+    for stream in streams:
+        for piece in stream.pieces:
+            data: Buffer = as_bytes(piece).numpy().data
+            yield data
+
+
+class Digested:
+    """Pieces of a file as they pass, and what is known of them once all have."""
+
+    def __init__(self, pieces: Iterator[Buffer]) -> None:
+        self._pieces = pieces
+        self._hash = hashlib.sha256()
+        self.num_bytes = 0
+
+    def __iter__(self) -> Iterator[Buffer]:
+        for piece in self._pieces:
+            self._hash.update(piece)
+            self.num_bytes += len(piece)
+            yield piece
+
+    @property
+    def sha256(self) -> str:
+        """What `digest` gives for the whole file."""
+        return self._hash.hexdigest()
 
 
 def digest(data: bytes) -> str:

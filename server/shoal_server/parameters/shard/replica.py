@@ -108,8 +108,6 @@ class ShardReplica:
         self.unreplicated_bytes = 0
         self.pushed_bytes = 0
         """Data of pushes applied since this server leads it."""
-        self.copy_first: Callable[[], object] | None = None
-        """To be called before the next push is applied: a snapshot wants the shard as it is."""
 
     @property
     def shard_id(self) -> int:
@@ -139,11 +137,6 @@ class ShardReplica:
         if not ended.cancelled() and ended.exception() is not None:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
 
-    @property
-    def copy_bytes(self) -> int:
-        """What has to be copied before the next push, for a snapshot."""
-        return 0 if self.copy_first is None else self.state.memory_bytes
-
     def check_room(self) -> None:
         """Raise Overloaded while a backup, or the disk, is too far behind to take more."""
         self.check_disk()
@@ -172,12 +165,6 @@ class ShardReplica:
         await self.receipts.wait_safe(version)
         if level == Acknowledgement.ACKNOWLEDGEMENT_DURABLE:
             await self.disk.wait_safe(version)
-
-    def before_push(self) -> None:
-        """To be called before each push is applied. Any thread."""
-        copy_first = self.copy_first
-        if copy_first is not None:
-            copy_first()
 
     def end(self, why: ShoalError | None = None) -> None:
         """This server is not the shard's primary any more, or holds it no longer."""

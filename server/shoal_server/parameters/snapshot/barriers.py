@@ -1,7 +1,7 @@
-"""The server's side of snapshots: a barrier for each job's pushes, and shards copied when need be.
+"""The server's side of snapshots: a barrier for each job's pushes, and cuts through its shards.
 
-Once a cut is drained, every shard is marked and everything is let in again at once. A marked shard
-is copied before the next push to it, or when its turn to be written comes, whichever is first.
+Once a barrier is drained, each shard is cut (`cuts/shard_cut.py`) and everything is let in again at
+once: what is written is as of then, whatever is pushed meanwhile.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.step_scope import TABLES
 from shoal_server.parameters.snapshot.barrier import BarrierPhase, SnapshotBarrier
-from shoal_server.parameters.snapshot.lazy_image import LazyImage, Stamp
+from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 
 log = structlog.get_logger(__name__)
 
@@ -42,9 +42,9 @@ class _JobBarrier:
     """Set when a part of a push has gone through."""
     known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
     """Shards whose sessions the barrier has learnt, and their epochs."""
-    images: dict[int, LazyImage] = field(default_factory=dict)
+    frozen: dict[int, FrozenShard] = field(default_factory=dict)
     cut_id: str = ""
-    """Whose images these are."""
+    """Of which cut these are."""
     limit: asyncio.TimerHandle | None = None
 
     def turn(self) -> None:
@@ -92,7 +92,7 @@ class SnapshotBarriers:
         """
         self._forget_quiet_jobs()
         cut = self._of(job)
-        if cut.images:
+        if cut.frozen:
             raise SnapshotFailed(
                 "another snapshot is being written",
                 seen=f"cut {cut.cut_id}",
@@ -122,32 +122,42 @@ class SnapshotBarriers:
             torn = cut.barrier.torn(_Lacking(led))
             if torn and not take_torn:
                 raise _torn(job, torn)
-            if {replica.shard_id: (replica, replica.epoch) for replica in led} != cut.known:
-                raise SnapshotFailed(
-                    f"shards of job {job} came or went",
-                    seen=f"{len(led)} shards led here",
-                    expected=f"the same {len(cut.known)} as at the beginning",
-                )
-            cut.cut_id = cut_id
-            cut.images = {replica.shard_id: LazyImage(replica) for replica in led}
-            for replica in led:
-                replica.copy_first = cut.images[replica.shard_id].take
-            return [image.stamp for image in cut.images.values()], torn
+            self._check_led(job, cut)
+            frozen = await _frozen(led)
+            try:
+                # While that waited, it may have been given up, and everything let in.
+                cut.barrier.check(cut_id, BarrierPhase.DRAINING)
+                self._check_led(job, cut)
+            except SnapshotFailed:
+                await asyncio.to_thread(_close, frozen)
+                raise
+            cut.cut_id, cut.frozen = cut_id, {each.stamp.shard_id: each for each in frozen}
+            return [each.stamp for each in frozen], torn
         finally:
             self.open(job, cut_id)
+
+    def _check_led(self, job: str, cut: _JobBarrier) -> None:
+        """Raise SnapshotFailed unless the same shards are led here as when the barrier closed."""
+        led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
+        if led != cut.known:
+            raise SnapshotFailed(
+                f"shards of job {job} came or went",
+                seen=f"{len(led)} shards led here",
+                expected=f"the same {len(cut.known)} as at the beginning",
+            )
 
     def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
         """Of what was taken, let go of shards in these states; and of all, in so long, unless
         `written` begins meanwhile."""
         cut = self._of(job)
         not_needed = set(unwanted)
-        for image in list(cut.images.values()):
-            if image.stamp in not_needed:
-                self._let_go(job, image)
-                del cut.images[image.stamp.shard_id]
+        for frozen in list(cut.frozen.values()):
+            if frozen.stamp in not_needed:
+                frozen.cut.close()
+                del cut.frozen[frozen.stamp.shard_id]
         self._limit(job, cut_id, limit_s)
 
-    def taken(self, job: str, cut_id: str) -> Iterator[LazyImage]:
+    def taken(self, job: str, cut_id: str) -> Iterator[FrozenShard]:
         """What was taken, one by one; each is let go of when the next one is asked for.
 
         Raises SnapshotFailed if that cut is over.
@@ -156,11 +166,11 @@ class SnapshotBarriers:
         if cut.cut_id != cut_id:
             raise SnapshotFailed(f"cut {cut_id} is over", seen=f"cut {cut.cut_id or 'none'}")
         cut.set_limit(None)
-        while cut.images:
-            image = next(iter(cut.images.values()))
-            yield image
-            self._let_go(job, image)
-            cut.images.pop(image.stamp.shard_id, None)
+        while cut.frozen:
+            frozen = next(iter(cut.frozen.values()))
+            yield frozen
+            frozen.cut.close()
+            cut.frozen.pop(frozen.stamp.shard_id, None)
 
     def open(self, job: str, cut_id: str) -> None:
         """Let everything in again, if that cut holds it back."""
@@ -174,16 +184,16 @@ class SnapshotBarriers:
         self.open(job, cut_id)
         cut = self._of(job)
         if cut.cut_id == cut_id:
-            for image in cut.images.values():
-                self._let_go(job, image)
+            for frozen in cut.frozen.values():
+                frozen.cut.close()
             log.info(
                 "snapshot_barrier_opened",
                 job=job,
                 cut=cut_id,
-                num_left=len(cut.images),
+                num_left=len(cut.frozen),
                 reason=reason,
             )
-            cut.images, cut.cut_id = {}, ""
+            cut.frozen, cut.cut_id = {}, ""
             cut.set_limit(None)
 
     def _limit(self, job: str, cut_id: str, limit_s: float) -> None:
@@ -222,12 +232,6 @@ class SnapshotBarriers:
     def _is_live(self, session: str) -> bool:
         return self._fence.is_live(session.removeprefix(TABLES))
 
-    def _let_go(self, job: str, image: LazyImage) -> None:
-        image.drop()
-        replica = self._catalog.find(job, image.stamp.shard_id)
-        if replica is not None and replica.copy_first == image.take:
-            replica.copy_first = None
-
     def _of(self, job: str) -> _JobBarrier:
         return self._jobs.setdefault(job, _JobBarrier())
 
@@ -240,7 +244,7 @@ class SnapshotBarriers:
             if (
                 not cut.barrier.num_sessions
                 and cut.barrier.phase is BarrierPhase.OPEN
-                and not cut.images
+                and not cut.frozen
             ):
                 del self._jobs[job]
 
@@ -272,6 +276,23 @@ class _Lacking:
             if (is_dense(replica.state) if shards is None else replica.shard_id in shards)
             and not replica.state.sessions.has_applied(session, step.sequence)
         ]
+
+
+async def _frozen(led: Sequence[ShardReplica]) -> list[FrozenShard]:
+    """Cuts through all of these, made in a thread: each waits for a push that is being applied."""
+    freezing = asyncio.ensure_future(
+        asyncio.to_thread(lambda: [FrozenShard.of(replica) for replica in led])
+    )
+    try:
+        return await asyncio.shield(freezing)
+    except asyncio.CancelledError:
+        freezing.add_done_callback(lambda done: _close(done.result()))
+        raise
+
+
+def _close(frozen: Sequence[FrozenShard]) -> None:
+    for each in frozen:
+        each.cut.close()
 
 
 def _begun_in(replica: ShardReplica) -> Begun:

@@ -1,6 +1,7 @@
 """A cut through the rows of a shard: a row that changes later is copied aside, once."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal_proto.pieces import Buffer
-from shoal_server.parameters.cuts.shard_cut import CHUNK_BYTES, released
+from shoal_proto.v1.replication_pb2 import TensorImage
+from shoal_server.parameters.cuts.shard_cut import CHUNK_BYTES, Locked, TensorStream, released
 from shoal_server.parameters.tables.growing import GrowingTensor
 from shoal_server.parameters.tables.index import Rows
 from shoal_server.parameters.tables.row_chunks import RowChunks
@@ -76,13 +78,10 @@ class RowCut:
             raise released(index)
         rows = self._chunks.rows(index)
         data = np.empty(self._chunks.size_of(index), np.uint8).data
-        places = self._saved_at[rows]
-        changed = np.flatnonzero(places)
-        at, saved_at = torch.from_numpy(changed), torch.from_numpy(places[changed] - 1)
-        for name, view in self._chunks.views(index, data).items():
-            view.copy_(self._store.columns[name][rows])
-            if changed.size:
-                view[at] = self._saved[name].tensor.index_select(0, saved_at)
+        columns, views = self._store.columns, self._chunks.views(index, data)
+        for name, view in views.items():
+            view.copy_(columns[name][rows])
+        self._put_back(rows, views)
         return data
 
     def release(self, index: int) -> None:
@@ -98,22 +97,45 @@ class RowCut:
     def held_bytes(self) -> int:
         return self._num_saved * self._row_bytes + self._saved_at.nbytes
 
-    def tensors(self, read: Callable[[int], Buffer]) -> Mapping[str, Tensor]:
-        """The rows that there were, in the order of their ids: stores with the same rows give the
-        same."""
-        made = {
-            name: torch.empty((self._num_live, *saved.row_shape), dtype=saved.dtype)
-            for name, saved in self._saved.items()
-        }
-        start = 0
+    def streams(self, locked: Locked) -> Sequence[TensorStream]:
+        streams = []
+        for each in self.described:
+            shape = (self._num_live, *self._saved[each.name].row_shape)
+            num_bytes = self._num_live * self._saved[each.name].row_bytes
+            live = TensorImage(name=each.name, dtype=each.dtype, shape=shape, num_bytes=num_bytes)
+            streams.append(TensorStream(live, self._live(each.name, locked)))
+        return streams
+
+    def _live(self, name: str, locked: Locked) -> Iterator[Tensor]:
+        """One column of the rows that are in use."""
         for index in range(len(self)):
-            views = self._chunks.views(index, read(index))
-            live = views[BIRTHS].nonzero().view(-1)
-            for name, view in views.items():
-                made[name][start : start + len(live)] = view.index_select(0, live)
-            start += len(live)
-        order = torch.from_numpy(np.argsort(made[IDS].numpy(), kind="stable"))
+            columns = locked(partial(self._columns_of, index, {BIRTHS, name}))
+            yield columns[name].index_select(0, columns[BIRTHS].nonzero().view(-1))
+
+    def _columns_of(self, index: int, names: Collection[str]) -> Mapping[str, Tensor]:
+        """Copies of columns of one chunk's rows."""
+        if self._is_released[index]:
+            raise released(index)
+        rows = self._chunks.rows(index)
+        columns = self._store.columns
+        copies = {name: columns[name][rows].clone() for name in names}
+        self._put_back(rows, copies)
+        return copies
+
+    def _put_back(self, rows: slice, copies: Mapping[str, Tensor]) -> None:
+        """In copies of columns, write what was saved over what has changed since."""
+        places = self._saved_at[rows]
+        changed = np.flatnonzero(places)
+        if not changed.size:
+            return
+        at, saved_at = torch.from_numpy(changed), torch.from_numpy(places[changed] - 1)
+        for name, copy in copies.items():
+            copy[at] = self._saved[name].tensor.index_select(0, saved_at)
+
+    def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
+        """By rising ids."""
+        order = torch.from_numpy(np.argsort(tensors[IDS].numpy(), kind="stable"))
         # One after the other, so that no more than one of them is there twice.
-        for name in list(made):
-            made[name] = made[name].index_select(0, order)
-        return made
+        for name in list(tensors):
+            tensors[name] = tensors[name].index_select(0, order)
+        return tensors

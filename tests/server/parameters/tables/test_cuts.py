@@ -17,11 +17,13 @@ from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, TableSpec
 from shoal_server.parameters.cuts import flat_cut, shard_cut
 from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.dense import DensePush, DenseShard, new_dense_shard
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables import admission, builder, row_cut
 from shoal_server.parameters.tables.builder import ShardBuilder
+from shoal_server.parameters.tables.restore import restore
 from shoal_server.parameters.tables.shard import TableShard
 
 START_S = 1e9
@@ -178,6 +180,23 @@ def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> No
     for record in told:
         copy.replay(record)
     assert bits(copy.image()) == bits(world.shard.image())
+
+
+@pytest.mark.parametrize("world", [Table("adam", 5), Dense("adam", 5)])
+def test_a_file_is_of_the_shard_as_it_was(world: Table | Dense) -> None:
+    """Although a push comes between any two of its pieces."""
+    for _ in range(30):
+        world.push()
+    wanted = bits(world.shard.image())
+    with world.shard.cut() as cut:
+        pieces = []
+        for piece in image_file.pieces(cut):
+            pieces.append(bytes(piece))
+            world.push()
+    data = b"".join(pieces)
+    digest, shard_id = image_file.digest(data), world.shard.shard_id
+    image = image_file.from_bytes(data, sha256=digest, file="f", shard_id=shard_id)
+    assert bits(restore(image).image()) == wanted
 
 
 def test_only_what_a_push_touches_is_copied_aside() -> None:
