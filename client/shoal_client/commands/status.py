@@ -150,6 +150,8 @@ def why(config: WhyConfig) -> int:
     console.print(
         f"job {escape(answer['job'])}: {answer['phase']}{generation}: {escape(answer['reason'])}"
     )
+    for told in answer.get("lost_shards", ()):
+        console.print(f"lost: {escape(told)}", style="red")
     if answer["last_error"]:
         console.print(f"its last error: {escape(answer['last_error'])}", style="red")
     return 0
@@ -252,6 +254,16 @@ def _print_servers(console: Console, view: Json) -> None:
         for peer in server["full_peers"]:
             text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
             console.print(escape(text + peer["reason"]), highlight=False)
+    for shard in view.get("lost", ()):
+        console.print(f"lost: {escape(shard['told'])}", style="red", highlight=False)
+    for each in view.get("accepted_losses", ()):
+        version = f"at least version {each['version']}" if each["version"] else "no version known"
+        ago = _duration(time.time() - each["accepted_unix_s"])
+        console.print(
+            f"loss of shard {each['shard_id']} ({version}) accepted by {escape(each['by'])}"
+            f" {ago} ago",
+            highlight=False,
+        )
     console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
 
 

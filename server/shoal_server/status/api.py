@@ -93,7 +93,7 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
     )
     async def why(job: JobName, member: MemberId) -> Why:
         """What the member waits for, since when, and what the job is doing meanwhile."""
-        return reading.why(job, member)
+        return await reading.why(job, member)
 
     @api.post(
         "/jobs/{job}/members/{member}/health",

@@ -4,7 +4,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal_proto.errors import Fenced, NotLeader, UnknownGeneration, UnknownJob, UnknownMember
+from shoal_proto.errors import (
+    Fenced,
+    NotLeader,
+    Unavailable,
+    UnknownGeneration,
+    UnknownJob,
+    UnknownMember,
+)
 from shoal_proto.incarnation import public_id
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.health import HealthReport
@@ -87,6 +94,8 @@ class Why(View):
     generation: int
     last_error: str
     """From the member's last health report."""
+    lost_shards: tuple[str, ...]
+    """What the job has lost on its parameter servers, a sentence for each shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +211,10 @@ class StatusQueries:
             losses=tuple(self.board.losses(*key)),
         )
 
-    def why(self, name: str, member_id: str) -> Why:
+    async def why(self, name: str, member_id: str) -> Why:
         """What the member waits for. Raises UnknownJob, UnknownMember."""
         job, member = self.member(name, member_id)
+        lost = await self._lost_shards(name)
         health = self.board.health(name, member_id, member.public_id)
         return Why(
             job=name,
@@ -217,7 +227,16 @@ class StatusQueries:
             reason=job.reason,
             generation=job.generation,
             last_error=health.last_error if health else "",
+            lost_shards=lost,
         )
+
+    async def _lost_shards(self, name: str) -> tuple[str, ...]:
+        try:
+            shards = await self.source.shards(name)
+        except Unavailable as error:
+            # What the member waits for is known without etcd.
+            return (f"whether shards are lost is not known: {error}",)
+        return tuple(shard.told for shard in shards.lost) if shards is not None else ()
 
     def report(self, name: str, member_id: str, report: HealthReport) -> None:
         """Keep a health report. Raises UnknownJob, UnknownMember, Fenced."""

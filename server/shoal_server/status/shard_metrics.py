@@ -57,6 +57,12 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     for job, view in views.items():
         skew.add_metric([job], view.skew)
     yield skew
+    lost = GaugeMetricFamily(
+        "shoal_job_lost_shards", "Shards that nobody has any more.", labels=["job"]
+    )
+    for job, view in views.items():
+        lost.add_metric([job], len(view.lost))
+    yield lost
     yield _staleness(views)
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
@@ -13,12 +13,22 @@ from shoal_proto.status import from_rpc_error
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.core.shards import losses
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.loads import ShardMeasure
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
-from shoal_server.status.views import CopyView, FullPeerView, ServerView, ShardsView, ShardView
+from shoal_server.status.views import (
+    AcceptedLossView,
+    CopyView,
+    FullPeerView,
+    LostShardView,
+    ServerView,
+    ShardsView,
+    ShardView,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -82,10 +92,10 @@ class ShardReader:
         self._channels.clear()
 
     async def _read(self, job: str) -> ShardsView | None:
-        current = await shard_map.read_current(self._store, job)
-        if current is None:
+        found = await shard_map.read_held(self._store, job)
+        if found is None:
             return None
-        shards = current.shards
+        shards, held = found[0].shards, found[1]
         registered = await self._store.range(keys.SERVERS)
         present = {item.key.removeprefix(keys.SERVERS) for item in registered.items}
         addresses = {shard.server_id: shard.address for shard in shards}
@@ -93,7 +103,8 @@ class ShardReader:
         answers = await asyncio.gather(
             *(self._ask(job, server, address) for server, address in sorted(addresses.items()))
         )
-        return _view(shards, answers, present)
+        view = _view(shards, answers, present)
+        return view if held is None else _with_losses(view, shards, held)
 
     async def _ask(self, job: str, server_id: str, address: str) -> _Answer:
         channel = self._channels.get(address)
@@ -130,6 +141,42 @@ def _view(shards: Sequence[Shard], answers: Sequence[_Answer], present: set[str]
         servers=tuple(_server_view(answer, present) for answer in answers),
         shards=views,
         skew=_skew(views),
+    )
+
+
+def _with_losses(view: ShardsView, shards: Sequence[Shard], held: JobAssignments) -> ShardsView:
+    tables = {shard.shard_id: shard.table for shard in shards}
+    return replace(
+        view,
+        lost=tuple(
+            _lost_view(held.job, gone, tables.get(gone.shard_id, "")) for gone in losses.lost(held)
+        ),
+        accepted_losses=tuple(
+            AcceptedLossView(
+                shard_id=shard.shard_id,
+                version=accepted.loss.version,
+                lost_unix_s=accepted.loss.lost_unix_s,
+                accepted_unix_s=accepted.accepted_unix_s,
+                by=accepted.by,
+            )
+            for shard in held.shards
+            if (accepted := shard.accepted_loss) is not None
+        ),
+    )
+
+
+def _lost_view(job: str, gone: ShardAssignment, table: str) -> LostShardView:
+    why, loss = losses.explained(job, gone), gone.loss
+    of_table = f" (of table {table})" if table else ""
+    return LostShardView(
+        shard_id=gone.shard_id,
+        table=table,
+        version=loss.version if loss is not None else 0,
+        lost_unix_s=loss.lost_unix_s if loss is not None else 0.0,
+        servers=loss.servers if loss is not None else (),
+        on_disk=gone.on_disk,
+        snapshot=loss.snapshot if loss is not None else "",
+        told=f"{why.what}{of_table}: {losses.known_version(loss)}. {why.fix}",
     )
 
 

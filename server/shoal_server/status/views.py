@@ -249,6 +249,39 @@ class ShardView(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LostShardView(View):
+    """A shard whose last copy is gone, and what is known of it."""
+
+    shard_id: int
+    table: str
+    """The table that it has rows of; empty for parameters."""
+    version: int
+    """It had at least this one; 0: of none is known."""
+    lost_unix_s: float
+    """When it was found to be lost; 0: not known."""
+    servers: tuple[str, ...]
+    """That had it last."""
+    on_disk: str
+    """The server whose journal has it; empty: none has."""
+    snapshot: str
+    """What became of bringing it back from a snapshot, in a sentence."""
+    told: str
+    """All of this, and what would bring it back, in words."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptedLossView(View):
+    """A shard that was lost and that an operator gave up, so that it began anew."""
+
+    shard_id: int
+    version: int
+    """It had had at least this one; 0: of none is known."""
+    lost_unix_s: float
+    accepted_unix_s: float
+    by: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class ShardsView(View):
     """The shard map of a job, with the state of each shard and server."""
 
@@ -256,6 +289,10 @@ class ShardsView(View):
     shards: tuple[ShardView, ...]
     skew: float = 1.0
     """Parameter bytes of the server that leads most of them, to the mean over the servers."""
+    lost: tuple[LostShardView, ...] = ()
+    """Shards that nobody has any more. Pushes and pulls of them are refused."""
+    accepted_losses: tuple[AcceptedLossView, ...] = ()
+    """Of each shard the last loss that was accepted."""
 
 
 @dataclass(frozen=True, kw_only=True)

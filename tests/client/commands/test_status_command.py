@@ -107,7 +107,13 @@ def test_status_as_json_is_what_the_api_says(url: str, capsys: pytest.CaptureFix
     (job,) = json.loads(capsys.readouterr().out)
     assert job["summary"]["job"] == "digits"
     assert len(job["members"]) == 3
-    assert job["shards"] == {"servers": [], "shards": [], "skew": 1.0}
+    assert job["shards"] == {
+        "servers": [],
+        "shards": [],
+        "skew": 1.0,
+        "lost": [],
+        "accepted_losses": [],
+    }
 
 
 def test_status_without_jobs_says_so(

@@ -25,6 +25,8 @@ from shoal_server.coordinator.shards import controller
 from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.journal.config import JournalConfig
+from shoal_server.status.shards import ShardReader
+from shoal_server.status.views import ShardsView
 
 NUM_ELEMENTS = 10
 SCHEMA = [
@@ -138,6 +140,10 @@ def test_what_is_given_up_begins_anew_and_the_rest_stays(
     assert (details["shard"], details["servers"]) == (str(victim.shard_id), victim.server_id)
     assert int(details["at_least_version"]) <= int(details["version"]) == 4
 
+    shown = read_view(servers)
+    assert [(each.shard_id, each.servers) for each in shown.lost] == [
+        (victim.shard_id, (victim.server_id,))
+    ]
     (given_up,) = accept(servers).shards
     assert (given_up.shard_id, given_up.by, given_up.before) == (
         victim.shard_id,
@@ -146,6 +152,11 @@ def test_what_is_given_up_begins_anew_and_the_rest_stays(
     )
     (again,) = accept(servers).shards
     assert (again.accepted_unix_s, again.before) == (given_up.accepted_unix_s, True)
+    shown = read_view(servers)
+    assert not shown.lost
+    assert [(each.shard_id, each.by) for each in shown.accepted_losses] == [
+        (victim.shard_id, "ann@desk")
+    ]
     kinds = [kind for job, kind, reason in servers.events if f"shard {victim.shard_id}" in reason]
     assert kinds == ["shards_lost", "loss_accepted"]
 
@@ -156,6 +167,16 @@ def test_what_is_given_up_begins_anew_and_the_rest_stays(
     assert (pulled(second)[victim.group], pulled(second)[kept]) == (0.5, 4.0)
     second.push(filled(-1.0))
     assert (pulled(second)[victim.group], pulled(second)[kept]) == (1.5, 5.0)
+
+
+def read_view(servers: ParameterServers) -> ShardsView:
+    reader = ShardReader(servers.store)
+    try:
+        view = servers.run(reader.read("job"))
+    finally:
+        servers.run(reader.close())
+    assert view is not None
+    return view
 
 
 def known_versions(servers: ParameterServers) -> set[int]:

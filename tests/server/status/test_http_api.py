@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,7 +14,7 @@ from support.clusters.status_world import World
 from shoal_proto.errors import Unavailable
 from shoal_proto.incarnation import public_id
 from shoal_server.status.board import MAX_EVENTS
-from shoal_server.status.views import Readiness
+from shoal_server.status.views import AcceptedLossView, LostShardView, Readiness
 
 HEALTH = "/api/v1/jobs/digits/members/w1/health"
 REPORT = {"incarnation": "incarnation-of-w1", "step": 1300, "loss": 0.125, "samples_per_s": 900.5}
@@ -257,11 +258,45 @@ async def test_shards_are_shown_with_their_state(world: World, http: httpx.Async
         "servers": [],
         "shards": [],
         "skew": 1.0,
+        "lost": [],
+        "accepted_losses": [],
     }
     world.shards_of["digits"] = status_world.shards(silent="ps1")
     view = (await http.get("/api/v1/jobs/digits/shards")).json()
     assert [server["state"] for server in view["servers"]] == ["serving", "unreachable"]
     assert [shard["created"] for shard in view["shards"]] == [True, False, True, False]
+
+
+async def test_a_lost_shard_is_shown_where_somebody_looks(
+    world: World, http: httpx.AsyncClient
+) -> None:
+    """In the shards, in the metrics, and where a member is asked what it waits for."""
+    told = "shard 2 of job digits was lost with every server that had it: at least version 812."
+    lost = LostShardView(
+        shard_id=2,
+        table="",
+        version=812,
+        lost_unix_s=1.7e9,
+        servers=("ps0", "ps1"),
+        on_disk="",
+        snapshot="",
+        told=told,
+    )
+    given_up = AcceptedLossView(
+        shard_id=1, version=7, lost_unix_s=1.7e9, accepted_unix_s=1.7e9, by="ann@desk"
+    )
+    world.shards_of["digits"] = replace(
+        status_world.shards(), lost=(lost,), accepted_losses=(given_up,)
+    )
+    view = (await http.get("/api/v1/jobs/digits/shards")).json()
+    assert [shard["told"] for shard in view["lost"]] == [told]
+    assert [loss["by"] for loss in view["accepted_losses"]] == ["ann@desk"]
+    why = (await http.get("/api/v1/jobs/digits/members/w1/why")).json()
+    assert why["lost_shards"] == [told]
+    assert 'shoal_job_lost_shards{job="digits"} 1.0' in (await http.get("/metrics")).text
+    world.shards_error = Unavailable("etcd does not answer")
+    why = (await http.get("/api/v1/jobs/digits/members/w1/why")).json()
+    assert "etcd does not answer" in why["lost_shards"][0]
 
 
 async def test_shards_cannot_be_read_while_etcd_is_away(

@@ -19,7 +19,7 @@ from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd.api import Compare, KeyValueStore
 from shoal_server.etcd.records import assignments, snapshot_roots
 from shoal_server.serving.rpc import Context
-from shoal_server.serving.tasks import running
+from shoal_server.serving.tasks import SupervisedTasks, running
 from shoal_server.serving.threads import to_thread_uncancelled
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.locations import AllowedRoots, Location
@@ -29,6 +29,8 @@ from shoal_server.snapshots.storage import open_below
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
+JOBS_AT_ONCE = 4
+"""Of which snapshots are taken by policy."""
 
 OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 """Is told of a job, of the shards of it that were lost, and in words of the snapshot."""
@@ -120,19 +122,32 @@ class SnapshotService(SnapshotsServicer):
             yield
 
     async def _take_for_ever(self, store: KeyValueStore) -> None:
+        """Each job's snapshots come one after the other, and no job waits for another's storage
+        unless many are slow."""
         due_s: dict[str, float] = {}
-        while True:
-            now_s = time.monotonic()
+        slots = asyncio.Semaphore(JOBS_AT_ONCE)
+
+        async def take(job: str) -> None:
             try:
-                jobs = await assignments.jobs(store)
-            except ShoalError as error:
-                log.warning("jobs_not_listed", reason=str(error))
-                jobs = list(due_s)
-            due_s = {job: due_s.get(job, now_s + self._policy.every_s) for job in jobs}
-            for job in [job for job, at_s in due_s.items() if at_s <= now_s]:
-                await self._take_by_policy(job)
+                async with slots:
+                    await self._take_by_policy(job)
+            finally:
                 due_s[job] = time.monotonic() + self._policy.every_s
-            await asyncio.sleep(min(LOOK_EVERY_S, self._policy.every_s / 4))
+
+        async with SupervisedTasks() as tasks:
+            while True:
+                now_s = time.monotonic()
+                try:
+                    jobs = await assignments.jobs(store)
+                except ShoalError as error:
+                    log.warning("jobs_not_listed", reason=str(error))
+                    jobs = list(due_s)
+                for job in due_s.keys() - set(jobs):
+                    del due_s[job]
+                for job in jobs:
+                    if due_s.setdefault(job, now_s + self._policy.every_s) <= now_s:
+                        tasks.start(take(job), key=job)
+                await asyncio.sleep(min(LOOK_EVERY_S, self._policy.every_s / 4))
 
     async def _take_by_policy(self, job: str) -> None:
         try:

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import assignments
@@ -33,13 +33,28 @@ async def read_current(store: KeyValueStore, job: str) -> ShardMap | None:
     return None if found is None else await fill(store, found)
 
 
+async def read_held(
+    store: KeyValueStore, job: str
+) -> tuple[ShardMap, JobAssignments | None] | None:
+    """As `read_current`, with the records of who holds the shards, where there are any."""
+    layout = await read(store, job)
+    if layout is None:
+        return None
+    entry = await assignments.read(store, job)
+    if entry is None:
+        return layout, None
+    return await _filled(store, layout, entry.assignments), entry.assignments
+
+
 async def fill(store: KeyValueStore, layout: ShardMap) -> ShardMap:
     """Write into the layout who holds its shards now."""
     entry = await assignments.read(store, layout.job)
-    if entry is None:
-        return layout
+    return layout if entry is None else await _filled(store, layout, entry.assignments)
+
+
+async def _filled(store: KeyValueStore, layout: ShardMap, held: JobAssignments) -> ShardMap:
     addresses = {holder.server_id: a for holder, a in (await servers(store)).items()}
-    holders = {assignment.shard_id: assignment for assignment in entry.assignments.shards}
+    holders = {assignment.shard_id: assignment for assignment in held.shards}
     for shard in layout.shards:
         assignment = holders.get(shard.shard_id)
         if assignment is None:

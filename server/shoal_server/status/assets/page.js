@@ -298,10 +298,15 @@ function shards(state) {
     return section("Shards", "", h("p", { class: "empty error" }, state.shards_error));
   }
   if (!state.shards || state.shards.shards.length === 0) return null;
-  const { servers } = state.shards;
+  const { servers, lost, accepted_losses } = state.shards;
   return section("Shards",
     `${plural(state.shards.shards.length, "shard")} on ${plural(servers.length, "server")},`
+      + (lost.length ? ` ${count(lost.length)} lost,` : "")
       + ` skew ${significant(state.shards.skew)}`,
+    lost.map((s) => h("p", { class: "empty error", role: "alert" }, `Lost: ${s.told}`)),
+    accepted_losses.map((s) => h("p", { class: "empty" },
+      `Loss of shard ${s.shard_id} (${s.version ? `at least version ${count(s.version)}` : "no version known"})`
+        + ` accepted by ${s.by} `, ago(s.accepted_unix_s, state.now_unix_s))),
     servers.map((entry) => server(entry, state.shards.shards)));
 }
 

@@ -7,13 +7,13 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, suppress
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from pathlib import Path
 
 import grpc
 import pytest
 from support.clusters.parameter_servers import ParameterServers
-from support.clusters.snapshot_cluster import ADAM, Pusher, Snapshots, elements
+from support.clusters.snapshot_cluster import ADAM, SCHEMA, Pusher, Snapshots, elements
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
@@ -344,6 +344,37 @@ def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_pa
     tried = servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job"))
     assert not tried.is_restored
     assert "--snapshot-url" in tried.told
+
+
+def test_no_job_waits_for_the_storage_of_another(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshots of one job hang; those of the other go on being taken, as often as the policy
+    says."""
+    servers, snapshots = start(opened, tmp_path)
+    member = pusher(opened, servers, "m").start()
+    token = servers.admit("m", job="a-stuck")
+    stuck = opened.enter_context(closing(ParameterClient([servers.coordinator], lambda: token)))
+    stuck.place(SCHEMA)
+    newest, is_over = SnapshotLibrary.newest, threading.Event()
+    opened.callback(is_over.set)
+
+    def hanging(library: SnapshotLibrary) -> Manifest | None:
+        if library.job == "a-stuck":
+            is_over.wait(60.0)
+        return newest(library)
+
+    monkeypatch.setattr(SnapshotLibrary, "newest", hanging)
+    policy = SnapshotPolicy(url=str(tmp_path / "snapshots"), every_s=0.2, num_kept=2)
+    working = AsyncExitStack()
+    servers.run(working.enter_async_context(snapshots.service(policy).working(servers.store)))
+    give_up_s = time.monotonic() + 30.0
+    while (taken := newest(snapshots.library)) is None or taken.number < 3:
+        assert time.monotonic() < give_up_s, "it waits for the other job"
+        member.wait_for_more(1)
+    is_over.set()
+    servers.run(working.aclose())
+    member.stop()
 
 
 def test_snapshots_are_taken_and_removed_as_the_policy_says(

@@ -1,0 +1,104 @@
+"""Jobs that are brought back by themselves: each in its own time, for as long as it is lost."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+
+import pytest
+
+from shoal_proto.errors import SnapshotDamaged, Unavailable
+from shoal_server.coordinator.shards import automatic_restores
+from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores
+from shoal_server.core.shards.losses import RestoreAttempt
+
+LIMIT_S = 20.0
+RESTORED = RestoreAttempt(is_restored=True)
+NO_SNAPSHOT = RestoreAttempt(is_restored=False, told="No snapshot of it is at /s.")
+
+
+class Storages:
+    """What restoring each job does, and what is heard of it."""
+
+    def __init__(self, **answers: RestoreAttempt | Exception | asyncio.Event) -> None:
+        self.answers: dict[str, RestoreAttempt | Exception | asyncio.Event] = dict(answers)
+        self.asked: list[str] = []
+        self._news = asyncio.Condition()
+        self.restores = AutomaticRestores(self._restore, self._tell)
+
+    async def _restore(self, job: str) -> RestoreAttempt:
+        self.asked.append(job)
+        answer = self.answers[job]
+        if isinstance(answer, asyncio.Event):
+            await answer.wait()
+            return RESTORED
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def _tell(self, job: str) -> None:
+        self._told = asyncio.create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S), self._news:
+            await self._news.wait_for(holds)
+
+
+@pytest.fixture
+async def opened() -> AsyncIterator[Callable[[Mapping[str, object]], Storages]]:
+    made: list[Storages] = []
+
+    def make(answers: Mapping[str, object]) -> Storages:
+        made.append(Storages(**answers))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for each in made:
+        await each.restores.close()
+
+
+Opened = Callable[[Mapping[str, object]], Storages]
+
+
+async def test_a_job_waits_for_no_storage_but_its_own(opened: Opened) -> None:
+    """One restore hangs, the other job's is over meanwhile; both were begun by the same look."""
+    storages = opened({"slow": asyncio.Event(), "other": NO_SNAPSHOT})
+    assert storages.restores.outcome("slow") is None
+    assert storages.restores.outcome("other") is None
+    await storages.until(lambda: storages.restores.outcome("other") is not None)
+    assert storages.restores.outcome("other") == NO_SNAPSHOT
+    assert storages.restores.outcome("slow") is None
+    assert sorted(storages.asked) == ["other", "slow"]
+
+
+async def test_a_restore_that_takes_long_is_told_of_and_goes_on(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(automatic_restores, "PATIENCE_S", 0.05)
+    storages = opened({"slow": asyncio.Event()})
+    assert storages.restores.outcome("slow") is None
+    await storages.until(lambda: storages.restores.outcome("slow") is not None)
+    assert storages.asked == ["slow"]
+
+
+async def test_a_storage_that_is_away_is_asked_again_until_nothing_is_lost(
+    opened: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile it is told why; what cannot be restored at all is tried once."""
+    monkeypatch.setattr(automatic_restores, "RESTORE_AGAIN_S", 0.02)
+    damaged = SnapshotDamaged("the manifest is not what was written")
+    storages = opened({"away": Unavailable("the storage is away"), "damaged": damaged})
+    for job in ("away", "damaged"):
+        assert storages.restores.outcome(job) is None
+    await storages.until(lambda: storages.asked.count("away") >= 3)
+    tried = storages.restores.outcome("damaged")
+    assert tried is not None
+    assert "not what was written" in tried.told
+    assert storages.asked.count("damaged") == 1
+    tried = storages.restores.outcome("away")
+    assert tried is not None
+    assert "the storage is away" in tried.told
+    storages.answers["away"] = RESTORED
+    await storages.until(lambda: storages.restores.outcome("away") is None)
