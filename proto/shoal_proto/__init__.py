@@ -4,3 +4,5 @@ PROTOCOL_VERSION = 3
 MAX_PIECE_BYTES = 4 * 1024 * 1024
 # A message holds one piece and its framing, so this bound is never met by data of any size.
 MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024
+# A coordinator's answer: the shard map of a model of many parameters is larger than any request.
+MAX_ANSWER_BYTES = 64 * 1024 * 1024

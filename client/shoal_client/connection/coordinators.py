@@ -10,7 +10,7 @@ import grpc
 import structlog
 
 from shoal_client.connection.back_off import BackOff
-from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from shoal_proto.errors import DeadlineExceeded, NotLeader, RetryError, ShoalError, Unavailable
 from shoal_proto.status import from_rpc_error
 
@@ -25,7 +25,7 @@ chance = random.SystemRandom().random
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
     # gRPC gives a ping a minute to be answered whatever the line above says. A leader that hangs

@@ -202,7 +202,7 @@ Global___GetMapRequest: _TypeAlias = GetMapRequest  # noqa: Y015
 
 @_typing.final
 class Block(_message.Message):
-    """A contiguous run of elements of one parameter, at most 4 MiB."""
+    """A contiguous run of elements of one parameter."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

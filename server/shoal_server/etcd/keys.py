@@ -61,8 +61,18 @@ def generation(job: str, number: int) -> str:
 
 
 def shard_map(job: str) -> str:
-    """The job's ShardMap, as a serialized protobuf message."""
+    """Which ShardMap is the job's: {"digest", "num_chunks", ...}."""
     return f"{JOBS}{job}/shards"
+
+
+def shard_map_chunks(job: str, digest: str = "") -> str:
+    """The parts of the ShardMap of that digest, or of any."""
+    return f"{JOBS}{job}/shards/{digest}/" if digest else f"{JOBS}{job}/shards/"
+
+
+def shard_map_chunk(job: str, digest: str, number: int) -> str:
+    """A part of the ShardMap, as a serialized protobuf message, of that digest."""
+    return f"{shard_map_chunks(job, digest)}{number:04d}"
 
 
 def assignments(job: str) -> str:

@@ -12,7 +12,7 @@ import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError, Message
 
-from shoal_proto import MAX_MESSAGE_BYTES
+from shoal_proto import MAX_ANSWER_BYTES, MAX_MESSAGE_BYTES
 from shoal_proto.errors import AddressInUse, InternalError, MalformedMessage, NotLeader, ShoalError
 from shoal_proto.status import to_status
 from shoal_server.serving.message_bounds import MessageBounds
@@ -24,7 +24,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 MAX_PENDING_CALLS = 20_000
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Clients may ping as often as each second, so that a dead network is noticed in seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 900),

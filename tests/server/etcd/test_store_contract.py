@@ -23,6 +23,7 @@ from shoal_server.etcd.api import (
     WatchBatch,
     absent,
     created_at,
+    none_written_after,
     unchanged_since,
     value_is,
 )
@@ -115,6 +116,21 @@ async def test_every_comparison(bench: Bench, right: bool) -> None:
     ):
         assert (await bench.store.transact((compare,), ())).succeeded is right, compare
     assert not (await bench.store.transact((value_is(bench.prefix + "none", b""),), ())).succeeded
+
+
+async def test_a_comparison_of_all_keys_under_a_prefix(bench: Bench) -> None:
+    """It holds as long as none of them was written since, and where there is none."""
+    first = await bench.store.put(bench.prefix + "a/1", b"")
+    second = await bench.store.put(bench.prefix + "a/2", b"")
+    await bench.store.put(bench.prefix + "b", b"")
+    for prefix, revision, holds in (
+        ("a/", second, True),
+        ("a/", first, False),
+        ("a/1", first, True),
+        ("none/", first, True),
+    ):
+        compare = none_written_after(bench.prefix + prefix, revision)
+        assert (await bench.store.transact((compare,), ())).succeeded is holds, prefix
 
 
 async def test_a_refused_transaction_changes_nothing(bench: Bench) -> None:

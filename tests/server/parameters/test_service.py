@@ -53,6 +53,7 @@ from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.process import running
 
 JOB = "job"
@@ -85,8 +86,9 @@ async def world() -> AsyncIterator[World]:
     store = MemoryStore()
     shards = [a_shard(i) for i in NUM_ELEMENTS]
     elsewhere = Shard(shard_id=5, server_id="ps-9", epoch=1, dtype="float32")
-    shard_map = ShardMap(job=JOB, shards=[*shards, elsewhere])
-    await store.put(keys.shard_map(JOB), shard_map.SerializeToString())
+    layout = shard_map.stored(ShardMap(job=JOB, shards=[*shards, elsewhere]))
+    await shard_map.write_chunks(store, layout)
+    await store.put(layout.head.key, layout.head.value)
     await store.put(keys.member(JOB, "w0"), json.dumps({"incarnation": "one"}).encode())
     limits = (
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),

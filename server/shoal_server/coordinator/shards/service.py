@@ -35,6 +35,7 @@ from shoal_proto.v1.tables_pb2 import TableSpec
 from shoal_server.coordinator.shards import table_specs
 from shoal_server.coordinator.shards.answering import answering
 from shoal_server.coordinator.shards.controller import num_bytes_of
+from shoal_server.coordinator.shards.current_maps import CurrentMaps
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.core.shards import placement
@@ -42,9 +43,7 @@ from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAs
 from shoal_server.core.shards.rebalance import Servers, rebalance
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
-    Get,
     KeyValueStore,
-    Put,
     absent,
 )
 from shoal_server.etcd.mirror import follow_key
@@ -53,8 +52,6 @@ from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 
-MAX_MAP_BYTES = 1024 * 1024
-"""etcd takes requests up to 1.5 MiB."""
 MAX_WAIT_S = 60.0
 MAX_TOLD_DIFFERENCES = 8
 
@@ -82,6 +79,8 @@ class ShardsService(ShardsServicer):
         self._accepting = accepting or LossAcceptance(store, LossLog(), lambda: None)
         self._choose = choose
         self._store = store
+        self._layouts = shard_map.ShardMapReader(store)
+        self._current = CurrentMaps(store)
         self._authorize = authorize
         self._copies = copies
 
@@ -98,28 +97,31 @@ class ShardsService(ShardsServicer):
             raise InvalidSpec(
                 problem.what, seen=problem.seen, expected=problem.expected
             ) from problem
-        held = await self._read(job)
+        held = await self._layouts.read(job)
         if held is None:
             held = await self._place(job, request, parameters)
         table_specs.check_same(job, request.tables, held.tables)
         if held.schema_digest != _digest(parameters, request.tables):
             raise _conflict(job, parameters, [_parameter(spec) for spec in held.parameters])
-        return await shard_map.fill(self._store, held)
+        return await self._read_current(job)
 
     async def GetMap(self, request: GetMapRequest, context: Context) -> ShardMap:
         job = _job(request.token)
         await self._authorize(request.token)
         wait_s = min(max(request.wait_s, 0.0), MAX_WAIT_S)
-        held = await self._read(job)
-        if held is None and wait_s > 0:
-            held = await self._await_map(job, wait_s)
-        if held is None:
+        if wait_s > 0 and await self._layouts.read(job) is None:
+            await self._await_map(job, wait_s)
+        return await self._read_current(job, wait_s)
+
+    async def _read_current(self, job: str, waited_s: float = 0.0) -> ShardMap:
+        found = await self._current.read(job)
+        if found is None:
             raise DeadlineExceeded(
                 f"job {job} has no shard map",
-                seen=f"none within {wait_s:g} s",
+                seen=f"none within {waited_s:g} s",
                 expected="a member that places the parameters",
             )
-        return await shard_map.fill(self._store, held)
+        return found
 
     async def AcceptLoss(self, request: AcceptLossRequest, context: Context) -> AcceptLossReply:
         return await self._accepting.accept(request)
@@ -143,33 +145,25 @@ class ShardsService(ShardsServicer):
         # Asking the servers took a while, in which the job may have been begun anew.
         await self._authorize(request.token)
         by_id = {holder.server_id: address for holder, address in addresses.items()}
-        draft = _draw_up(job, request, parameters, by_id)
-        value = draft.SerializeToString(deterministic=True)
-        first = first_assignments(draft, addresses, self._copies)
-        if len(value) > MAX_MAP_BYTES:
+        # A large model takes seconds, in which other jobs go on.
+        draft = await asyncio.to_thread(_draw_up, job, request, parameters, by_id)
+        if draft.ByteSize() > shard_map.MAX_BYTES:
             raise InvalidSpec(
                 f"the shard map of job {job} is too large to keep",
-                seen=f"{len(value)} bytes for {len(parameters)} parameters",
-                expected=f"at most {MAX_MAP_BYTES} bytes",
+                seen=f"{draft.ByteSize()} bytes for {len(parameters)} parameters",
+                expected=f"at most {shard_map.MAX_BYTES} bytes",
                 fix="Use fewer parameters or shorter names.",
             )
-        key = keys.shard_map(job)
+        first = await asyncio.to_thread(first_assignments, draft, addresses, self._copies)
+        layout = await asyncio.to_thread(shard_map.stored, draft)
         try:
-            result = await assignments.place(
-                self._store,
-                first,
-                compares=[absent(key)],
-                operations=[Put(key, value)],
-                otherwise=[Get(key)],
-            )
+            is_placed = await self._write(layout, first)
         except RetryError as error:
+            # Where the outcome is unknown, what lies there now tells.
             if error.details.get("outcome") != "unknown":
                 raise
-            held = await self._read(job)
-            if held is None:
-                raise
-            return held
-        if result.succeeded:
+            is_placed = False
+        if is_placed:
             log.info(
                 "shards_placed",
                 job=job,
@@ -178,14 +172,30 @@ class ShardsService(ShardsServicer):
                 num_bytes=sum(p.num_bytes for p in parameters),
             )
             return draft
-        if not result.reads[0]:
+        held = await self._layouts.read(job)
+        if held is None:
             raise Unavailable(
-                f"the records of job {job} were taken away while its shards were placed",
+                f"the shards of job {job} could not be placed",
+                seen="records that were taken away, or an outcome that is not known",
                 fix="Place them again.",
             )
-        return shard_map.parse(job, result.reads[0][0].value)
+        return held
 
-    async def _await_map(self, job: str, wait_s: float) -> ShardMap | None:
+    async def _write(self, layout: shard_map.StoredLayout, first: JobAssignments) -> bool:
+        """Whether these were the first."""
+        still_there = await shard_map.write_chunks(self._store, layout)
+        result = await assignments.place(
+            self._store,
+            first,
+            compares=[still_there, absent(layout.head.key)],
+            operations=[layout.head],
+        )
+        if result.succeeded:
+            await shard_map.take_others_away(self._store, layout, result.revision)
+        return result.succeeded
+
+    async def _await_map(self, job: str, wait_s: float) -> None:
+        """Return once it is there, or when the time is over."""
         with suppress(TimeoutError):
             async with (
                 asyncio.timeout(wait_s),
@@ -193,11 +203,7 @@ class ShardsService(ShardsServicer):
             ):
                 async for item in written:
                     if item is not None:
-                        return shard_map.parse(job, item.value)
-        return None
-
-    async def _read(self, job: str) -> ShardMap | None:
-        return await shard_map.read(self._store, job)
+                        return
 
 
 def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) -> JobAssignments:

@@ -11,9 +11,11 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import RowOptimizer, TableSpec
 from shoal_server.core.shards.placement import spread_tables
 
-MAX_TABLES = 64
+MAX_TABLES = 256
 MAX_SHARDS = 1024
 """Of one table."""
+MAX_ALL_SHARDS = 16384
+"""Of all tables of a job."""
 MAX_ROW_BYTES = 512 * 1024
 INITIALISERS = ("constant", "uniform", "normal")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "sparse_adam")
@@ -28,6 +30,14 @@ def check_tables(tables: Sequence[TableSpec]) -> None:
             "tables must have names of their own, and be few",
             seen=", ".join(sorted(names))[:200],
             expected=f"at most {MAX_TABLES} names, each once",
+        )
+    num_shards = sum(table.num_shards for table in tables)
+    if num_shards > MAX_ALL_SHARDS:
+        raise InvalidSpec(
+            "the tables have too many shards altogether",
+            seen=f"{num_shards} of {len(tables)} tables",
+            expected=f"at most {MAX_ALL_SHARDS}",
+            fix="Give tables fewer shards: a few for each server are enough.",
         )
     for table in tables:
         if not is_name(table.name):

@@ -159,19 +159,21 @@ class SnapshotRestorer:
             shards=_spread(manifest.parts, epochs, present),
             run=secrets.token_hex(8),
         )
-        value = layout.SerializeToString(deterministic=True)
+        stored = shard_map.stored(layout)
+        still_there = await shard_map.write_chunks(self._store, stored, self._leadership())
         result = await assignments.place(
             self._store,
             wanted,
             fence=self._leadership(),
-            compares=[absent(keys.assignments_head(job))],
+            compares=[still_there, absent(keys.assignments_head(job))],
             operations=[
-                Put(keys.shard_map(job), value),
+                stored.head,
                 Put(keys.lineage(job), secrets.token_hex(8).encode()),
                 _ledger(manifest),
             ],
         )
         _require(result, job)
+        await shard_map.take_others_away(self._store, stored, result.revision)
         self._on_cursor(job)
         return lost, wanted
 
@@ -226,7 +228,7 @@ def _checked(manifest: Manifest) -> ShardMap:
     """The layout. Raises SnapshotDamaged for one that its parts do not fit, and for a cursor that
     no sample ledger is; either would stop every coordinator that took the job up."""
     try:
-        layout = shard_map.parse(manifest.job, manifest.layout)
+        layout = shard_map.from_bytes(manifest.job, manifest.layout)
         if manifest.cursor is not None:
             Ledger.from_json(manifest.cursor)
     except (InternalError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:

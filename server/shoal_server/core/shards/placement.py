@@ -3,7 +3,9 @@
 Parameters are cut into blocks, blocks of one dtype and one parameter group are packed by size into
 shards, shards are placed by size over the servers. The number of shards follows the size of the
 model: about one a MiB and at most some hundreds, so that a big model can be moved and balanced in
-small parts, and a tiny one costs one message a server and not hundreds.
+small parts, and a tiny one costs one message a server and not hundreds. Where so few shards would
+take long to move, there are some thousands; then blocks are larger too, for the shard map has a
+line for each.
 """
 
 import hashlib
@@ -17,9 +19,14 @@ from typing import TypeVar
 
 from shoal_proto.dtypes import DTYPE_BYTES
 
-MAX_BLOCK_BYTES = 4 * 1024 * 1024
+BLOCK_BYTES = 4 * 1024 * 1024
+"""Blocks are larger only where a shard holds BLOCKS_PER_SHARD all the same."""
 TARGET_SHARD_BYTES = 1024 * 1024
 MAX_SHARDS = 512
+"""Until they are LARGE_SHARD_BYTES each. Rounded up to a multiple of the servers."""
+LARGE_SHARD_BYTES = 256 * 1024 * 1024
+MAX_LARGE_SHARDS = 4096
+"""Beyond 1 TiB shards are larger again."""
 BLOCKS_PER_SHARD = 8
 """Blocks are cut at least so fine that a shard holds about so many: the packing is then even."""
 MIN_SPLIT_BYTES = 4096
@@ -148,7 +155,7 @@ def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[
     too small to be worth splitting.
     """
     total_bytes = sum(p.num_bytes for p in parameters)
-    target_bytes = max(TARGET_SHARD_BYTES, -(-total_bytes // MAX_SHARDS))
+    target_bytes = shard_bytes(total_bytes)
     alike: dict[tuple[str, int], list[Parameter]] = defaultdict(list)
     for p in parameters:
         if p.num_elements:
@@ -159,13 +166,27 @@ def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[
         num_shards = _round_up(-(-num_bytes // target_bytes), num_servers)
         if num_bytes < MIN_SPLIT_BYTES * num_servers:
             num_shards = 1
-        blocks = _cut_into_blocks(members, num_bytes // (num_shards * BLOCKS_PER_SHARD))
+        wish_bytes = num_bytes // (num_shards * BLOCKS_PER_SHARD)
+        blocks = _cut_into_blocks(members, wish_bytes, max_block_bytes(total_bytes))
         for packed in _pack(blocks, [b.num_elements for b in blocks], num_shards):
             in_order = sorted(packed, key=lambda b: (b.parameter, b.offset))
             shards.append(
                 Shard(shard_id=len(shards), dtype=dtype, group=group, blocks=tuple(in_order))
             )
     return tuple(shards)
+
+
+def shard_bytes(total_bytes: int) -> int:
+    """How large the shards of a model of that size are, about."""
+    few = max(TARGET_SHARD_BYTES, -(-total_bytes // MAX_SHARDS))
+    if few <= LARGE_SHARD_BYTES:
+        return few
+    return max(LARGE_SHARD_BYTES, -(-total_bytes // MAX_LARGE_SHARDS))
+
+
+def max_block_bytes(total_bytes: int) -> int:
+    """The most that a block of a model of that size has."""
+    return _round_up(shard_bytes(total_bytes) // BLOCKS_PER_SHARD, BLOCK_BYTES) or BLOCK_BYTES
 
 
 def place(shards: Sequence[Shard], server_ids: Iterable[str]) -> tuple[PlacedShard, ...]:
@@ -206,12 +227,14 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _cut_into_blocks(parameters: Sequence[Parameter], wish_bytes: int) -> list[Block]:
+def _cut_into_blocks(
+    parameters: Sequence[Parameter], wish_bytes: int, most_bytes: int
+) -> list[Block]:
     blocks = []
     for p in parameters:
-        limit_bytes = min(MAX_BLOCK_BYTES, max(wish_bytes, 1))
+        limit_bytes = min(most_bytes, max(wish_bytes, 1))
         limit = _round_up(-(-limit_bytes // DTYPE_BYTES[p.dtype]), CUT_ELEMENTS)
-        limit = min(limit, MAX_BLOCK_BYTES // DTYPE_BYTES[p.dtype])
+        limit = min(limit, most_bytes // DTYPE_BYTES[p.dtype])
         for offset in range(0, p.num_elements, limit):
             size = min(limit, p.num_elements - offset)
             blocks.append(Block(parameter=p.name, offset=offset, num_elements=size))

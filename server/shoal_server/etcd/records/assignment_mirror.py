@@ -100,8 +100,8 @@ class AssignmentMirror:
 
         `wanted` gives back its argument where nothing is to be changed (any more), and is called
         again for a record that somebody else wrote meanwhile. Many go in one transaction; those of
-        one that fails go by themselves, so that nobody who writes one holds up the others. Raises
-        what the store raises; then some may have been changed.
+        one that fails go by fewer, and in the end each by itself: whoever writes one often does not
+        hold up the others. Raises what the store raises; then some may have been changed.
         """
         head = self._heads.get(job)
         left, size = list(shard_ids), records.SHARDS_A_TRANSACTION
@@ -119,7 +119,7 @@ class AssignmentMirror:
             found = await gather_bounded(self._write, batches, records.TRANSACTIONS_AT_ONCE)
             if any(each is None for each in found):
                 return False
-            left, size = [i for each in found for i in each or ()], 1
+            left, size = [i for each in found for i in each or ()], max(1, size // 10)
         return False
 
     async def _write(

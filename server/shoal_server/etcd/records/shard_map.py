@@ -1,18 +1,123 @@
 """A job's shards as they are held now: the layout, who leads each, and where that server is.
 
-Layout and holders are two records. The layout is written once; the holders change with every
-failover and move.
+Layout and holders are apart. The layout is written once; the holders change with every failover and
+move. The layout of a large model is larger than a request to etcd may be: it lies there in chunks,
+compressed, whose keys name its digest, and a small record that names it too decides that it counts.
 """
 
+import asyncio
+import hashlib
+import json
+import zlib
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import structlog
 from google.protobuf.message import DecodeError
 
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import InternalError, NotLeader, RetryError
 from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.api import (
+    Compare,
+    Delete,
+    Get,
+    KeyValue,
+    KeyValueStore,
+    Put,
+    Revision,
+    created_at,
+    unchanged_since,
+)
+from shoal_server.etcd.json_fields import Fields, Unreadable
 from shoal_server.etcd.records import assignments
 from shoal_server.etcd.records import servers as registered
+
+log = structlog.get_logger(__name__)
+
+FORMAT = 1
+CHUNK_BYTES = 512 * 1024
+"""etcd takes requests up to 1.5 MiB."""
+MAX_BYTES = 32 * 1024 * 1024
+"""Of a layout, serialized."""
+READERS_KEEP = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredLayout:
+    """A layout as it is written: `chunks` first, then `head`, which decides."""
+
+    job: str
+    digest: str
+    head: Put
+    chunks: Sequence[Put]
+
+
+def stored(layout: ShardMap) -> StoredLayout:
+    """How a layout is written."""
+    serialized = layout.SerializeToString(deterministic=True)
+    digest = hashlib.sha256(serialized).hexdigest()
+    packed = zlib.compress(serialized)
+    parts = [packed[at : at + CHUNK_BYTES] for at in range(0, len(packed), CHUNK_BYTES)]
+    record = {
+        "format": FORMAT,
+        "digest": digest,
+        "num_chunks": len(parts),
+        "num_bytes": len(serialized),
+    }
+    return StoredLayout(
+        job=layout.job,
+        digest=digest,
+        head=Put(keys.shard_map(layout.job), json.dumps(record).encode()),
+        chunks=[
+            Put(keys.shard_map_chunk(layout.job, digest, number), part)
+            for number, part in enumerate(parts)
+        ],
+    )
+
+
+async def write_chunks(
+    store: KeyValueStore, layout: StoredLayout, fence: Sequence[Compare] = ()
+) -> Compare:
+    """Write what does not decide yet; what holds for as long as it is all there.
+
+    Raises NotLeader where `fence` does not hold in etcd, and what the store raises.
+    """
+    conditions = [await _write_chunk(store, chunk, fence) for chunk in layout.chunks]
+    # All of them go at once, whoever takes them away: the first was there throughout.
+    return conditions[0]
+
+
+async def _write_chunk(store: KeyValueStore, chunk: Put, fence: Sequence[Compare]) -> Compare:
+    while True:
+        try:
+            result = await store.transact(fence, [chunk, Get(chunk.key)])
+        except RetryError as error:
+            if error.details.get("outcome") != "unknown":
+                raise
+            continue  # Its key says what is in it: once more does no harm.
+        if not result.succeeded:
+            raise NotLeader("another coordinator leads by now", details={"leader": ""})
+        return created_at(chunk.key, result.reads[0][0].create_revision)
+
+
+async def take_others_away(
+    store: KeyValueStore, decided: StoredLayout, decided_at: Revision
+) -> None:
+    """Those layouts that this one, decided at a revision, came in the place of, or came before."""
+    prefix = keys.shard_map_chunks(decided.job)
+    still_decided = unchanged_since(decided.head.key, decided_at)
+    try:
+        found = await store.keys(prefix)
+        digests = {key.removeprefix(prefix).partition("/")[0] for key in found}
+        for digest in digests - {decided.digest}:
+            gone = Delete(keys.shard_map_chunks(decided.job, digest), prefix=True)
+            await store.transact([still_decided], [gone])
+    except RetryError as error:
+        # They are in nobody's way, and go with the job.
+        log.warning("other_layouts_left", job=decided.job, reason=str(error))
 
 
 async def servers(store: KeyValueStore) -> dict[Holder, str]:
@@ -21,9 +126,8 @@ async def servers(store: KeyValueStore) -> dict[Holder, str]:
 
 
 async def read(store: KeyValueStore, job: str) -> ShardMap | None:
-    """The layout as it was written, without holders."""
-    found = await store.get(keys.shard_map(job))
-    return None if found is None else parse(job, found.value)
+    """The layout as it was written, without holders. Raises InternalError for what is none."""
+    return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
 async def read_current(store: KeyValueStore, job: str) -> ShardMap | None:
@@ -38,28 +142,36 @@ async def read_held(
 ) -> tuple[ShardMap, JobAssignments | None] | None:
     """As `read_current`, with the records of who holds the shards, where there are any."""
     layout = await read(store, job)
-    if layout is None:
-        return None
-    entry = await assignments.read(store, job)
-    if entry is None:
-        return layout, None
-    return await _filled(store, layout, entry.assignments), entry.assignments
+    return None if layout is None else await _held(store, layout)
 
 
 async def fill(store: KeyValueStore, layout: ShardMap) -> ShardMap:
-    """Write into the layout who holds its shards now."""
-    entry = await assignments.read(store, layout.job)
-    return layout if entry is None else await _filled(store, layout, entry.assignments)
+    """A layout with who holds its shards now."""
+    return (await _held(store, layout))[0]
 
 
-async def _filled(store: KeyValueStore, layout: ShardMap, held: JobAssignments) -> ShardMap:
+async def _held(store: KeyValueStore, layout: ShardMap) -> tuple[ShardMap, JobAssignments | None]:
+    listed = (await store.range(keys.assignments(layout.job))).items
     addresses = {holder.server_id: a for holder, a in (await servers(store)).items()}
-    holders = {assignment.shard_id: assignment for assignment in held.shards}
-    for shard in layout.shards:
+    # Thousands of records, for a large model: nobody else on the event loop is to wait for them.
+    return await asyncio.to_thread(_filled, layout, listed, addresses)
+
+
+def _filled(
+    layout: ShardMap, listed: Collection[KeyValue], addresses: dict[str, str]
+) -> tuple[ShardMap, JobAssignments | None]:
+    filled = ShardMap()
+    filled.CopyFrom(layout)
+    found = assignments.parse_all(layout.job, listed)
+    if found is None:
+        return filled, None
+    holders = {assignment.shard_id: assignment for assignment in found.shards}
+    for shard in filled.shards:
         assignment = holders.get(shard.shard_id)
         if assignment is None:
             raise InternalError(
-                f"the record of shard holders of job {layout.job} has no shard {shard.shard_id}",
+                f"the records of who holds the shards of job {layout.job} have no shard"
+                f" {shard.shard_id}",
                 seen=f"{len(holders)} shards",
                 expected=f"all {len(layout.shards)} of the shard map",
             )
@@ -67,14 +179,74 @@ async def _filled(store: KeyValueStore, layout: ShardMap, held: JobAssignments) 
         shard.server_id = assignment.primary.server_id
         shard.epoch = assignment.epoch
         shard.address = addresses.get(shard.server_id, last_known)
-    return layout
+    return filled, found
 
 
-def parse(job: str, value: bytes) -> ShardMap:
+def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
+    """The layout in what lies below `keys.shard_map` of the job. Raises InternalError for what is
+    no shard map."""
+    values = {item.key: item.value for item in items}
+    head = values.get(keys.shard_map(job))
+    if head is None:
+        return None
+    digest, num_chunks = _parse_head(job, head)
+    chunks = [values.get(keys.shard_map_chunk(job, digest, i)) for i in range(num_chunks)]
+    try:
+        packed = b"".join(chunk or b"" for chunk in chunks)
+        serialized = zlib.decompressobj().decompress(packed, MAX_BYTES)
+    except zlib.error as error:
+        raise _unreadable(job, repr(error)) from error
+    if hashlib.sha256(serialized).hexdigest() != digest:
+        raise _unreadable(job, f"chunks that are not those of digest {digest[:12]}")
+    return from_bytes(job, serialized)
+
+
+def from_bytes(job: str, serialized: bytes) -> ShardMap:
     """Raises InternalError for bytes that are no shard map."""
     try:
-        return ShardMap.FromString(value)
+        return ShardMap.FromString(serialized)
     except DecodeError as error:
-        raise InternalError(
-            f"the shard map of job {job} in etcd does not parse", seen=repr(error)
-        ) from error
+        raise _unreadable(job, repr(error)) from error
+
+
+class ShardMapReader:
+    """Reads layouts, which hardly ever change, and keeps the last few: to be asked again costs one
+    small read. What it gives is shared, and not to be changed."""
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._kept: OrderedDict[str, tuple[bytes, ShardMap]] = OrderedDict()
+
+    async def read(self, job: str) -> ShardMap | None:
+        """The layout as of now, without holders. Raises as `read` does."""
+        head = await self._store.get(keys.shard_map(job))
+        kept = self._kept.pop(job, None)
+        if head is None:
+            return None
+        if kept is None or kept[0] != head.value:
+            items = (await self._store.range(keys.shard_map(job))).items
+            layout = await asyncio.to_thread(parse, job, items)
+            value = next((i.value for i in items if i.key == head.key), None)
+            if layout is None or value is None:
+                return None
+            kept = value, layout
+        self._kept[job] = kept
+        while len(self._kept) > READERS_KEEP:
+            self._kept.popitem(last=False)
+        return kept[1]
+
+
+def _parse_head(job: str, value: bytes) -> tuple[str, int]:
+    try:
+        record = Fields.parsed(value)
+        found = record.text("digest"), record.count("num_chunks", most=MAX_BYTES // CHUNK_BYTES)
+        later = record.count("format") > FORMAT
+    except Unreadable as error:
+        raise _unreadable(job, f"{value[:80]!r}, {error}") from error
+    if later:
+        raise _unreadable(job, "one of a later release")
+    return found
+
+
+def _unreadable(job: str, seen: str) -> InternalError:
+    return InternalError(f"the shard map of job {job} in etcd does not parse", seen=seen)

@@ -9,7 +9,6 @@ from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.core.shards.assignments import ShardContent
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
@@ -69,7 +68,7 @@ class TableMaker:
         """Make all of the job's tables that this server leads and nobody ever had."""
         # What is made must be led as the record says from the start: a watch may be behind.
         await self._replicas.refresh(job)
-        layout = await shard_map.read(self._store, job)
+        layout = await self._catalog.layout(job)
         if layout is None:
             return
         new = []

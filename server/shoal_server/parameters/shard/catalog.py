@@ -47,6 +47,7 @@ class Catalog:
 
     def __init__(self, store: KeyValueStore, me: Holder) -> None:
         self._store = store
+        self._layouts = shard_map.ShardMapReader(store)
         self._me = me
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
@@ -54,6 +55,10 @@ class Catalog:
         """Where a shard is led, or is about to be, as far as this server knows."""
         self.is_kept: Callable[[str, int], bool] = _never_kept
         """Whether this server's journal has a shard that is not led here."""
+
+    async def layout(self, job: str) -> ShardMap | None:
+        """The job's shard map, without holders; not to be changed. Raises what the store raises."""
+        return await self._layouts.read(job)
 
     def find(self, job: str, shard_id: int) -> ShardReplica | None:
         return self._shards.get(job, {}).get(shard_id)
@@ -146,7 +151,7 @@ class Catalog:
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
         """Raise unless the job's map has exactly these shards here, with no other optimizer."""
-        record = await shard_map.read(self._store, job)
+        record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
         mapped = {shard.shard_id: shard for shard in record.shards} if record else {}
@@ -236,7 +241,7 @@ class Catalog:
         """Why this server does not lead a shard."""
         assignment = (await records.read_shards(self._store, job, [shard_id])).get(shard_id)
         if assignment is None:
-            return _unknown(job, shard_id, await shard_map.read(self._store, job))
+            return _unknown(job, shard_id, await self.layout(job))
         if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
                 return not_ready(job, shard_id, "this server, which is about to lead it")

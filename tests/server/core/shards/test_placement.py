@@ -8,7 +8,8 @@ import pytest
 from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_server.core.shards.placement import (
     CUT_ELEMENTS,
-    MAX_BLOCK_BYTES,
+    LARGE_SHARD_BYTES,
+    MAX_LARGE_SHARDS,
     MAX_SHARDS,
     Parameter,
     SchemaProblem,
@@ -16,6 +17,7 @@ from shoal_server.core.shards.placement import (
     check_schema,
     cut_into_shards,
     find_differences,
+    max_block_bytes,
     place,
     schema_digest,
     skew,
@@ -68,11 +70,12 @@ MODELS = {
 def assert_covers(parameters: list[Parameter], shards: tuple[Shard, ...]) -> None:
     held: dict[str, list[tuple[int, int]]] = {}
     by_name = {p.name: p for p in parameters}
+    most = max_block_bytes(sum(p.num_bytes for p in parameters))
     for shard in shards:
         for block in shard.blocks:
             p = by_name[block.parameter]
             assert (p.dtype, p.group) == (shard.dtype, shard.group)
-            assert 0 < block.num_elements * DTYPE_BYTES[p.dtype] <= MAX_BLOCK_BYTES
+            assert 0 < block.num_elements * DTYPE_BYTES[p.dtype] <= most
             assert block.offset % CUT_ELEMENTS == 0
             held.setdefault(p.name, []).append((block.offset, block.num_elements))
     for p in parameters:
@@ -100,6 +103,19 @@ def test_number_of_shards_follows_the_size() -> None:
     assert len(cut_into_shards(MODELS["tiny"], 1)) == 1
     assert 400 <= len(cut_into_shards(MODELS["gpt2"], 2)) <= MAX_SHARDS + 4
     assert 400 <= len(cut_into_shards(MODELS["billion"], 4)) <= MAX_SHARDS + 8
+
+
+def test_a_model_of_a_terabyte_has_some_thousands_of_shards_and_a_line_for_few_blocks() -> None:
+    """Its shards can be moved one by one, its map fits into a message, and it lies evenly."""
+    parameters = transformer(160, 11400, 50257)
+    assert sum(p.num_bytes for p in parameters) >= 1e12
+    shards = cut_into_shards(parameters, 100)
+    assert_covers(parameters, shards)
+    assert 3000 <= len(shards) <= MAX_LARGE_SHARDS + 2 * 100
+    assert max(shard.num_bytes for shard in shards) <= 1.2 * LARGE_SHARD_BYTES
+    assert sum(len(shard.blocks) for shard in shards) <= 10 * len(shards)
+    placed = place(shards, [f"ps-{i}" for i in range(100)])
+    assert skew(placed, 100) <= MAX_SKEW
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,0 +1,58 @@
+"""Shard maps as they are now, read once for all who ask at the same time."""
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.records import shard_map
+
+MAX_JOBS = 16
+
+
+@dataclass(slots=True)
+class _Read:
+    """The newest reading of one job."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: int = 0
+    done: int = 0
+    """Number of the newest reading that came to its end."""
+    found: ShardMap | None = None
+
+
+class CurrentMaps:
+    """Lives on the event loop. Each answer is as of a time after the question.
+
+    A map of thousands of shards takes a while to read, and all workers of a large job ask at once,
+    when they start and when servers fail: while one reading is under way, those who come wait for
+    the next, which is for all of them.
+    """
+
+    def __init__(self, store: KeyValueStore) -> None:
+        self._store = store
+        self._layouts = shard_map.ShardMapReader(store)
+        self._reads: OrderedDict[str, _Read] = OrderedDict()
+
+    async def read(self, job: str) -> ShardMap | None:
+        """The layout with each shard's primary; None if there is none. It is shared, and not to be
+        changed. Raises what `shard_map.read_current` raises."""
+        read = self._reads.setdefault(job, _Read())
+        self._reads.move_to_end(job)
+        asked = read.begun
+        async with read.lock:
+            if read.done <= asked:
+                read.begun += 1
+                layout = await self._layouts.read(job)
+                read.found = layout and await shard_map.fill(self._store, layout)
+                read.done = read.begun
+            found = read.found
+        self._forget_oldest()
+        return found
+
+    def _forget_oldest(self) -> None:
+        for job in [name for name, read in self._reads.items() if not read.lock.locked()]:
+            if len(self._reads) <= MAX_JOBS:
+                return
+            del self._reads[job]

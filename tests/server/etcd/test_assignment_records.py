@@ -1,0 +1,348 @@
+"""Records of who holds shards: placed whole or not at all, and changed each by itself."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+import pytest
+
+from shoal_proto.errors import InternalError, NotLeader, Unavailable
+from shoal_proto.v1.replication_pb2 import ShardHolding
+from shoal_server.core.shards.assignments import (
+    Holder,
+    JobAssignments,
+    ShardAssignment,
+    ShardContent,
+)
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import (
+    Compare,
+    Operation,
+    Put,
+    Revision,
+    TransactionResult,
+    absent,
+    created_at,
+)
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import assignments as records
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
+
+MAX_OPERATIONS = 128
+"""Of a transaction, in an etcd that nobody has told otherwise."""
+A, B, C = (Holder(f"ps-{i}", "one") for i in range(3))
+LIMIT_S = 10.0
+
+
+class WatchedStore(MemoryStore):
+    """Refuses what etcd refuses for its size, and lets a test have a say before and after each
+    transaction that writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_written: list[int] = []
+        """Keys that each transaction put."""
+        self.before: Callable[[Sequence[Operation]], None] = lambda then: None
+        self.after: Callable[[TransactionResult], None] = lambda result: None
+
+    async def transact(
+        self,
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        assert max(map(len, (compares, then, otherwise))) <= MAX_OPERATIONS
+        puts = [operation for operation in then if isinstance(operation, Put)]
+        if puts:
+            self.before(then)
+        result = await super().transact(compares, then, otherwise)
+        if puts:
+            if result.succeeded:
+                self.num_written.append(len(puts))
+            self.after(result)
+        return result
+
+
+@pytest.fixture
+def store() -> WatchedStore:
+    return WatchedStore()
+
+
+def placed(num_shards: int, run: str = "run", job: str = "job") -> JobAssignments:
+    shards = (
+        ShardAssignment(shard_id=i, epoch=1, primary=A, backups=(B,)) for i in range(num_shards)
+    )
+    return JobAssignments(job=job, copies=2, shards=tuple(shards), run=run)
+
+
+def without(gone: Holder) -> records.Change:
+    def change(assignment: ShardAssignment) -> ShardAssignment:
+        return replace(assignment, backups=tuple(h for h in assignment.backups if h != gone))
+
+    return change
+
+
+async def read(store: MemoryStore, job: str = "job") -> JobAssignments | None:
+    found = await records.read(store, job)
+    return None if found is None else found.assignments
+
+
+class Told:
+    """What a mirror has told."""
+
+    def __init__(self) -> None:
+        self.changed: list[tuple[str, set[int]]] = []
+        self.gone: list[str] = []
+        self.event = asyncio.Event()
+
+    def on_change(self, job: str, shard_ids: Collection[int]) -> None:
+        self.changed.append((job, set(shard_ids)))
+        self.event.set()
+
+    def on_gone(self, job: str) -> None:
+        self.gone.append(job)
+        self.event.set()
+
+    async def until(self, is_so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while not is_so():
+                self.event.clear()
+                await self.event.wait()
+
+
+async def test_a_job_of_many_shards_is_read_as_it_was_placed(store: WatchedStore) -> None:
+    """However many there are: no transaction is larger than etcd takes it, the last one decides."""
+    wanted = placed(1050)
+    assert (await records.place(store, wanted)).succeeded
+    assert await read(store) == wanted
+    assert await records.jobs(store) == ["job"]
+    assert sum(store.num_written) == 1051
+    assert store.num_written[-1] == 1
+
+
+async def test_a_placement_that_came_to_no_end_is_none(store: WatchedStore) -> None:
+    """Whoever looks sees nothing of it, and it goes once another one is decided."""
+
+    def die(then: Sequence[Operation]) -> None:
+        if len(store.num_written) == 2:
+            raise Unavailable("the coordinator is killed")
+
+    store.before = die
+    told = Told()
+    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+        with pytest.raises(Unavailable):
+            await records.place(store, placed(250, "first"))
+        assert await read(store) is None
+        store.before = lambda then: None
+        assert (await records.place(store, placed(2, "second"))).succeeded
+        assert await read(store) == placed(2, "second")
+        await told.until(lambda: bool(told.changed))
+        assert told.changed == [("job", {0, 1})]
+        assert mirror.assembled("job") == placed(2, "second")
+    assert await store.keys(keys.assignments_of_run("job", "first")) == ()
+
+
+async def test_of_two_placements_at_once_one_is_decided(store: WatchedStore) -> None:
+    """The other leaves nothing."""
+    head = keys.assignments_head("job")
+    results = await asyncio.gather(
+        *(records.place(store, placed(150, run), compares=[absent(head)]) for run in "ab")
+    )
+    assert sorted(result.succeeded for result in results) == [False, True]
+    found = await read(store)
+    assert found is not None
+    assert found.shards == placed(150).shards
+    assert len(await store.keys(keys.ASSIGNMENTS)) == 151
+
+
+async def test_records_taken_away_while_they_were_written_are_not_decided(
+    store: WatchedStore,
+) -> None:
+    """A job that is begun anew while it is placed: half of its shards would have no holders."""
+    hits = []
+
+    def begun_anew(result: TransactionResult) -> None:
+        if len(store.num_written) == 1 and not hits:
+            hits.append(None)
+            # The store in memory awaits nothing.
+            with pytest.raises(StopIteration):
+                store.delete(keys.assignments("job"), prefix=True).send(None)
+
+    store.after = begun_anew
+    assert not (await records.place(store, placed(250))).succeeded
+    assert await store.keys(keys.ASSIGNMENTS) == ()
+
+
+async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
+    """Each write is fenced, and not the deciding one alone."""
+    with pytest.raises(NotLeader):
+        await records.place(store, placed(3), fence=[created_at(keys.LEADER, Revision(7))])
+    assert await store.keys(keys.ASSIGNMENTS) == ()
+
+
+async def test_changes_of_a_hundred_shards_go_in_one_transaction(store: WatchedStore) -> None:
+    """And one that somebody else wrote meanwhile holds up no other."""
+    await records.place(store, placed(120))
+    told = Told()
+    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+        store.num_written.clear()
+        assert await mirror.change("job", range(100), without(B))
+        assert store.num_written == [100]
+        assert told.changed[1:] == [("job", set(range(100)))]
+        others = iter([7])
+
+        def write_too(then: Sequence[Operation]) -> None:
+            for shard_id in others:
+                theirs = replace(placed(1).shards[0], shard_id=shard_id, epoch=2)
+                key = keys.shard_assignment("job", "run", shard_id)
+                # The store in memory awaits nothing.
+                with pytest.raises(StopIteration):
+                    store.put(key, records.encode_shard("run", theirs)).send(None)
+
+        store.before = write_too
+        assert await mirror.change("job", range(120), lambda h: replace(h, joining=C))
+    found = await read(store)
+    assert found is not None
+    assert [h.epoch for h in found.shards] == [2 if i == 7 else 1 for i in range(120)]
+    assert {h.joining for h in found.shards} == {C}
+
+
+async def test_a_change_that_does_not_apply_any_more_is_not_made(store: WatchedStore) -> None:
+    """It is called again on what somebody else wrote, and gives that back."""
+    await records.place(store, placed(2))
+    async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as late:
+        async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as first:
+            await first.change("job", [0], lambda h: replace(h, primary=C, epoch=2))
+
+        def taken_over(h: ShardAssignment) -> ShardAssignment:
+            return replace(h, primary=B, epoch=h.epoch + 1) if h.primary == A else h
+
+        assert await late.change("job", [0, 1], taken_over)
+    found = await read(store)
+    assert found is not None
+    assert [(h.primary, h.epoch) for h in found.shards] == [(C, 2), (B, 2)]
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+async def test_a_change_of_unknown_outcome_is_made_once(store: WatchedStore, is_made: bool) -> None:
+    """What lies there afterwards tells."""
+    await records.place(store, placed(1))
+    outcomes = iter([True])
+
+    def lose_answer(_: object) -> None:
+        if next(outcomes, False):
+            raise Unavailable("the connection broke", details={"outcome": "unknown"})
+
+    if is_made:
+        store.after = lose_answer
+    else:
+        store.before = lose_answer
+    async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as mirror:
+        epochs = 0
+
+        def next_epoch(h: ShardAssignment) -> ShardAssignment:
+            nonlocal epochs
+            epochs += 1
+            return replace(h, epoch=h.epoch + 1, primary=B) if h.primary == A else h
+
+        assert await mirror.change("job", [0], next_epoch)
+        assert mirror.of_job("job")[0].epoch == 2
+        assert epochs == 2
+    found = await read(store)
+    assert found is not None
+    assert found.shards[0].epoch == 2
+
+
+async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
+    """Also where word of it has not come yet; and it is told."""
+    await records.place(store, placed(2))
+    told = Told()
+    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+        removed = records.taken_away("job")
+        await store.transact((), [removed])
+        assert not await mirror.change("job", [0], without(B))
+        await told.until(lambda: told.gone == ["job"])
+        assert mirror.of_job("job") == {}
+        assert list(mirror.jobs) == []
+
+
+async def test_another_run_of_a_job_is_told_as_the_end_of_the_last(store: WatchedStore) -> None:
+    """Also to one that never saw the last one's records go."""
+    await records.place(store, placed(3, "first"))
+    told = Told()
+    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+        await records.place(store, placed(2, "second"))
+        await told.until(lambda: len(told.changed) == 2)
+        assert told.gone == ["job"]
+        assert told.changed[-1] == ("job", {0, 1})
+        assert mirror.assembled("job") == placed(2, "second")
+
+
+async def test_what_a_later_release_wrote_beside_stays(store: WatchedStore) -> None:
+    """A change of ours keeps fields that we do not know."""
+    await records.place(store, placed(1))
+    key = keys.shard_assignment("job", "run", 0)
+    before = await store.get(key)
+    assert before is not None
+    unknown = b"\xf2\x07\x05hello"
+    await store.put(key, before.value + unknown)
+    async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as mirror:
+        await mirror.change(
+            "job", [0], lambda h: replace(h, backups=(), content=ShardContent.PRESENT)
+        )
+    after = await store.get(key)
+    assert after is not None
+    assert unknown in after.value
+    assert not ShardHolding.FromString(after.value).backups
+
+
+def of_later_format(value: bytes) -> bytes:
+    message = ShardHolding.FromString(value)
+    message.format = records.FORMAT + 1
+    return message.SerializeToString()
+
+
+def of_another_shard(value: bytes) -> bytes:
+    message = ShardHolding.FromString(value)
+    message.shard_id = 7
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize("spoil", [lambda value: b"\xff\xff", of_later_format, of_another_shard])
+async def test_a_record_that_cannot_be_read_concerns_its_job_only(
+    store: WatchedStore, spoil: Callable[[bytes], bytes]
+) -> None:
+    """Who reads the job is told; the others are followed and changed as ever."""
+    await records.place(store, placed(2))
+    await records.place(store, placed(2, job="other"))
+    key = keys.shard_assignment("job", "run", 1)
+    found = await store.get(key)
+    assert found is not None
+    await store.put(key, spoil(found.value))
+    # As an earlier layout had it, and as nobody ever did.
+    await store.put(keys.ASSIGNMENTS + "job", found.value)
+    await store.put(keys.ASSIGNMENTS + "third/head", b"\xff")
+    with pytest.raises(InternalError, match="job/run/00000001"):
+        await records.read(store, "job")
+    async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as mirror:
+        with pytest.raises(InternalError, match="not every shard of job job"):
+            mirror.assembled("job")
+        assert await mirror.change("job", [0, 1], without(B))
+        assert mirror.of_job("job").keys() == {0}
+        assert await mirror.change("other", [0, 1], without(B))
+        assert sorted(mirror.jobs) == ["job", "other"]
+
+
+async def test_one_shard_is_read_anew_without_the_others(store: WatchedStore) -> None:
+    """As long as the job is of the same run; else all of it is."""
+    await records.place(store, placed(3, "first"))
+    told = Told()
+    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+        async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as other:
+            await other.change("job", [0, 1], without(B))
+        await mirror.refresh("job", [1])
+        assert mirror.of_job("job")[1].backups == ()
+        await records.place(store, placed(2, "second"))
+        await mirror.refresh("job", [1])
+        assert mirror.assembled("job") == placed(2, "second")
+    assert told.gone == ["job"]

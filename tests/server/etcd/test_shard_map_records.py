@@ -1,0 +1,91 @@
+"""Layouts in etcd: of any size, in chunks that count once a small record names them."""
+
+import random
+
+import pytest
+
+from shoal_proto.errors import InternalError
+from shoal_proto.v1.shards_pb2 import Block, Shard, ShardMap
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Put
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.records import shard_map
+
+MAX_REQUEST_BYTES = 1024 * 1024
+"""etcd takes 1.5 MiB."""
+
+
+def layout(num_shards: int, server_id: str = "ps-0") -> ShardMap:
+    """One that cannot be compressed much."""
+    rng = random.Random(3)
+    names = (f"{rng.randbytes(100).hex()}" for _ in range(num_shards))
+    shards = (
+        Shard(shard_id=i, server_id=server_id, blocks=[Block(parameter=name, num_elements=8)])
+        for i, name in enumerate(names)
+    )
+    return ShardMap(job="job", shards=shards)
+
+
+async def write(store: MemoryStore, written: ShardMap) -> shard_map.StoredLayout:
+    stored = shard_map.stored(written)
+    assert all(len(chunk.value) < MAX_REQUEST_BYTES for chunk in stored.chunks)
+    still_there = await shard_map.write_chunks(store, stored)
+    result = await store.transact([still_there], [stored.head])
+    assert result.succeeded
+    await shard_map.take_others_away(store, stored, result.revision)
+    return stored
+
+
+async def test_a_layout_is_read_as_it_was_written() -> None:
+    """Also one that is larger than a request; the one before it leaves nothing."""
+    store = MemoryStore()
+    assert await shard_map.read(store, "job") is None
+    large = layout(20_000)
+    stored = await write(store, large)
+    assert len(stored.chunks) > 2
+    assert await shard_map.read(store, "job") == large
+    small = layout(2)
+    await write(store, small)
+    assert await shard_map.read(store, "job") == small
+    assert len(await store.keys(keys.job_prefix("job"))) == 2
+
+
+async def test_a_layout_is_not_there_before_it_is_decided() -> None:
+    """Nor may it be decided once its chunks were taken away."""
+    store = MemoryStore()
+    stored = shard_map.stored(layout(2))
+    still_there = await shard_map.write_chunks(store, stored)
+    assert await shard_map.read(store, "job") is None
+    await store.delete(keys.job_prefix("job"), prefix=True)
+    await shard_map.write_chunks(store, stored)
+    assert not (await store.transact([still_there], [stored.head])).succeeded
+
+
+@pytest.mark.parametrize("spoil", ["chunk", "missing", "head"])
+async def test_a_layout_that_cannot_be_read_is_named(spoil: str) -> None:
+    """By its job."""
+    store = MemoryStore()
+    stored = await write(store, layout(2))
+    key = stored.head.key if spoil == "head" else stored.chunks[0].key
+    if spoil == "missing":
+        await store.delete(key)
+    else:
+        await store.put(key, b"\xff\xff")
+    with pytest.raises(InternalError, match="the shard map of job job"):
+        await shard_map.read(store, "job")
+
+
+async def test_a_reader_keeps_the_layout_until_there_is_another() -> None:
+    """To be asked again costs one small read."""
+    store = MemoryStore()
+    reader = shard_map.ShardMapReader(store)
+    assert await reader.read("job") is None
+    await write(store, layout(2))
+    first = await reader.read("job")
+    assert first == layout(2)
+    assert await reader.read("job") is first
+    await write(store, layout(2, "ps-1"))
+    assert await reader.read("job") == layout(2, "ps-1")
+    await store.transact((), [Put("/elsewhere", b"")])
+    await store.delete(keys.job_prefix("job"), prefix=True)
+    assert await reader.read("job") is None
