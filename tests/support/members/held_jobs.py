@@ -142,10 +142,11 @@ def between_the_boundarys_notices(cast: Cast) -> Held:
     cast.joins("c")
     a.has_withheld(OFFER)
     b.has_done(OFFER)
-    b.hang_up()
+    b.miss("stop_at")
     a.release(OFFER)
     a.told("stop_at")
-    return Held(cast=cast, release=b.call_again, trains=("a", "b", "c"), decided=2)
+    b.has_missed("stop_at")
+    return Held(cast=cast, release=b.hear_again, trains=("a", "b", "c"), decided=2)
 
 
 HELD: Mapping[str, Callable[[Cast], Held]] = {
@@ -160,9 +161,9 @@ HELD: Mapping[str, Callable[[Cast], Held]] = {
         running,
         broken,
         in_prepare_after_a_loss,
-        # The last two do not wait for long.
-        in_aborted,
         between_the_boundarys_notices,
+        # The last does not wait for long.
+        in_aborted,
     )
 }
 

@@ -91,6 +91,8 @@ class ScriptedMember:
         self._settled = 0
         self._stream: grpc.Call | None = None
         self._hears = False
+        self._missed: dict[str, bool] = {}
+        """Kinds of notices that are lost, and whether one was."""
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._listen, self._beat)
         ]
@@ -173,18 +175,32 @@ class ScriptedMember:
         self.call("Leave", pb.LeaveRequest(token=self.token(), reason="told to"))
         self._closing.set()
 
-    def hang_up(self) -> None:
-        """Break the stream, and open none until `call_again`."""
+    def miss(self, *kinds: str) -> None:
+        """Notices of these kinds are lost on their way from now on, until `hear_again`.
+
+        It stays connected: a member whose stream is broken is removed after a second, which may
+        be less than what a test does meanwhile takes.
+        """
+        with self._changed:
+            self._missed |= dict.fromkeys(kinds, False)
+
+    def has_missed(self, kind: str) -> None:
+        """Wait until a notice of the kind was lost."""
+        self._await(lambda: self._missed[kind], f"it has missed {kind}")
+
+    def hear_again(self) -> None:
+        """Attend anew, whereupon it is told what it missed."""
+        with self._changed:
+            self._missed.clear()
         self._connected.clear()
         if self._stream is not None:
             self._stream.cancel()
+        self.hears_nothing()
+        self._connected.set()
 
     def hears_nothing(self) -> None:
         """Wait until its stream has broken."""
         self._await(lambda: not self._hears, "its stream breaks")
-
-    def call_again(self) -> None:
-        self._connected.set()
 
     def has_withheld(self, act: str) -> None:
         """Wait until the member has put something of the kind off."""
@@ -291,8 +307,14 @@ class ScriptedMember:
             kind = notice.WhichOneof("kind")
             self._hear(True)
             with self._changed:
-                self.notices.append((kind, notice))
+                missed = kind in self._missed
+                if missed:
+                    self._missed[kind] = True
+                else:
+                    self.notices.append((kind, notice))
                 self._changed.notify_all()
+            if missed:
+                continue
             self._on_notice(kind, notice)
             self._take(kind, notice)
 
