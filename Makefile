@@ -84,8 +84,10 @@ wheelhouse: ## fetch the wheels for an image build without a package index
 browser-test: .venv/.installed ## look at the status page with a real browser (needs Chromium)
 	$(BIN)/python -m pytest -m browser
 
+# What says how it is run; the others are parts of these.
+BENCHES = $(sort $(patsubst bench/%.py,%,$(shell grep -lE 'make bench NAME|python bench/' bench/*.py)))
 bench: .venv/.installed ## make bench NAME=demo runs bench/demo.py
-	@test -n "$(NAME)" || { echo "which one? make bench NAME=demo (there is: $(patsubst bench/%.py,%,$(wildcard bench/*.py)))"; exit 2; }
+	@test -n "$(NAME)" || { echo "which one? make bench NAME=demo (there is: $(BENCHES))"; exit 2; }
 	$(BIN)/python bench/$(NAME).py
 
 clean:

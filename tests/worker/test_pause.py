@@ -80,7 +80,7 @@ def drain(cluster: LocalCluster, play: Play, name: str) -> None:
     """As `shoal drain` asks for it."""
     coordinators = Coordinators([cluster.coordinator])
     request = DrainRequest(job=play.run.job, member_id=name, reason="spot notice")
-    coordinators.call(membership_calls.drain, request, timeout_s=WAIT_S)
+    coordinators.call(membership_calls.METHODS[DrainRequest], request, timeout_s=WAIT_S)
     coordinators.close()
 
 

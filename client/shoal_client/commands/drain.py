@@ -69,7 +69,9 @@ def _drained(
             if not asked:
                 left_s = max(POLL_S, give_up_s - time.monotonic())
                 coordinators.call(
-                    membership_calls.drain, request, timeout_s=min(left_s, ANSWER_WITHIN_S)
+                    membership_calls.METHODS[DrainRequest],
+                    request,
+                    timeout_s=min(left_s, ANSWER_WITHIN_S),
                 )
                 asked = True
             detail = status.job(request.job)

@@ -174,14 +174,16 @@ def _print_job(console: Console, job: Json) -> None:
 
 
 def _print_members(console: Console, members: Json) -> None:
-    # In a narrow terminal the words that explain a wait need the room.
+    # In a narrow terminal the words that explain a wait have lines of their own.
     wide = console.width >= WIDE
     stale = any((entry["health"] or {}).get("staleness_steps") is not None for entry in members)
     bounded = any(entry["member"]["clock"] is not None for entry in members)
-    names = ["member", "rank>", "state", "step>", "loss>", "samples/s>", "seen>"]
+    fast = wide or not (stale and bounded)
+    names = ["member", "rank>", "state", "step>", "loss>"] + ["samples/s>"] * fast + ["seen>"]
     names += ["host"] * wide + ["stale>"] * stale + ["round>"] * bounded
     table = _table(*names)
-    table.add_column("waits for", overflow="fold", ratio=1)
+    if wide:
+        table.add_column("waits for", overflow="fold", ratio=1)
     now_s = time.time()
     for entry in members:
         member, health = entry["member"], entry["health"] or {}
@@ -191,14 +193,29 @@ def _print_members(console: Console, members: Json) -> None:
             escape(member["state"]),
             _number(max(member["step"], health.get("step") or 0), "d"),
             _number(health.get("loss"), ".4g"),
-            _number(health.get("samples_per_s"), ".0f"),
+            *([_number(health.get("samples_per_s"), ".0f")] * fast),
             _duration(now_s - member["last_seen_unix_s"]),
             *([escape(member["host"])] * wide),
             *([_number(health.get("staleness_steps"), ".1f")] * stale),
             *([_number(member["clock"], "d")] * bounded),
-            escape(member["waiting_for"]),
+            *([escape(member["waiting_for"])] * wide),
         )
     console.print(table if members else "no members", highlight=False)
+    if not wide:
+        _print_waits(console, members)
+
+
+def _print_waits(console: Console, members: Json) -> None:
+    """What members wait for that do not train; once for all who wait for the same."""
+    waits: dict[str, list[str]] = {}
+    for entry in members:
+        member = entry["member"]
+        if member["state"] != "training":
+            waits.setdefault(member["waiting_for"], []).append(member["member_id"])
+    for waiting_for, names in waits.items():
+        verb = "waits" if len(names) == 1 else "wait"
+        line = f"{', '.join(names)} {verb} for: {waiting_for}"
+        console.print(escape(line), highlight=False)
 
 
 def _print_generations(console: Console, generations: Json) -> None:
@@ -229,27 +246,17 @@ def _print_samples(console: Console, samples: Json) -> None:
 
 
 def _print_servers(console: Console, view: Json) -> None:
-    names = ["server", "state", "address", "shards>", "copies>", "MiB>", "updates>", "pushes>"]
-    table = _table(*names, "retries>", "refused>", "lag>", "queued MiB>", "held MiB>", "limit MiB>")
-    for server in view["servers"]:
-        shards = [s for s in view["shards"] if s["server_id"] == server["server_id"]]
-        table.add_row(
-            escape(server["server_id"]),
-            server["state"],
-            escape(server["address"]),
-            str(len(shards)),
-            str(server["num_copies"]),
-            f"{sum(s['num_bytes'] for s in shards) / 2**20:.1f}",
-            str(sum(s["version"] for s in shards)),
-            str(sum(s["pushes"] for s in shards)),
-            str(sum(s["duplicates"] for s in shards)),
-            str(sum(s["refused"] for s in shards) + server["refused_by_epoch"]),
-            str(max((s["lag"] for s in shards), default=0)),
-            f"{server['unfinished_bytes'] / 2**20:.1f}",
-            f"{server['held_bytes'] / 2**20:.1f}",
-            f"{server['memory_limit_bytes'] / 2**20:.0f}",
-        )
-    console.print(table, highlight=False)
+    place = ["state", "address", "shards>", "copies>", "MiB>", "updates>"]
+    load = ["pushes>", "retries>", "refused>", "lag>", "queued MiB>", "held MiB>", "limit MiB>"]
+    # In a narrow terminal these are two tables.
+    for names in [[*place, *load]] if console.width >= WIDE else [place, load]:
+        table = _table("server", *names)
+        for server in view["servers"]:
+            shards = [s for s in view["shards"] if s["server_id"] == server["server_id"]]
+            figures = _server_figures(server, shards)
+            shown = [figures[name.removesuffix(">")] for name in names]
+            table.add_row(escape(server["server_id"]), *shown)
+        console.print(table, highlight=False)
     for server in view["servers"]:
         for peer in server["full_peers"]:
             text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
@@ -265,6 +272,25 @@ def _print_servers(console: Console, view: Json) -> None:
             highlight=False,
         )
     console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
+
+
+def _server_figures(server: Json, shards: Json) -> dict[str, str]:
+    """By the name of the column; `shards`: those that the server leads."""
+    return {
+        "state": server["state"],
+        "address": escape(server["address"]),
+        "shards": str(len(shards)),
+        "copies": str(server["num_copies"]),
+        "MiB": f"{sum(s['num_bytes'] for s in shards) / 2**20:.1f}",
+        "updates": str(sum(s["version"] for s in shards)),
+        "pushes": str(sum(s["pushes"] for s in shards)),
+        "retries": str(sum(s["duplicates"] for s in shards)),
+        "refused": str(sum(s["refused"] for s in shards) + server["refused_by_epoch"]),
+        "lag": str(max((s["lag"] for s in shards), default=0)),
+        "queued MiB": f"{server['unfinished_bytes'] / 2**20:.1f}",
+        "held MiB": f"{server['held_bytes'] / 2**20:.1f}",
+        "limit MiB": f"{server['memory_limit_bytes'] / 2**20:.0f}",
+    }
 
 
 def _table(*columns: str) -> Table:

@@ -32,5 +32,6 @@ class Leaving:
         if not isinstance(error, (Fenced, MemberDrained)):
             return [ev.Log(event="leave_failed", fields=fields, is_warning=True)]
         self.was_told = self._drained or isinstance(error, MemberDrained)
-        ending: list[ev.Effect] = [] if self.was_told else [ev.TellEnding(error=error)]
-        return [*ending, ev.Log(event="leave_not_needed", fields=fields)]
+        if self.was_told:
+            return []  # it was let go: the word that it leaves came second, as it mostly does
+        return [ev.TellEnding(error=error), ev.Log(event="leave_not_needed", fields=fields)]

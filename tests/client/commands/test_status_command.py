@@ -182,3 +182,21 @@ def test_the_address_comes_from_the_environment(
     monkeypatch.setenv("SHOAL_HTTP", url)
     assert shoal("status") == 0
     assert "digits" in capsys.readouterr().out
+
+
+def test_status_is_whole_in_eighty_columns(
+    world: World, url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is cut off; who does not train is told of in words."""
+    monkeypatch.setenv("COLUMNS", "80")
+    long_wait = "w1 to finish its step before the new generation can start from there"
+    waits = status_world.member("w2", 2, state="bringing-up", waiting_for=long_wait)
+    world.change("digits", members=(status_world.member("w0", 0), waits))
+    world.shards_of["digits"] = status_world.shards(silent="ps1")
+    assert shoal("status", "--http", url) == 0
+    output = capsys.readouterr().out
+    assert "…" not in output
+    assert max(len(line.rstrip()) for line in output.splitlines()) <= 80
+    assert f"w2 waits for: {long_wait}" in " ".join(output.split())
+    for name in ("address", "limit MiB", "unreachable"):
+        assert name in output
