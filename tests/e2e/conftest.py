@@ -23,13 +23,14 @@ class Shoal:
         self._started: list[subprocess.Popen[str]] = []
 
     def start(
-        self, *arguments: str, environment: Mapping[str, str] | None = None
+        self, *arguments: str, environment: Mapping[str, str] | None = None, typed: str = ""
     ) -> "subprocess.Popen[str]":
-        """`shoal ARGUMENTS`, stdout and stderr in one pipe."""
+        """`shoal ARGUMENTS`, stdout and stderr in one pipe; `typed` is what it reads."""
         name, _, value = self._mark.partition("=")
         own = {key: text for key, text in os.environ.items() if not key.startswith("SHOAL_")}
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "shoal_client", *arguments],
+            stdin=subprocess.PIPE if typed else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -37,6 +38,10 @@ class Shoal:
             env={**own, **(environment or {}), name: value, "COLUMNS": "200"},
         )
         self._started.append(process)
+        if process.stdin is not None:
+            process.stdin.write(typed)
+            process.stdin.close()
+            process.stdin = None
         return process
 
     def processes(self) -> dict[int, str]:

@@ -1,0 +1,90 @@
+"""Both servers of a shard are killed at once: it is lost, by name, until somebody decides."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from e2e.conftest import Shoal, finish, read_until
+from e2e.test_parts_that_die import part_pids
+
+SCRIPT = """
+import pathlib, time, shoal, torch
+done = pathlib.Path("done")
+model = torch.nn.Linear(8, 8, bias=False)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy="async-sgd")
+    for batch in session.batches(torch.ones(32 * 500, 8), global_batch_size=32, epochs=4):
+        with session.step():
+            session.backward(model(batch.inputs).sum() / len(batch.inputs))
+        if batch.step == 20:
+            print("trains", flush=True)
+        if not done.exists():
+            time.sleep(0.05)
+print("is done", flush=True)
+"""
+
+
+@pytest.mark.long
+def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
+    shoal_command: Shoal, tmp_path: Path
+) -> None:
+    """The worker ends with StateLost, `shoal status` says what is lost, `shoal accept-loss` gives
+    it up for the right job alone and once its name was repeated, and training goes on."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    up = shoal_command.start("up", "--dir", str(tmp_path / "up"))
+    welcome = read_until(up, "Ctrl-C stops the cluster")
+    coordinator = next(line.split()[-1] for line in welcome if line.startswith("coordinator"))
+    page = next(word for line in welcome for word in line.split() if word.startswith("http://"))
+    environment = {
+        "SHOAL_COORDINATOR": coordinator,
+        "SHOAL_HTTP": page,
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def shoal(*arguments: str, typed: str = "") -> "subprocess.Popen[str]":
+        return shoal_command.start(*arguments, environment=environment, typed=typed)
+
+    def said(*arguments: str, typed: str = "") -> tuple[int, str]:
+        return finish(shoal(*arguments, typed=typed))
+
+    run = shoal("run", "-n", "1", "--job", "digits", "train.py")
+    before = read_until(run, "trains")
+    code, output = said("accept-loss", "digits", "--yes")
+    assert code == 1 and "job digits has lost no shard" in output
+
+    pids = part_pids(shoal_command)
+    for server in ("ps-0", "ps-1"):
+        os.kill(pids[server], signal.SIGKILL)
+    code, output = finish(run, before)
+    assert code != 0
+    assert "StateLost" in output
+    assert "shard 0 of job digits was lost with every server that had it" in output
+    assert "shoal accept-loss digits" in output
+
+    code, output = said("status", "--job", "digits")
+    assert code == 0
+    assert "lost: shard 0 of job digits was lost" in output, output
+    assert "No snapshot of it is at" in output
+
+    code, output = said("accept-loss", "digit", "--yes")
+    assert code == 1 and "there is no job 'digit'" in output
+    code, output = said("accept-loss", "digits", typed="digit\n")
+    assert code == 1 and "nothing has changed" in output, output
+    code, output = said("accept-loss", "digits", typed="digits\n")
+    assert code == 0, output
+    assert "loss of shard 0 (" in output and "of job digits accepted by" in output
+    code, output = said("accept-loss", "digits")
+    assert code == 0 and ", before" in output, output
+    code, output = said("status", "--job", "digits")
+    assert "lost: shard" not in output
+    assert "loss of shard 0" in output, output
+
+    (tmp_path / "done").touch()
+    code, output = said("run", "-n", "1", "--job", "digits", "train.py")
+    assert code == 0, output
+    assert "is done" in output
+    up.send_signal(signal.SIGINT)
+    assert finish(up)[0] == 0
