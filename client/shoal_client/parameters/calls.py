@@ -1,6 +1,6 @@
 """Create, pull and push at one server: by the bulk transport where there is one, else by gRPC."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import grpc
 
@@ -10,11 +10,13 @@ from shoal_client.parameters.piece_stub import PieceStub
 from shoal_client.shards.blocks import SEND_PIECE_BYTES, encode
 from shoal_client.shards.parts import Part
 from shoal_proto import pieces
+from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
     CreateReply,
     CreateRequest,
+    DescribeRequest,
     PullRequest,
     PushHeader,
     PushReply,
@@ -35,6 +37,9 @@ class ParameterCalls:
         transport: str,
     ) -> None:
         self._stub = PieceStub(channel)
+        self._address = address
+        self._token = token
+        self._codecs: frozenset[str] | None = None
         self._bulk = BulkWay(address, self._stub.OpenBulk, token, transport=transport)
 
     def create(self, header: CreateHeader, parts: Iterable[Part], timeout_s: float) -> CreateReply:
@@ -59,6 +64,21 @@ class ParameterCalls:
             return connection.push(request, parts, timeout_s)
         requests = _requests(request, parts, pieces.PUSH_REQUEST)
         return self._stub.Push(requests, timeout=timeout_s)
+
+    def check_codecs(self, kinds: Collection[str], timeout_s: float) -> None:
+        """Raise InvalidSpec, naming the server, where it does not read gradients so written."""
+        if kinds and self._codecs is None:
+            request = DescribeRequest(job=self._token().job)
+            self._codecs = frozenset(self._stub.Describe(request, timeout=timeout_s).codecs)
+        for kind in kinds:
+            if kind not in (self._codecs or ()):
+                raise InvalidSpec(
+                    f"the parameter server at {self._address} does not read compressed gradients"
+                    f" of kind {kind!r}",
+                    seen=", ".join(sorted(self._codecs or ())) or "none that it names",
+                    expected=repr(kind),
+                    fix="Bring the servers to the worker's release, or train without compression.",
+                )
 
     def _connection(self, parts: Sequence[Part], timeout_s: float) -> Connection | None:
         largest_bytes = max((part.num_bytes for part in parts), default=0)

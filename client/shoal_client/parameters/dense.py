@@ -6,7 +6,7 @@ of which, and what happens when a server is away for a while, is dealt with here
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal_client.bulk.way import transport_of
@@ -17,10 +17,11 @@ from shoal_client.parameters.receiver import Receiver
 from shoal_client.parameters.servers import Attempt, worst_of
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.shards.layouts import without_tables
-from shoal_client.shards.parts import Part, Pieces
+from shoal_client.shards.parts import EncodedPush, Part, Pieces
 from shoal_proto import pieces
 from shoal_proto.errors import ShoalError, StalePush, StateLost
 from shoal_proto.status import from_detail
+from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import (
     Acknowledgement,
@@ -196,6 +197,7 @@ class ParameterClient:
         bases: Buffers | None = None,
         only: Collection[int] | None = None,
         step: JointStep | None = None,
+        encoded: EncodedPush | None = None,
     ) -> PushResult:
         """Apply gradients, each exactly once, and write the values of right after into `into`.
 
@@ -203,8 +205,10 @@ class ParameterClient:
         a parameter group; empty: as created. `bases` are the values that the gradients were
         computed on, for servers that compensate for delay: not the memory of `into`. With `only`,
         nothing goes to, or comes from, any other shard. `step`: what `joint_step` gave for this
-        push and one of rows, which may be on its way at the same time. Raises NonFiniteGradient
-        with the parameter's name; then the parts that lie in other shards may have been applied.
+        push and one of rows, which may be on its way at the same time. `encoded`: what is sent for
+        some shards in place of `gradients`, which say which parameters have one. Raises
+        NonFiniteGradient with the parameter's name; then the parts that lie in other shards may
+        have been applied. Raises InvalidSpec, naming the server, where that does not read a codec.
         """
         shard_map = self._job.known_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
@@ -220,6 +224,7 @@ class ParameterClient:
             gradients=gradients,
             bases=bases or {},
             lr=lr,
+            encoded=encoded or EncodedPush({}, _nothing),
             into=into,
             all_shard_ids=sorted(only or ()) if step is None else step.shard_ids,
             base_versions=dict(self._versions),
@@ -246,8 +251,8 @@ class ParameterClient:
         receiver = Receiver(self._blocks, push.into or {}, self._versions, todo)
         errors: list[ShoalError] = []
         epochs = {shard.shard_id: shard.epoch for shard in shards}
-        given = (push.gradients, push.bases) if push.bases else (push.gradients,)
-        parts = [self._part(shard, given) for shard in shards]
+        calls.check_codecs(push.kinds(epochs), timeout_s)
+        parts = [self._gradient_part(shard, push) for shard in shards]
         for reply in calls.push(self._push_header(push, shards), parts, timeout_s):
             if isinstance(reply, pieces.OnlyPiece) or not reply.HasField("outcome"):
                 receiver.take(reply)
@@ -261,6 +266,8 @@ class ParameterClient:
                 else:
                     errors.append(error)
                 continue
+            if outcome.shard_id in push.encoded.shards:
+                push.encoded.applied(outcome.shard_id)
             push.result.versions[outcome.shard_id] = outcome.version
             push.result.staleness[outcome.shard_id] = outcome.staleness
             push.result.duplicates += outcome.duplicate
@@ -271,6 +278,15 @@ class ParameterClient:
         if errors:
             raise worst_of(errors)
 
+    def _gradient_part(self, shard: Shard, push: "_Push") -> Part:
+        gradient = push.encoded.shards.get(shard.shard_id)
+        if gradient is None:
+            return self._part(
+                shard, (push.gradients, push.bases) if push.bases else (push.gradients,)
+            )
+        # Its values come back as they are.
+        return Part(shard.shard_id, self._blocks[shard.shard_id].num_bytes, gradient.pieces)
+
     def _push_header(self, push: "_Push", shards: Sequence[Shard]) -> PushHeader:
         items = [
             PushItem(
@@ -279,6 +295,7 @@ class ParameterClient:
                 base_version=push.base_versions.get(shard.shard_id, 0),
                 base_epoch=push.base_epochs.get(shard.shard_id, 0),
                 absent_blocks=self._blocks[shard.shard_id].absent(push.gradients),
+                codec=push.codec(shard.shard_id),
             )
             for shard in shards
         ]
@@ -317,6 +334,11 @@ class ParameterClient:
             details={**lost.details, **({"version": str(version)} if version else {})},
         )
 
+    @property
+    def shard_map(self) -> ShardMap:
+        """As it was fetched last: who holds which shard may have changed, what lies in it not."""
+        return self._job.known_map()
+
     def _adopt(self, received: ShardMap) -> ShardMap:
         shard_map = without_tables(received)
         if self._schema_digest != shard_map.schema_digest:
@@ -348,8 +370,22 @@ class _Push:
     gradients: Buffers
     bases: Buffers
     lr: Sequence[float]
+    encoded: EncodedPush
     into: Buffers | None
     all_shard_ids: Sequence[int]
     """All that the step touches; none: every shard here."""
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
+
+    def codec(self, shard_id: int) -> GradientCodec | None:
+        gradient = self.encoded.shards.get(shard_id)
+        return None if gradient is None else gradient.codec
+
+    def kinds(self, shard_ids: Iterable[int]) -> set[str]:
+        """Of the codecs in which these shards' gradients are written."""
+        codecs = (self.codec(shard_id) for shard_id in shard_ids)
+        return {codec.kind for codec in codecs if codec is not None}
+
+
+def _nothing(shard_id: int) -> None:
+    """Of a push without a codec."""

@@ -9,6 +9,8 @@ from google.protobuf.message import Message
 from shoal_proto import pieces
 from shoal_proto.v1.parameters_pb2 import (
     CreateReply,
+    DescribeReply,
+    DescribeRequest,
     OpenBulkReply,
     OpenBulkRequest,
     PullRequest,
@@ -41,8 +43,12 @@ class _Opening(Protocol):
     def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
 
 
+class _Describing(Protocol):
+    def __call__(self, request: DescribeRequest, /, *, timeout: float) -> DescribeReply: ...
+
+
 class PieceStub:
-    """Create, Pull, Push and OpenBulk. A request may be bytes that are serialized already."""
+    """Five of its calls. A request may be bytes that are serialized already."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.Create: _Creating = channel.stream_unary(
@@ -59,6 +65,11 @@ class PieceStub:
             SERVICE + "Push",
             request_serializer=_serialize,
             response_deserializer=_decoder(pieces.PUSH_REPLY, PushReply.FromString),
+        )
+        self.Describe: _Describing = channel.unary_unary(
+            SERVICE + "Describe",
+            request_serializer=_serialize,
+            response_deserializer=DescribeReply.FromString,
         )
         self.OpenBulk: _Opening = channel.unary_unary(
             SERVICE + "OpenBulk",

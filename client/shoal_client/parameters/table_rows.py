@@ -8,6 +8,7 @@ from typing import TypeVar
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, StalePush
 from shoal_proto.row_hash import shard_of
+from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
 
 ID_BYTES = 8
@@ -47,10 +48,17 @@ class Gradients:
     """Which step of the table this is, as far as is known here."""
     lr: float | None = None
     """None: as the table was specified."""
+    codec: GradientCodec | None = None
+    """How the gradients are written; None: in the table's dtype."""
 
     @property
     def num_rows(self) -> int:
         return len(self.ids) // ID_BYTES
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one row's gradient as it is written."""
+        return len(self.gradients) // max(self.num_rows, 1)
 
 
 @dataclass(kw_only=True)

@@ -135,7 +135,8 @@ class TableClient:
         """
         for (name, _), rows in pushed.items():
             if name in self._tables:
-                _check_lengths(name, rows, row_bytes_of(self._tables[name]))
+                plain = row_bytes_of(self._tables[name])
+                _check_lengths(name, rows, plain if rows.codec is None else rows.row_bytes)
         self._sequence = self._sequence + 1 if step is None else step.sequence
         result = TablePushResult(sequence=self._sequence)
 
@@ -146,7 +147,9 @@ class TableClient:
             errors: list[ShoalError] = []
             rows = [
                 PushedRows(
-                    shard_id=s.shard_id, gradients=pushed[_where(s)], row_bytes=self._row_bytes(s)
+                    shard_id=s.shard_id,
+                    gradients=pushed[_where(s)],
+                    row_bytes=pushed[_where(s)].row_bytes or self._row_bytes(s),
                 )
                 for s in shards
             ]
@@ -255,4 +258,5 @@ def _item(shard: Shard, part: Gradients) -> TablePushItem:
         num_rows=part.num_rows,
         step=part.step,
         lr=part.lr,
+        codec=part.codec,
     )

@@ -1,7 +1,9 @@
 """What a call sends for one shard, whatever carries it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from shoal_proto.v1.codec_pb2 import GradientCodec
 
 Pieces = Iterable[tuple[int, Sequence[memoryview]]]
 """Offset in the shard, and the caller's memory that holds the bytes from there on."""
@@ -39,3 +41,24 @@ def in_pieces(buffers: Sequence[memoryview]) -> Callable[[int], Pieces]:
             yield start, parts
 
     return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedGradient:
+    """A shard's gradient in fewer bytes."""
+
+    codec: GradientCodec
+    data: memoryview
+
+    def pieces(self, piece_bytes: int) -> Pieces:
+        for start in range(0, len(self.data), piece_bytes):
+            yield start, (self.data[start : start + piece_bytes],)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPush:
+    """What a push sends in place of the gradients of some shards, the same at every attempt."""
+
+    shards: Mapping[int, EncodedGradient]
+    applied: Callable[[int], None]
+    """Told of each of these shards once it is known that its part was applied."""

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from shoal_proto.v1 import acknowledgement_pb2 as _acknowledgement_pb2
+from shoal_proto.v1 import codec_pb2 as _codec_pb2
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
 from shoal_proto.v1 import shards_pb2 as _shards_pb2
@@ -16,6 +17,8 @@ from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DEFAULT as ACKNOW
 from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DURABLE as ACKNOWLEDGEMENT_DURABLE
 from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_REPLICATED as ACKNOWLEDGEMENT_REPLICATED
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement as Acknowledgement
+from shoal_proto.v1.codec_pb2 import GradientCodec as GradientCodec
+from shoal_proto.v1.codec_pb2 import LowRankRows as LowRankRows
 from shoal_proto.v1.optimizer_pb2 import ConstantPhase as ConstantPhase
 from shoal_proto.v1.optimizer_pb2 import CosinePhase as CosinePhase
 from shoal_proto.v1.optimizer_pb2 import ExponentialPhase as ExponentialPhase
@@ -266,7 +269,8 @@ class PushRequest(_message.Message):
     @_builtins.property
     def piece(self) -> Global___Piece:
         """Of the gradient of each shard; where the job compensates for delay, of the values that it was
-        computed on behind it (see StalenessPolicy).
+        computed on behind it (see StalenessPolicy). Of a gradient with a codec: what the codec made of
+        it, at offsets from 0.
         """
 
     def __init__(
@@ -346,6 +350,7 @@ class PushItem(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _builtins.int
     ABSENT_BLOCKS_FIELD_NUMBER: _builtins.int
     BASE_EPOCH_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     base_version: _builtins.int
@@ -360,6 +365,12 @@ class PushItem(_message.Message):
         for them and they are left alone: no weight decay, no momentum, no step counted.
         """
 
+    @_builtins.property
+    def codec(self) -> _codec_pb2.GradientCodec:
+        """How the gradient is written; not set: as it is. Only where the job does not compensate for
+        delay, and of those that DescribeReply.codecs names.
+        """
+
     def __init__(
         self,
         *,
@@ -368,10 +379,11 @@ class PushItem(_message.Message):
         base_version: _builtins.int = ...,
         absent_blocks: _abc.Iterable[_builtins.int] | None = ...,
         base_epoch: _builtins.int = ...,
+        codec: _codec_pb2.GradientCodec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_blocks", b"absent_blocks", "base_epoch", b"base_epoch", "base_version", b"base_version", "epoch", b"epoch", "shard_id", b"shard_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["absent_blocks", b"absent_blocks", "base_epoch", b"base_epoch", "base_version", b"base_version", "codec", b"codec", "epoch", b"epoch", "shard_id", b"shard_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -478,6 +490,7 @@ class DescribeReply(_message.Message):
     HELD_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     FULL_PEERS_FIELD_NUMBER: _builtins.int
+    CODECS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     memory_bytes: _builtins.int
     """Values and optimizer state, of copies too."""
@@ -501,6 +514,10 @@ class DescribeReply(_message.Message):
     def full_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FullPeer]:
         """Servers that have no memory for more copies of shards that this server leads."""
 
+    @_builtins.property
+    def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of GradientCodec that it reads. Servers from before there were any name none."""
+
     def __init__(
         self,
         *,
@@ -514,10 +531,11 @@ class DescribeReply(_message.Message):
         held_bytes: _builtins.int = ...,
         memory_limit_bytes: _builtins.int = ...,
         full_peers: _abc.Iterable[Global___FullPeer] | None = ...,
+        codecs: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["full_peers", b"full_peers", "held_bytes", b"held_bytes", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "full_peers", b"full_peers", "held_bytes", b"held_bytes", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,6 +11,8 @@ from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DEFAULT as ACKNOW
 from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_DURABLE as ACKNOWLEDGEMENT_DURABLE
 from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_REPLICATED as ACKNOWLEDGEMENT_REPLICATED
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement as Acknowledgement
+from shoal_proto.v1.codec_pb2 import GradientCodec as GradientCodec
+from shoal_proto.v1.codec_pb2 import LowRankRows as LowRankRows
 from shoal_proto.v1.optimizer_pb2 import ConstantPhase as ConstantPhase
 from shoal_proto.v1.optimizer_pb2 import CosinePhase as CosinePhase
 from shoal_proto.v1.optimizer_pb2 import ExponentialPhase as ExponentialPhase

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from shoal_proto.v1 import codec_pb2 as _codec_pb2
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
 from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
@@ -305,6 +306,7 @@ class PushRecord(_message.Message):
     ROW_BIRTHS_FIELD_NUMBER: _builtins.int
     TABLE_STEP_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     sequence: _builtins.int
     version: _builtins.int
@@ -332,6 +334,10 @@ class PushRecord(_message.Message):
     def step(self) -> Global___StepScope:
         """Not set: every dense shard for a push of parameters, this shard alone for one of rows."""
 
+    @_builtins.property
+    def codec(self) -> _codec_pb2.GradientCodec:
+        """How the gradient, which is kept as it came, is written; not set: as it is."""
+
     def __init__(
         self,
         *,
@@ -347,10 +353,11 @@ class PushRecord(_message.Message):
         row_births: _builtins.bytes = ...,
         table_step: _builtins.int = ...,
         step: Global___StepScope | None = ...,
+        codec: _codec_pb2.GradientCodec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["codec", b"codec", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "forgotten_sessions", b"forgotten_sessions", "lr", b"lr", "row_births", b"row_births", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "step", b"step", "table_step", b"table_step", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_s", b"at_unix_s", "blocks", b"blocks", "codec", b"codec", "forgotten_sessions", b"forgotten_sessions", "lr", b"lr", "row_births", b"row_births", "row_ids", b"row_ids", "sequence", b"sequence", "session", b"session", "staleness", b"staleness", "step", b"step", "table_step", b"table_step", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

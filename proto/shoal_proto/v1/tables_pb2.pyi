@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import acknowledgement_pb2 as _acknowledgement_pb2
+from shoal_proto.v1 import codec_pb2 as _codec_pb2
 from shoal_proto.v1 import identity_pb2 as _identity_pb2
 import builtins as _builtins
 import sys
@@ -523,6 +524,7 @@ class TablePushItem(_message.Message):
     NUM_ROWS_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     LR_FIELD_NUMBER: _builtins.int
+    CODEC_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     epoch: _builtins.int
     base_version: _builtins.int
@@ -533,6 +535,10 @@ class TablePushItem(_message.Message):
     """Which step of the table this is, as far as the pusher knows."""
     lr: _builtins.float
     """Unset: as the table was specified."""
+    @_builtins.property
+    def codec(self) -> _codec_pb2.GradientCodec:
+        """How the gradients are written: "fp16", "bf16" or "int8"; not set: in the table's dtype."""
+
     def __init__(
         self,
         *,
@@ -543,10 +549,11 @@ class TablePushItem(_message.Message):
         num_rows: _builtins.int = ...,
         step: _builtins.int = ...,
         lr: _builtins.float | None = ...,
+        codec: _codec_pb2.GradientCodec | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "lr", b"lr"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "codec", b"codec", "lr", b"lr"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "base_epoch", b"base_epoch", "base_version", b"base_version", "epoch", b"epoch", "lr", b"lr", "num_rows", b"num_rows", "shard_id", b"shard_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lr", b"_lr", "base_epoch", b"base_epoch", "base_version", b"base_version", "codec", b"codec", "epoch", b"epoch", "lr", b"lr", "num_rows", b"num_rows", "shard_id", b"shard_id", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lr: _TypeAlias = _typing.Literal["lr"]  # noqa: Y015
     _WhichOneofArgType__lr: _TypeAlias = _typing.Literal["_lr", b"_lr"]  # noqa: Y015
@@ -571,7 +578,7 @@ class RowGradients(_message.Message):
     births: _builtins.bytes
     """As looked up, little-endian uint64."""
     gradients: _builtins.bytes
-    """Little-endian, of the table's dtype."""
+    """Little-endian, of the table's dtype or as the push's codec says."""
     checksum: _builtins.int
     """CRC-32 of ids, then births, then gradients."""
     def __init__(

@@ -1,11 +1,14 @@
 """The compressions once more: all ranks in one process, in loops, without packing anything."""
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from zlib import crc32
 
 import numpy as np
 import torch
+
+from shoal_proto.v1.codec_pb2 import GradientCodec
 
 Array = np.ndarray
 Values = Mapping[str, Array]
@@ -128,4 +131,50 @@ class PowerSGD(Twin):
         return self.factors[name]
 
 
-__all__ = ["PowerSGD", "Quantised", "TopK", "Twin", "to_int8", "to_sign"]
+def read_push(codec: GradientCodec, data: bytes, sizes: Sequence[int]) -> Array:
+    """The values that a pushed gradient stands for, read as `codec.proto` describes it."""
+    num_values, at = sum(sizes), 0
+
+    def floats(number: int) -> Array:
+        nonlocal at
+        at += 4 * number
+        return np.array(struct.unpack(f"<{number}f", data[at - 4 * number : at]), np.float32)
+
+    if codec.kind == "fp16":
+        return np.array(struct.unpack(f"<{num_values}e", data), np.float32)
+    if codec.kind == "bf16":
+        halves = struct.unpack(f"<{num_values}H", data)
+        return np.array([half << 16 for half in halves], np.uint32).view(np.float32)
+    if codec.kind == "top-k":
+        sent = floats(len(data) // 8)
+        values = np.zeros(num_values, np.float32)
+        for value, place in zip(sent, struct.unpack(f"<{len(sent)}i", data[at:]), strict=True):
+            values[place] = value
+        return values
+    if codec.kind in ("int8", "one-bit"):
+        scales = floats(ceil(num_values / codec.block))
+        if codec.kind == "int8":
+            codes = list(struct.unpack(f"<{len(data) - at}b", data[at:]))
+        else:
+            bits = "".join(f"{byte:08b}" for byte in data[at:])
+            codes = [1 if bit == "1" else -1 for bit in bits]
+        scaled = [np.float32(codes[i]) * scales[i // codec.block] for i in range(num_values)]
+        return np.array(scaled, np.float32)
+    parts: list[Array] = []
+    for part, size in zip(codec.low_rank, sizes, strict=True):
+        num_low = part.rows * codec.columns[part.matrix] if part.rows else 0
+        parts.append(floats(part.lead))
+        parts.append(floats(part.rows * codec.rank).reshape(-1, codec.rank))
+        parts.append(floats(size - num_low - part.lead))
+    rights = [floats(columns * codec.rank).reshape(-1, codec.rank) for columns in codec.columns]
+    for at_part, part in enumerate(codec.low_rank):
+        left = parts[3 * at_part + 1]
+        product = np.zeros(0, np.float32)
+        for i in range(codec.rank if part.rows else 0):
+            term = np.outer(left[:, i], rights[part.matrix][:, i]).reshape(-1)
+            product = product + term if i else term
+        parts[3 * at_part + 1] = product
+    return np.concatenate(parts)
+
+
+__all__ = ["PowerSGD", "Quantised", "TopK", "Twin", "read_push", "to_int8", "to_sign"]

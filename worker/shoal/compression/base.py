@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.compression.push_encoder import PushEncoder
 from shoal.compression.wire import Wire
 
 Averaging = Generator[dist.Work, None, None]
@@ -35,6 +36,10 @@ class Compression(ABC):
     @abstractmethod
     def compressor(self) -> "Compressor":
         """One member's own; it lives as long as the member trains."""
+
+    @abstractmethod
+    def push_encoder(self) -> PushEncoder:
+        """The same for gradients that are not averaged, but pushed to parameter servers."""
 
     def __str__(self) -> str:
         """What members compare: the name and every option."""

@@ -1,11 +1,14 @@
 """Gradients in 16 bits. Nothing is held back: what rounding loses is lost."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from shoal.compression.base import Averaging, Compression, Compressor, Packed
+from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, codec_of
 from shoal.compression.wire import Wire
 
 
@@ -18,6 +21,9 @@ class FP16(Compression):
     def compressor(self) -> Compressor:
         return HalfCompressor(torch.float16)
 
+    def push_encoder(self) -> PushEncoder:
+        return HalfEncoder(self.name, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BF16(Compression):
@@ -27,6 +33,9 @@ class BF16(Compression):
 
     def compressor(self) -> Compressor:
         return HalfCompressor(torch.bfloat16)
+
+    def push_encoder(self) -> PushEncoder:
+        return HalfEncoder(self.name, torch.bfloat16)
 
 
 class HalfCompressor(Compressor):
@@ -40,3 +49,16 @@ class HalfCompressor(Compressor):
         values = (packed.flat / wire.world_size).to(self._dtype)
         yield wire.all_reduce(values)
         packed.flat.copy_(values)
+
+
+class HalfEncoder(PushEncoder):
+    keeps_residuals: ClassVar[bool] = False
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self._name = name
+        self._dtype = dtype
+
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+        data = values.to(self._dtype)
+        codec = codec_of(self._name, data)
+        return Encoded(codec=codec, data=data, decoded=data.to(torch.float32))

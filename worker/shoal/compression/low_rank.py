@@ -5,6 +5,7 @@ step before. For gradients G (M x N) and rank R: the left factor P = G Q (M x R)
 made orthonormal, the right one Q = G^T P (N x R) is averaged, and the mean of all G is P Q^T.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 from zlib import crc32
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor
 
 from shoal.compression.base import Averaging, Compression, Compressor, Packed
+from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder
 from shoal.compression.residuals import Carry, Residuals
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1.codec_pb2 import GradientCodec, LowRankRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,9 @@ class PowerSGD(Compression):
 
     def compressor(self) -> Compressor:
         return PowerSgdCompressor(self.rank)
+
+    def push_encoder(self) -> PushEncoder:
+        return LowRankEncoder(self.rank)
 
 
 @dataclass(frozen=True)
@@ -124,10 +130,109 @@ class PowerSgdCompressor(Compressor):
         """The right factor of the step before; at first random numbers, everywhere the same."""
         factor = self._factors.get(matrix.name)
         if factor is None:
-            generator = torch.Generator().manual_seed(crc32(matrix.name.encode()))
-            shape = (matrix.gradient.shape[1], self._rank)
-            factor = torch.randn(shape, generator=generator).to(matrix.gradient.device)
+            columns = matrix.gradient.shape[1]
+            factor = _random_factor(matrix.name, columns, self._rank).to(matrix.gradient.device)
         return factor
+
+
+class LowRankEncoder(PushEncoder):
+    """Of each parameter the whole rows that lie in the shard, as one matrix; what stands before and
+    behind them in their blocks as it is."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._factors: dict[tuple[str, int], Tensor] = {}
+        """By parameter and offset of its first block. Where a push was not applied, its factor is
+        as good a beginning for the next one."""
+
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+        decoded = values.clone()
+        places = self._places(blocks)
+        # Of each block: what stands before its rows, their left factor, what stands behind.
+        sent = [[values[place]] for place in places.values()]
+        codec = GradientCodec(kind=PowerSGD.name, rank=self._rank)
+        codec.low_rank.extend(LowRankRows() for _ in blocks)
+        rights = []
+        for matrix, members in enumerate(low_rank_matrices(blocks, self._rank)):
+            parts = [rows_of(blocks[i], matrix) for i in members]
+            columns = blocks[members[0]].columns
+            rows = [
+                slice(
+                    places[i].start + part.lead, places[i].start + part.lead + part.rows * columns
+                )
+                for i, part in zip(members, parts, strict=True)
+            ]
+            gradient = torch.cat([values[place] for place in rows]).view(-1, columns)
+            left, right = self._factorise(blocks[members[0]], gradient)
+            lefts = torch.split(left, [part.rows for part in parts])
+            for i, part, place, own in zip(members, parts, rows, lefts, strict=True):
+                codec.low_rank[i].CopyFrom(part)
+                sent[i] = [values[places[i].start : place.start], own]
+                sent[i].append(values[place.stop : places[i].stop])
+                _multiply(own, right, decoded[place].view(part.rows, columns))
+            codec.columns.append(columns)
+            rights.append(right)
+        pieces = [tensor for block in sent for tensor in block] + rights
+        data = torch.cat([piece.reshape(-1) for piece in pieces])
+        codec.num_bytes = data.nbytes
+        return Encoded(codec=codec, data=data, decoded=decoded)
+
+    def _places(self, blocks: Sequence[PushBlock]) -> dict[int, slice]:
+        """Where each block lies in the values."""
+        places, start = {}, 0
+        for i, block in enumerate(blocks):
+            places[i] = slice(start, start + block.num_elements)
+            start += block.num_elements
+        return places
+
+    def _factorise(self, first: PushBlock, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        key = first.parameter, first.offset
+        factor = self._factors.get(key)
+        if factor is None:
+            name = f"{first.parameter}+{first.offset}"
+            factor = _random_factor(name, gradient.shape[1], self._rank)
+        left = _orthonormal(gradient @ factor)
+        right = gradient.t() @ left
+        self._factors[key] = right
+        return left, right
+
+
+def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]:
+    """The blocks, by index, whose whole rows make a matrix that its factors are smaller than."""
+    by_parameter: dict[str, list[int]] = {}
+    for i, block in enumerate(blocks):
+        if rows_of(block, 0).rows:
+            by_parameter.setdefault(block.parameter, []).append(i)
+
+    def shrinks(members: list[int]) -> bool:
+        columns = blocks[members[0]].columns
+        rows = sum(rows_of(blocks[i], 0).rows for i in members)
+        # The left factor has `rank` columns that are orthonormal.
+        return rank <= rows and rank * (rows + columns) < rows * columns
+
+    return [members for members in by_parameter.values() if shrinks(members)]
+
+
+def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
+    """Where the block has whole rows of its parameter; none of a vector."""
+    if len(block.shape) < 2 or not block.shape.numel():
+        return LowRankRows()
+    lead = -block.offset % block.columns
+    rows = max(block.num_elements - lead, 0) // block.columns
+    return LowRankRows(lead=lead, rows=rows, matrix=matrix) if rows else LowRankRows()
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """P Q^T, term by term: as a server computes it, to the last bit."""
+    torch.mul(left[:, :1], right[:, 0], out=out)
+    for i in range(1, left.shape[1]):
+        out.add_(left[:, i : i + 1] * right[:, i])
+
+
+def _random_factor(name: str, columns: int, rank: int) -> Tensor:
+    """Everywhere the same for one name."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    return torch.randn((columns, rank), generator=generator)
 
 
 def _joined(tensors: list[Tensor], world_size: int) -> Tensor:

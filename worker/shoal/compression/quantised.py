@@ -6,6 +6,7 @@ mean, made small again, to all. What that second rounding loses is the serving r
 Tang et al., 1-bit Adam, arXiv:2102.02888.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shoal.compression.base import Averaging, Compression, Compressor, Packed
 from shoal.compression.codes import Code, Int8Code, OneBitCode
+from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, codec_of
 from shoal.compression.residuals import Carry, Residuals
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
@@ -32,6 +34,9 @@ class Int8(Compression):
     def compressor(self) -> Compressor:
         return QuantisedCompressor(Int8Code(), self.block)
 
+    def push_encoder(self) -> PushEncoder:
+        return QuantisedEncoder(self.name, Int8Code(), self.block)
+
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Compression):
@@ -45,6 +50,9 @@ class OneBit(Compression):
 
     def compressor(self) -> Compressor:
         return QuantisedCompressor(OneBitCode(), self.block)
+
+    def push_encoder(self) -> PushEncoder:
+        return QuantisedEncoder(self.name, OneBitCode(), self.block)
 
 
 def _check_block(block: int) -> None:
@@ -141,6 +149,26 @@ class QuantisedCompressor(Compressor):
             if start < stop:
                 values = left[start - served.start : stop - served.start]
                 self._debts.put(name, Debt(start - place.start, values))
+
+
+class QuantisedEncoder(PushEncoder):
+    """A shard's blocks as one row of values, filled up with zeros."""
+
+    def __init__(self, name: str, code: Code, block: int) -> None:
+        self._name = name
+        self._code = code
+        self._block = block
+
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+        size = values.numel()
+        block = min(self._block, _round_up(max(size, 1), 8))
+        filled = values.new_zeros(1, _round_up(size, block))
+        filled[0, :size] = values
+        data = self._code.encode(filled, block)
+        codec = codec_of(self._name, data)
+        codec.block = block
+        decoded = self._code.decode(data, block).view(-1)[:size]
+        return Encoded(codec=codec, data=data.view(-1), decoded=decoded)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -4,6 +4,7 @@ Lin et al., Deep Gradient Compression, arXiv:1712.01887, of which this is the se
 accumulation; the momentum is the optimizer's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.compression.base import Averaging, Compression, Compressor, Packed
+from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, codec_of
 from shoal.compression.residuals import Residuals
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
@@ -35,6 +37,9 @@ class TopK(Compression):
 
     def compressor(self) -> Compressor:
         return TopKCompressor(self.ratio)
+
+    def push_encoder(self) -> PushEncoder:
+        return TopKEncoder(self.ratio)
 
 
 class TopKCompressor(Compressor):
@@ -66,6 +71,21 @@ class TopKCompressor(Compressor):
 
     def _release(self, packed: Packed) -> None:
         self._residuals.release(packed)
+
+
+class TopKEncoder(PushEncoder):
+    """The largest of a shard's values."""
+
+    def __init__(self, ratio: float) -> None:
+        self._ratio = ratio
+
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+        places = largest(values.abs(), ceil(self._ratio * values.numel())).sort().values
+        chosen = values[places]
+        data = torch.cat([chosen.view(torch.int32), places.to(torch.int32)])
+        decoded = torch.zeros_like(values)
+        decoded[places] = chosen
+        return Encoded(codec=codec_of(TopK.name, data), data=data, decoded=decoded)
 
 
 def largest(magnitudes: Tensor, number: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from shoal.embedding.cache import Held
 from shoal.embedding.routing import Routed, route
+from shoal.embedding.row_codec import RowCodec
 from shoal.embedding.rows import TableRows
 from shoal.embedding.table import EmbeddingTable, tables_of
 from shoal.membership.generation import Context
@@ -26,12 +27,16 @@ MAX_PREFETCHES = 4
 class TableExchange:
     """The trainer's thread calls all of it, but for `metrics`."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Raises InvalidSpec for tables whose names clash."""
+    def __init__(self, model: nn.Module, codec: RowCodec | None = None) -> None:
+        """`codec`: how gradients of rows are written. Raises InvalidSpec for tables whose names
+        clash."""
         self._tables: Mapping[str, EmbeddingTable] = tables_of(model)
         self._rows = {
             name: TableRows(
-                table.spec(), cache_rows=table.cache_rows, staleness_bound=table.staleness_bound
+                table.spec(),
+                cache_rows=table.cache_rows,
+                staleness_bound=table.staleness_bound,
+                codec=codec,
             )
             for name, table in self._tables.items()
         }

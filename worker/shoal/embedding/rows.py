@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.embedding.cache import Held, HotRows
 from shoal.embedding.routing import Ids, Routed, route
+from shoal.embedding.row_codec import RowCodec
 from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
 from shoal_proto.errors import NonFiniteGradient
 from shoal_proto.v1.tables_pb2 import RowFate, TableSpec
@@ -78,9 +79,18 @@ class TableRows:
     """For one thread at a time. Whoever owns it carries lookups and gradients to the servers, and
     the answers back."""
 
-    def __init__(self, spec: TableSpec, *, cache_rows: int, staleness_bound: int) -> None:
+    def __init__(
+        self,
+        spec: TableSpec,
+        *,
+        cache_rows: int,
+        staleness_bound: int,
+        codec: RowCodec | None = None,
+    ) -> None:
+        """`codec`: how gradients are written, where that makes them smaller."""
         self.spec = spec
         self._dtype = DTYPES[spec.dtype]
+        self._codec = codec if codec and codec.shrinks(spec.dim, self._dtype) else None
         self._bound = staleness_bound
         self._cache = HotRows(cache_rows, spec.dim, self._dtype)
         self._heard: Ids = np.zeros(spec.num_shards, np.int64)
@@ -143,9 +153,9 @@ class TableRows:
             return {}
         routed, births, bases, total = _added_up(uses, self.spec.num_shards)
         if not torch.isfinite(total).all():
-            self._refuse(routed, total)
+            self._refuse(routed, torch.isfinite(total).all(dim=1), "NaN or Inf")
         step = self._table_step + 1
-        data = total.view(torch.uint8).numpy()
+        data = self._encoded(routed, total)
         parts = {}
         for shard, start, stop in routed.spans():
             parts[self.spec.name, shard] = Gradients(
@@ -156,8 +166,18 @@ class TableRows:
                 base_epoch=int(bases[start:stop, 1].min()),
                 step=step,
                 lr=lr,
+                codec=self._codec.message if self._codec else None,
             )
         return parts
+
+    def _encoded(self, routed: Routed, total: Tensor) -> NDArray[np.uint8]:
+        """The bytes of each row's gradient as it is sent."""
+        if self._codec is None:
+            return total.view(torch.uint8).numpy()
+        data, is_held = self._codec.encode(total)
+        if not is_held.all():
+            self._refuse(routed, is_held, f"beyond what {self._codec.message.kind} can hold")
+        return data.numpy()
 
     def pushed(self, parts: Mapping[Where, Gradients], result: TablePushResult) -> None:
         """Take note of what became of a push."""
@@ -175,11 +195,11 @@ class TableRows:
             for fate, count in enumerate(np.bincount(fates, minlength=len(FATES))):
                 self.fates[FATES[RowFate.ValueType(fate)]] += int(count)
 
-    def _refuse(self, routed: Routed, total: Tensor) -> None:
-        row = int((~torch.isfinite(total).all(dim=1)).nonzero()[0])
+    def _refuse(self, routed: Routed, is_good: Tensor, seen: str) -> None:
+        row = int((~is_good).nonzero()[0])
         raise NonFiniteGradient(
             f"the gradient of row {routed.ids[row]} of table {self.spec.name} is not finite",
-            seen="NaN or Inf",
+            seen=seen,
             expected="finite numbers",
             fix="Look for a division by zero, or lower the learning rate.",
             details={"parameter": self.spec.name, "row": str(routed.ids[row])},

@@ -13,7 +13,7 @@ from shoal_server.parameters.replication.frames import Arrived
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import ShardReplica, num_bytes_of
+from shoal_server.parameters.shard.replica import ShardReplica, num_bytes_of, work_bytes_of
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
 
@@ -109,7 +109,7 @@ class ReceivedUpdates:
             record = backlog.records.popleft()
             size = num_bytes_of(record)
             state = backlog.replica.state
-            num_bytes = len(record.data) + state.body.regrown_bytes(
+            num_bytes = work_bytes_of(record) + state.body.regrown_bytes(
                 len(record.push.row_ids) // ID_BYTES
             )
             try:

@@ -17,6 +17,7 @@ from shoal_proto.v1.parameters_pb2 import (
     PushReply,
     ShardVersion,
 )
+from shoal_server.parameters.codecs.codec import Decoder
 from shoal_server.parameters.service.incoming_push import IncomingPush, check_sequence, guarded
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
@@ -24,7 +25,7 @@ from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, i
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
 from shoal_server.parameters.shard.step_scope import Scope
-from shoal_server.parameters.shard.workers import Runner
+from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class DensePushPart:
     replica: ShardReplica
     shard: DenseShard
     assembler: ChunkAssembler
+    decoder: Decoder | None = None
+    """Of a gradient that comes compressed."""
 
     @property
     def shard_id(self) -> int:
@@ -104,6 +107,8 @@ class DensePushKind:
                 seen=f"{len(self._header.lr)} learning rates",
                 expected=f"one for group {group} too",
             )
+        if item.HasField("codec"):
+            return _compressed_part(item, replica, shard)
         assembler = ChunkAssembler(shard.spec, item.absent_blocks, with_base=shard.body.needs_base)
         return DensePushPart(item=item, replica=replica, shard=shard, assembler=assembler)
 
@@ -116,6 +121,9 @@ class DensePushKind:
             writer = self._reply_writer.writer(part.shard_id, num_bytes)
         push = partial(self._push, part, writer)
         work = partial(guarded, push, self._header.token.job, part.shard_id)
+        if part.decoder is not None:
+            # Never on the event loop: to read it takes longer than to apply as many bytes.
+            num_bytes += INLINE_BYTES
         applied = asyncio.ensure_future(self._run(num_bytes, work))
         # Whether to wait for a backup is decided behind the push: one may have come meanwhile.
         waits = part.replica.receipts.safe_version is not None or self._is_durable
@@ -139,6 +147,9 @@ class DensePushKind:
 
     def _push(self, part: DensePushPart, writer: CopyOut | None) -> ShardAnswer:
         item, group = part.item, part.shard.spec.group
+        gradient, body = part.assembler.join(), part.shard.body
+        # Before the shard's lock is taken: meanwhile others push.
+        batch = None if part.decoder is None else body.decode(part.decoder, gradient)
         push = DensePush(
             session=self._session,
             sequence=self._header.sequence,
@@ -147,11 +158,13 @@ class DensePushKind:
             base_epoch=item.base_epoch,
             lr=self._header.lr[group] if self._header.lr else None,
             blocks=part.assembler.blocks,
-            gradient=part.assembler.join(),
+            gradient=gradient,
+            codec=None if part.decoder is None else item.codec,
+            batch=batch,
             is_borrowed=part.assembler.is_borrowed,
             scope=self._scope,
         )
-        read = None if writer is None else partial(part.shard.body.values, writer=writer)
+        read = None if writer is None else partial(body.values, writer=writer)
         applied = part.shard.push(push, self._is_live, read=read)
         outcome = PushOutcome(
             shard_id=item.shard_id,
@@ -166,6 +179,16 @@ class DensePushKind:
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._catalog.with_route(error, self._header.token.job, shard_id, epoch)
         return ShardAnswer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
+
+
+def _compressed_part(item: PushItem, replica: ShardReplica, shard: DenseShard) -> DensePushPart:
+    """Raises for a codec that is not read here, or does not fit the shard."""
+    num_bytes = item.codec.num_bytes
+    assembler = ChunkAssembler(shard.spec, item.absent_blocks, encoded_bytes=num_bytes)
+    decoder = shard.body.decoder(item.codec, assembler.blocks)
+    return DensePushPart(
+        item=item, replica=replica, shard=shard, assembler=assembler, decoder=decoder
+    )
 
 
 def dense(replica: ShardReplica) -> DenseShard:

@@ -32,6 +32,7 @@ from shoal_proto.v1.parameters_pb2 import (
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.fence import Fence
+from shoal_server.parameters.codecs.codec import CODECS
 from shoal_server.parameters.optimizers.checks import check_spec
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.dense_push import (
@@ -259,6 +260,7 @@ class ParametersServicer:
             unfinished_bytes=self._budget.held_bytes,
             held_bytes=self._memory.held_bytes,
             memory_limit_bytes=self._memory.limit_bytes,
+            codecs=CODECS,
             full_peers=[
                 FullPeer(server_id=holder.server_id, reason=reason)
                 for holder, reason in self._replicas.full_peers.items()

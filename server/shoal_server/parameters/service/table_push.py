@@ -9,6 +9,7 @@ from functools import partial
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 from shoal_proto.status import to_detail
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
+from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.tables_pb2 import (
     TablePushHeader,
     TablePushItem,
@@ -26,8 +27,8 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import Scope
 from shoal_server.parameters.shard.versioned import PushResult
-from shoal_server.parameters.shard.workers import Runner
-from shoal_server.parameters.tables.batch import ID_BYTES
+from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
+from shoal_server.parameters.tables.batch import ID_BYTES, gradient_row_bytes
 from shoal_server.parameters.tables.shard import TablePush, TableShard
 
 MAX_PUSH_BYTES = 256 * 1024 * 1024
@@ -46,6 +47,8 @@ class TablePushPart:
     def __post_init__(self) -> None:
         """Raises Overloaded or InvalidSpec for a push that is not to be taken in at all."""
         self.replica.check_room()
+        if self.codec is not None:
+            gradient_row_bytes(self.shard.body.table, self.codec)
         if self.num_bytes > MAX_PUSH_BYTES:
             raise InvalidSpec(
                 f"a push names too many rows of shard {self.item.shard_id}",
@@ -64,6 +67,11 @@ class TablePushPart:
         return self.item.num_rows * (2 * ID_BYTES + self.shard.body.row_bytes)
 
     @property
+    def codec(self) -> GradientCodec | None:
+        """How the gradients are written; None: in the table's dtype."""
+        return self.item.codec if self.item.HasField("codec") else None
+
+    @property
     def is_complete(self) -> bool:
         return self.incoming.is_complete
 
@@ -80,6 +88,7 @@ class TablePushPart:
             base_version=self.item.base_version,
             base_epoch=self.item.base_epoch,
             step=self.item.step,
+            codec=self.codec,
             lr=self.item.lr if self.item.HasField("lr") else None,
             row_ids=rows.ids,
             births=rows.births,
@@ -153,7 +162,9 @@ class TablePushKind:
         replica, shard = found
         incoming: IncomingRows
         if self._is_in_pieces:
-            incoming = RowPieces(item.shard_id, item.num_rows, shard.body.row_bytes)
+            codec = item.codec if item.HasField("codec") else None
+            row_bytes = gradient_row_bytes(shard.body.table, codec)
+            incoming = RowPieces(item.shard_id, item.num_rows, row_bytes)
         else:
             incoming = RowMessages(item.shard_id, item.num_rows)
         part = TablePushPart(item=item, replica=replica, shard=shard, incoming=incoming)
@@ -171,6 +182,9 @@ class TablePushKind:
         """The answer, once what it tells of is as safe as was asked for."""
         self._memory.refresh()
         num_bytes = part.num_bytes + part.shard.body.regrown_bytes(part.item.num_rows)
+        if part.codec is not None:
+            # Never on the event loop: to read it takes longer than to apply as many bytes.
+            num_bytes += INLINE_BYTES
         push = partial(self._push, part, time.time())
         work = partial(guarded, push, part.replica.job, part.shard_id)
         result = await part.replica.in_turn(self._run, num_bytes, work)

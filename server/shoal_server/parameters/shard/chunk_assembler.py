@@ -134,10 +134,16 @@ class ChunkAssembler(PieceAssembler):
     """For the pieces of one shard of parameters."""
 
     def __init__(
-        self, shard: Shard, absent_blocks: Sequence[int] = (), *, with_base: bool = False
+        self,
+        shard: Shard,
+        absent_blocks: Sequence[int] = (),
+        *,
+        with_base: bool = False,
+        encoded_bytes: int | None = None,
     ) -> None:
         """Nothing is expected for the absent blocks. With a base, as many bytes follow as are in
-        the gradient, at offsets from the end of the shard on.
+        the gradient, at offsets from the end of the shard on. `encoded_bytes`: so many are
+        expected, from offset 0, for all the blocks that are there.
 
         Raises MalformedMessage for absent blocks that there are not.
         """
@@ -154,6 +160,8 @@ class ChunkAssembler(PieceAssembler):
         if with_base:
             end = shard_bytes(shard)
             spans += [(end + start, end + stop) for start, stop in spans]
+        if encoded_bytes is not None:
+            spans = [(0, encoded_bytes)]
         super().__init__(shard.shard_id, spans)
 
 

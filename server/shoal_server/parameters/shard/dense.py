@@ -11,11 +11,13 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_proto.errors import InternalError
+from shoal_proto.errors import InternalError, InvalidSpec, ShapeMismatch
 from shoal_proto.pieces import Buffer
+from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
+from shoal_server.parameters.codecs.codec import Decoder, new_decoder
 from shoal_server.parameters.cuts.flat_cut import FlatCut, FlatTensors
 from shoal_server.parameters.cuts.shard_cut import OpenCuts
 from shoal_server.parameters.shard.gradients import DTYPES, BlockSplitter
@@ -30,9 +32,11 @@ VALUES = "values"
 @dataclass(frozen=True, kw_only=True)
 class DensePush(Push):
     """`gradient` holds the present blocks, one after the other; where the body `needs_base`, the
-    values that it was computed on follow in the same order."""
+    values that it was computed on follow in the same order. With a codec it is written as that
+    says, and `batch` has what it stands for."""
 
     blocks: Sequence[int]
+    codec: GradientCodec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +59,8 @@ class DenseBody:
         self._shard_id = spec.shard_id
         self._bytes = memoryview(values)
         self._values = torch.frombuffer(values, dtype=DTYPES[spec.dtype])
-        blocks = torch.split(self._values, [block.num_elements for block in spec.blocks])
+        self._block_sizes = [block.num_elements for block in spec.blocks]
+        blocks = torch.split(self._values, self._block_sizes)
         self._rule = UpdateRule(optimizer, spec.group, blocks, BlockSplitter(spec))
         self.cuts = OpenCuts[FlatCut]()
 
@@ -74,12 +79,49 @@ class DenseBody:
         return 0
 
     def describe_push(self, push: DensePush, record: PushRecord) -> None:
-        self._rule.check(push.blocks, push.gradient, record.staleness, self._shard_id)
+        gradient = push.gradient
+        if push.codec is not None:
+            record.codec.CopyFrom(push.codec)
+            assert isinstance(push.batch, memoryview)
+            gradient = push.batch
+        self._rule.check(push.blocks, gradient, record.staleness, self._shard_id)
         record.blocks.extend(push.blocks)
         record.lr = self._rule.lr(push.lr, record.staleness)
 
     def read_batch(self, record: PushRecord, data: Buffer) -> Buffer:
-        return data
+        if not record.HasField("codec"):
+            return data
+        return self.decode(self.decoder(record.codec, record.blocks), data)
+
+    def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> Decoder:
+        """The reader of a compressed gradient of these blocks.
+
+        Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
+        """
+        if self.needs_base:
+            raise InvalidSpec(
+                f"compressed gradients of shard {self._shard_id} cannot be corrected for delay",
+                seen=f"codec {codec.kind!r} in a job that compensates for delay",
+                expected="gradients as they are, with the values they were computed on",
+                fix="Train without compression, or with another staleness policy.",
+            )
+        sizes = [self._block_sizes[b] for b in blocks]
+        plain_bytes = sum(sizes) * self._values.itemsize
+        return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
+
+    def decode(self, decoder: Decoder, data: Buffer) -> memoryview:
+        """The gradient as it would have come without its codec. Any thread.
+
+        Raises ShapeMismatch or MalformedMessage for bytes that are none of the codec.
+        """
+        if len(data) != decoder.num_bytes:
+            raise ShapeMismatch(
+                f"the compressed gradient for shard {self._shard_id} has another length",
+                seen=f"{len(data)} bytes",
+                expected=f"{decoder.num_bytes} bytes",
+            )
+        values = decoder.decode(data).to(self._values.dtype)
+        return memoryview(values.view(torch.uint8).numpy().data) if len(values) else memoryview(b"")
 
     def growth_bytes(self, batch: Buffer, at_unix_s: float) -> int:
         return 0

@@ -47,6 +47,9 @@ class Push:
     scope: Scope | None = None
     """What the push is part of; None: of a push to every dense shard, or to this
     shard of a table alone."""
+    batch: object = None
+    """What the body's `read_batch` makes of the gradient, where that is known; it is the push's
+    own memory."""
     at_unix_s: float = field(default_factory=time.time)
     """When it came in, by this server's clock."""
 
@@ -261,7 +264,7 @@ class VersionedShard(Generic[BodyT]):
         # A listener needs the gradient for longer than the push takes.
         is_copied = push.is_borrowed and self._listener is not None
         data = bytes(push.gradient) if is_copied else push.gradient
-        batch = self.body.read_batch(record, data)
+        batch = self.body.read_batch(record, data) if push.batch is None else push.batch
         take_memory(self.body.growth_bytes(batch, push.at_unix_s))
         record.forgotten_sessions.extend(self._sessions.make_room(push.session, is_live))
         return *self._apply(UpdateRecord(record, data), batch), False

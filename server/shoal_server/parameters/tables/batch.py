@@ -9,9 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal_proto.errors import MalformedMessage, NonFiniteGradient, ShapeMismatch
+from shoal_proto.errors import InvalidSpec, MalformedMessage, NonFiniteGradient, ShapeMismatch
 from shoal_proto.pieces import Buffer
+from shoal_proto.v1.codec_pb2 import GradientCodec
+from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_proto.v1.tables_pb2 import TableSpec
+from shoal_server.parameters.codecs.rows import decode_rows, row_bytes
 from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.tables.hashing import Ids, shards_of
 from shoal_server.parameters.tables.index import Rows
@@ -62,31 +65,55 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
 
 
 def read_batch(
-    table: TableSpec, table_index: int, row_ids: bytes, births: bytes, gradient: Buffer
+    table: TableSpec, table_index: int, record: PushRecord, gradient: Buffer
 ) -> RowBatch:
     """The rows of a push.
 
-    Raises ShapeMismatch or MalformedMessage for what is no push of this shard, NonFiniteGradient
-    with the row's id.
+    Raises ShapeMismatch, MalformedMessage or InvalidSpec for what is no push of this shard,
+    NonFiniteGradient with the row's id.
     """
+    row_ids, births = record.row_ids, record.row_births
     ids = read_ids(table, table_index, row_ids)
     dtype = DTYPES[table.dtype]
-    row_bytes = table.dim * dtype.itemsize
-    if len(births) != len(row_ids) or len(gradient) != len(ids) * row_bytes:
+    codec = record.codec if record.HasField("codec") else None
+    num_bytes = len(ids) * gradient_row_bytes(table, codec)
+    if len(births) != len(row_ids) or len(gradient) != num_bytes:
         raise ShapeMismatch(
             f"a push to table {table.name} has another length than its ids say",
             seen=f"{len(births)} bytes of births, {len(gradient)} bytes of gradients",
-            expected=f"{len(row_ids)} and {len(ids) * row_bytes} bytes for {len(ids)} rows",
+            expected=f"{len(row_ids)} and {num_bytes} bytes for {len(ids)} rows",
         )
     if not len(ids):
         empty = torch.zeros((0, table.dim), dtype=dtype)
         return RowBatch(ids=ids, births=ids, gradient_rc=empty, places=None)
-    gradient_rc = torch.frombuffer(gradient, dtype=dtype).view(len(ids), table.dim)
+    if codec is not None:
+        gradient_rc = decode_rows(codec, gradient, table.dim).to(dtype)
+    else:
+        gradient_rc = torch.frombuffer(gradient, dtype=dtype).view(len(ids), table.dim)
     _check_finite(table, ids, gradient_rc)
     seen = np.frombuffer(births, "<i8")
     if np.all(ids[1:] > ids[:-1]):
         return RowBatch(ids=ids, births=seen, gradient_rc=gradient_rc, places=None)
     return _coalesce(table, ids, seen, gradient_rc)
+
+
+def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
+    """Of one row's gradient as it comes.
+
+    Raises InvalidSpec for a codec that rows do not have, or that does not make these smaller.
+    """
+    plain = table.dim * DTYPES[table.dtype].itemsize
+    if codec is None:
+        return plain
+    encoded = row_bytes(codec, table.dim)
+    if encoded >= plain:
+        raise InvalidSpec(
+            f"codec {codec.kind} does not make rows of table {table.name} smaller",
+            seen=f"{encoded} bytes a row",
+            expected=f"fewer than the {plain} of {table.dim} values in {table.dtype}",
+            fix="Send these rows as they are.",
+        )
+    return encoded
 
 
 def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> RowBatch:

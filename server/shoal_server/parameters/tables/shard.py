@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal_proto.errors import InternalError
 from shoal_proto.pieces import Buffer
+from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.replication_pb2 import PushRecord, TableShardSpec
 from shoal_proto.v1.shards_pb2 import Shard
 from shoal_proto.v1.tables_pb2 import TableSpec
@@ -33,6 +34,8 @@ class TablePush(Push):
     births: bytes
     step: int
     """Which step of the table the pusher takes it for."""
+    codec: GradientCodec | None = None
+    """How the gradients are written; None: in the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,10 +93,11 @@ class TableBody:
         record.lr = self.table.optimizer.lr if push.lr is None else push.lr
         record.row_ids, record.row_births = push.row_ids, push.births
         record.table_step = push.step
+        if push.codec is not None:
+            record.codec.CopyFrom(push.codec)
 
     def read_batch(self, record: PushRecord, data: Buffer) -> RowBatch:
-        ids, births = record.row_ids, record.row_births
-        return read_batch(self.table, self._table_index, ids, births, data)
+        return read_batch(self.table, self._table_index, record, data)
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
         return self.content.growth_bytes(batch, at_unix_s)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shoal.compression.base import Compression
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.local_sgd.outer_step import OuterStep
@@ -39,11 +40,12 @@ class AsyncDiLoCo(AsyncSGD):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         staleness: str = "none",
+        compression: str | Compression | None = None,
     ) -> None:
         """A round is `every_steps` steps, fewer where samples run out. Every member's push moves
         the values by itself, so with n members `outer_lr` should be near 1/n of what it is for
         "diloco". `staleness`: "none", or "scale" to divide it by the rounds that others pushed
-        since.
+        since. `compression`: how the changes of a round are made small, as those of `shoal.DiLoCo`.
 
         Raises InvalidSpec for what is out of range.
         """
@@ -57,7 +59,7 @@ class AsyncDiLoCo(AsyncSGD):
             raise InvalidSpec(
                 "every_steps is out of range", seen=f"{every_steps}", expected="at least 1"
             )
-        super().__init__(staleness=staleness)
+        super().__init__(staleness=staleness, compression=compression)
         self._every_steps = every_steps
         self._outer = OuterStep(lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
         self._steps_of_round = 0

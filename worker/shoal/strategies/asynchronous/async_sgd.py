@@ -21,7 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.compression import find_compression
+from shoal.compression.base import Compression
 from shoal.embedding.exchange import TableExchange
+from shoal.embedding.row_codec import row_codec
 from shoal.membership.generation import Context, Generation
 from shoal.model.digests import optimizer_digest, schema_digest
 from shoal.state.whole_model import on_host
@@ -29,6 +32,7 @@ from shoal.strategies.asynchronous.first_values import first_values
 from shoal.strategies.asynchronous.gradients import gradients_of
 from shoal.strategies.asynchronous.loss_watch import LossMonitor
 from shoal.strategies.asynchronous.optimizer_spec import in_words, to_spec
+from shoal.strategies.asynchronous.push_compression import PushCompressor
 from shoal.strategies.asynchronous.push_counts import PushCounts
 from shoal.strategies.asynchronous.push_options import PushOptions, level
 from shoal.strategies.asynchronous.shared_model import SharedModel
@@ -70,6 +74,7 @@ class AsyncSGD(Strategy):
         adaptive: bool = True,
         schedule: LRScheduler | None = None,
         acknowledge: str = "replicated",
+        compression: str | Compression | None = None,
     ) -> None:
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
@@ -85,13 +90,19 @@ class AsyncSGD(Strategy):
         is one; "durable": the disk of the shard's server too; "applied": neither, so that it may be
         lost with its server.
 
+        `compression`: how gradients are made small for a slow network, as for `shoal.DDP`. What is
+        left out of them is sent with later ones. See docs/compression.md.
+
         Raises InvalidSpec for options that contradict each other.
         """
         self._options = PushOptions(
             policy=to_policy(staleness, reject_above, compensation, adaptive=adaptive),
             schedule=schedule,
             acknowledgement=level(acknowledge),
+            compression=None if compression is None else find_compression(compression),
         )
+        chosen = self._options.compression
+        self._compressor = None if chosen is None else PushCompressor(chosen)
         self._refusals = StepRefusals()
         self._clock = StalenessClock(consistency, staleness_bound)
         self._tables = TableExchange(nn.Module())
@@ -117,7 +128,11 @@ class AsyncSGD(Strategy):
             **self._clock.fields(),
             **self._own_fields(),
         }
-        self._tables = TableExchange(model)
+        chosen = self._options.compression
+        # Members from before there was any say nothing of it.
+        if chosen is not None:
+            self._fields["compression"] = str(chosen)
+        self._tables = TableExchange(model, None if chosen is None else row_codec(chosen.name))
         if self._tables and not self.pushes_rows:
             raise InvalidSpec(
                 f"strategy {self.name} does not train embedding tables",
@@ -239,6 +254,10 @@ class AsyncSGD(Strategy):
         compensates = self._shared.spec.staleness.kind == "compensate"
         # Copied: a retry must send the same, and by then some of the new values may be there.
         bases = self._shared.values.copies() if compensates else None
+        encoded = None
+        if self._compressor is not None:
+            shards = self._refusals.shards or None
+            encoded = self._compressor.encode(self._connected().shard_map, gradients, shards)
         result = self._connected().push(
             {name: bytes_of(gradient) for name, gradient in gradients.items()},
             lr=self._rates(),
@@ -246,7 +265,10 @@ class AsyncSGD(Strategy):
             bases=bases,
             only=self._refusals.shards or None,
             step=step,
+            encoded=encoded,
         )
+        if self._compressor is not None:
+            self._compressor.refused(result.stale)
         if self._clock.wants_values:
             self._shared.values.adopt()
         return result
@@ -294,7 +316,8 @@ class AsyncSGD(Strategy):
         counts = self._counts.metrics()
         if not counts:
             return {}
-        return {**counts, **self._clock.metrics(), **self._tables.metrics()}
+        traffic = {} if self._compressor is None else self._compressor.metrics()
+        return {**counts, **self._clock.metrics(), **self._tables.metrics(), **traffic}
 
     def close(self) -> None:
         self._clock.close()

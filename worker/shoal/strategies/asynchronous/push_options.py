@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch.optim.lr_scheduler import LRScheduler
 
+from shoal.compression.base import Compression
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.optimizer_pb2 import StalenessPolicy
@@ -19,6 +20,18 @@ class PushOptions:
     """Travels with the job; without one the rates go with each push."""
     acknowledgement: Acknowledgement.ValueType
     """What a push waits for."""
+    compression: Compression | None = None
+    """How gradients are made small before they are pushed."""
+
+    def __post_init__(self) -> None:
+        if self.compression is not None and self.policy.kind == "compensate":
+            raise InvalidSpec(
+                "compressed gradients cannot be corrected for delay",
+                seen=f"compression={str(self.compression)!r} with staleness='compensate'",
+                expected="one of the two",
+                fix="Delay compensation sends the values along that gradients were computed on,"
+                " which are not compressed: train with staleness='damp'.",
+            )
 
 
 def level(acknowledge: str) -> Acknowledgement.ValueType:

@@ -1,0 +1,1 @@
+"""Gradients that come in fewer bytes than their values have, read."""

@@ -1,0 +1,32 @@
+"""Gradients of a table's rows in 16 or 8 bits a value. Every row can be read without the others.
+
+R: rows. C: columns.
+"""
+
+import torch
+from torch import Tensor
+
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.codec_pb2 import GradientCodec
+from shoal_server.parameters.codecs.codec import unknown_codec
+from shoal_server.parameters.codecs.half import HALF
+from shoal_server.parameters.codecs.quantised import SCALE_BYTES
+
+ROW_CODECS = ("fp16", "bf16", "int8")
+
+
+def row_bytes(codec: GradientCodec, dim: int) -> int:
+    """Of one row's gradient as it comes. Raises InvalidSpec for a codec that rows do not have."""
+    if codec.kind not in ROW_CODECS:
+        raise unknown_codec(codec.kind, ROW_CODECS)
+    return SCALE_BYTES + dim if codec.kind == "int8" else 2 * dim
+
+
+def decode_rows(codec: GradientCodec, data: Buffer, dim: int) -> Tensor:
+    """The gradients as R x C in fp32; maybe not finite. `data` has whole rows, at least one."""
+    if codec.kind != "int8":
+        return torch.frombuffer(data, dtype=HALF[codec.kind]).to(torch.float32).view(-1, dim)
+    raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, SCALE_BYTES + dim)
+    scales = raw[:, :SCALE_BYTES].contiguous().view(torch.float32)
+    values_rc = raw[:, SCALE_BYTES:].contiguous().view(torch.int8).to(torch.float32)
+    return values_rc.mul_(scales)

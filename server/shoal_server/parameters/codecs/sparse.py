@@ -1,0 +1,41 @@
+"""Gradients of which some values come with their places, and the others are 0."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1.codec_pb2 import GradientCodec
+
+ENTRY_BYTES = 8
+
+
+class SparseDecoder:
+    def __init__(self, codec: GradientCodec, sizes: Sequence[int]) -> None:
+        self._num_values = sum(sizes)
+        self._num_sent = codec.num_bytes // ENTRY_BYTES
+        self.num_bytes = self._num_sent * ENTRY_BYTES
+
+    def decode(self, data: Buffer) -> Tensor:
+        """Raises MalformedMessage for places that there are not, or that are not rising."""
+        values = torch.zeros(self._num_values)
+        if not self._num_sent:
+            return values
+        sent = torch.frombuffer(data, dtype=torch.float32, count=self._num_sent)
+        places = torch.frombuffer(data, dtype=torch.int32, offset=4 * self._num_sent)
+        self._check(places)
+        values[places.to(torch.int64)] = sent
+        return values
+
+    def _check(self, places: Tensor) -> None:
+        first, last = int(places[0]), int(places[-1])
+        is_rising = bool((places[1:] > places[:-1]).all())
+        if first < 0 or last >= self._num_values or not is_rising:
+            raise MalformedMessage(
+                "the places of a compressed gradient's values are out of range or order",
+                seen=f"{len(places)} places from {first} to {last},"
+                f" {'rising' if is_rising else 'not rising'}",
+                expected=f"rising ones from 0 to {self._num_values - 1}",
+            )

@@ -1,0 +1,145 @@
+"""A copy is told of compressed pushes as they came, and has the same values to the last bit."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import pytest
+import torch
+
+from shoal.compression import COMPRESSIONS, find_compression
+from shoal.compression.push_encoder import PushBlock
+from shoal.embedding.row_codec import RowCodec
+from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch
+from shoal_proto.row_hash import shard_of
+from shoal_proto.v1.codec_pb2 import GradientCodec
+from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
+from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
+from shoal_server.parameters.shard.dense import DensePush, dense_from_image, new_dense_shard
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.tables.shard import TablePush, new_table_shard, table_from_image
+
+SHAPES = {"w": torch.Size([64, 32]), "b": torch.Size([9])}
+OPTIMIZERS: Mapping[str, HyperParameters] = {
+    "sgd": HyperParameters(lr=0.1, momentum=0.9),
+    "adam": HyperParameters(lr=0.1, beta1=0.9, beta2=0.999, eps=1e-8),
+}
+
+
+def anybody(session: str) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", COMPRESSIONS)
+def test_a_copy_replays_what_came(name: str, kind: str, dtype: str) -> None:
+    """And is told of no more bytes than were pushed."""
+    blocks = [Block(parameter=n, num_elements=shape.numel()) for n, shape in SHAPES.items()]
+    spec = Shard(shard_id=1, epoch=1, dtype=dtype, blocks=blocks)
+    optimizer = OptimizerSpec(kind=kind, groups=[OPTIMIZERS[kind]])
+    torch_dtype = getattr(torch, dtype)
+    size = sum(shape.numel() for shape in SHAPES.values())
+    shard = new_dense_shard(spec, optimizer, bytearray(size * torch_dtype.itemsize))
+    records: list[UpdateRecord] = []
+    copy = dense_from_image(shard.image(records.append))
+    encoder = find_compression(name).push_encoder()
+    described = [
+        PushBlock(parameter=n, offset=0, num_elements=shape.numel(), shape=shape)
+        for n, shape in SHAPES.items()
+    ]
+    for sequence in range(1, 5):
+        made = encoder.encode(torch.randn(size), described)
+        data = made.data.view(torch.uint8).numpy().tobytes()
+        if len(data) >= size * torch_dtype.itemsize:
+            with pytest.raises(ShapeMismatch, match="fewer than"):
+                shard.body.decoder(made.codec, (0, 1))
+            return
+        batch = shard.body.decode(shard.body.decoder(made.codec, (0, 1)), data)
+        push = DensePush(
+            session="s",
+            sequence=sequence,
+            epoch=1,
+            base_version=sequence,
+            lr=None,
+            gradient=data,
+            blocks=(0, 1),
+            codec=made.codec,
+            batch=batch,
+        )
+        shard.push(push, anybody)
+        assert bytes(records[-1].data) == data
+        copy.replay(records[-1])
+    seen, wanted = copy.image().tensors, shard.image().tensors
+    for key, tensor in wanted.items():
+        assert torch.equal(seen[key], tensor), key
+    assert bool(wanted["values"].any())
+
+
+TABLE = TableSpec(
+    name="t",
+    dim=16,
+    dtype="float32",
+    num_shards=1,
+    initialiser=Initialiser(kind="normal", spread=1.0),
+    optimizer=RowOptimizer(kind="adagrad", lr=0.1, eps=1e-10),
+)
+IDS = torch.tensor([3, 5, 8], dtype=torch.int64)
+
+
+def table_push(gradient: bytes, codec: GradientCodec | None, sequence: int = 1) -> TablePush:
+    return TablePush(
+        session="s",
+        sequence=sequence,
+        epoch=1,
+        base_version=1,
+        lr=None,
+        gradient=gradient,
+        row_ids=IDS.numpy().tobytes(),
+        births=bytes(24),
+        step=sequence,
+        codec=codec,
+        at_unix_s=1.0,
+    )
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16", "int8"])
+def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
+    """As rows pushed without a codec that are the same numbers; and so does a copy."""
+    assert shard_of(3, 1) == 0
+    new = partial(new_table_shard, Shard(shard_id=2, epoch=1, table="t"), TABLE)
+    shard, plain = new(), new()
+    records: list[UpdateRecord] = []
+    copy = table_from_image(shard.image(records.append))
+    codec = RowCodec(kind)
+    values_rc = torch.randn(3, 16)
+    data = codec.encode(values_rc)[0].contiguous().numpy().tobytes()
+    shard.push(table_push(data, codec.message), anybody)
+    assert len(records[0].data) == 3 * (20 if kind == "int8" else 32)
+    copy.replay(records[0])
+    half = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    if kind == "int8":
+        scales = values_rc.abs().amax(1, keepdim=True) / 127
+        rounded = (values_rc / scales).round() * scales
+    else:
+        rounded = values_rc.to(half[kind]).float()
+    plain.push(table_push(rounded.numpy().tobytes(), None), anybody)
+    ids = IDS.numpy().tobytes()
+    found = [each.read(partial(each.body.look_up, ids)).values for each in (shard, copy, plain)]
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "error", "told"),
+    [
+        ("one-bit", bytes(6), InvalidSpec, "no codec 'one-bit'"),
+        ("int8", b"\x00\x00\xc0\x7f" + bytes([1]) * 16 + bytes(40), NonFiniteGradient, "row 3"),
+    ],
+)
+def test_rows_that_are_wrong_change_nothing(
+    kind: str, data: bytes, error: type[Exception], told: str
+) -> None:
+    shard = new_table_shard(Shard(shard_id=2, epoch=1, table="t"), TABLE)
+    with pytest.raises(error, match=told):
+        shard.push(table_push(data, GradientCodec(kind=kind)), anybody)
+    assert shard.version == 1

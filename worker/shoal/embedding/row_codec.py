@@ -1,0 +1,47 @@
+"""Gradients of rows in fewer bytes than their dtype has: 16 or 8 bits a value.
+
+Nothing is kept of what rounding leaves out: the next step has other rows. Every row is encoded by
+itself, int8 with a scale of its own.
+"""
+
+import torch
+from torch import Tensor
+
+from shoal_proto.v1.codec_pb2 import GradientCodec
+
+ROW_CODECS = ("fp16", "bf16", "int8")
+LARGEST = 127
+SCALE_BYTES = 4
+_HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class RowCodec:
+    """Writes gradients of rows of one dtype and length. R: rows. C: columns."""
+
+    def __init__(self, kind: str) -> None:
+        self.message = GradientCodec(kind=kind)
+        self._kind = kind
+
+    def shrinks(self, dim: int, dtype: torch.dtype) -> bool:
+        """Whether rows of so many values become smaller; else they are to be sent as they are."""
+        num_bytes = SCALE_BYTES + dim if self._kind == "int8" else 2 * dim
+        return num_bytes < dim * dtype.itemsize
+
+    def encode(self, gradient_rc: Tensor) -> tuple[Tensor, Tensor]:
+        """The bytes of each row, as R x B, and whether each row is within what the codec can
+        hold."""
+        if self._kind != "int8":
+            data = gradient_rc.to(_HALF[self._kind])
+            return data.view(torch.uint8), torch.isfinite(data).all(dim=1)
+        values_rc = gradient_rc.to(torch.float32)
+        scales = values_rc.abs().amax(dim=1, keepdim=True) / LARGEST
+        divisors = torch.where(scales == 0, 1.0, scales)
+        # A row of tiny numbers, whose scale is rounded, may exceed the range.
+        codes = (values_rc / divisors).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+        data = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=1)
+        return data, torch.isfinite(scales).squeeze(1)
+
+
+def row_codec(compression: str) -> RowCodec | None:
+    """The codec for rows where gradients are compressed so; None where rows stay as they are."""
+    return RowCodec(compression) if compression in ROW_CODECS else None

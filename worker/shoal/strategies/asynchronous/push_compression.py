@@ -1,0 +1,160 @@
+"""A member's gradients made small before they are pushed, and what was left out of them.
+
+What the codec leaves out of a shard's gradients, the residual, is added to the next ones (error
+feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). It is kept by shard, and so by
+parameter: of a parameter without gradient in a step nothing is sent, and its residual stays.
+
+A residual counts once, whatever becomes of a push:
+
+- It leaves with the push. When the server has said that the shard's part was applied, the new
+  residual takes its place.
+- A part that was refused as too stale changed nothing: the old residual is back. The step's
+  gradients for that shard are computed anew.
+- Of a push that failed in another way, nobody knows what was applied: what was left of those
+  shards is dropped.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal.compression.base import Compression
+from shoal.compression.push_encoder import PushBlock
+from shoal_client.shards.parts import EncodedGradient, EncodedPush
+from shoal_proto.errors import NonFiniteGradient
+from shoal_proto.v1.codec_pb2 import GradientCodec
+from shoal_proto.v1.shards_pb2 import Shard, ShardMap
+
+Left = dict[tuple[str, int], Tensor]
+"""Residuals by parameter and offset of the block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _InFlight:
+    """What becomes of the residuals of one shard's blocks."""
+
+    before: Left
+    after: Left
+
+
+class PushCompressor:
+    """One member's own. For one thread at a time."""
+
+    def __init__(self, compression: Compression) -> None:
+        self._encoder = compression.push_encoder()
+        self._left: Left = {}
+        self._in_flight: dict[int, _InFlight] = {}
+        self._sent_bytes = self._plain_bytes = 0
+        self._step = (0, 0)
+
+    def encode(
+        self,
+        shard_map: ShardMap,
+        gradients: Mapping[str, Tensor],
+        only: Collection[int] | None = None,
+    ) -> EncodedPush:
+        """The gradients of every shard, or of `only` these, that becomes smaller by it.
+
+        The gradients are on the host, contiguous and finite. Raises NonFiniteGradient, before
+        anything was sent, for one that is beyond what the codec can write.
+        """
+        shapes = {spec.name: torch.Size(spec.shape) for spec in shard_map.parameters}
+        encoded: dict[int, EncodedGradient] = {}
+        self._in_flight.clear()
+        before = (self._sent_bytes, self._plain_bytes)
+        try:
+            for shard in shard_map.shards:
+                if only is None or shard.shard_id in only:
+                    gradient = self._encode(shard, gradients, shapes)
+                    if gradient is not None:
+                        encoded[shard.shard_id] = gradient
+        except NonFiniteGradient:
+            self.refused(list(self._in_flight))
+            raise
+        self._step = (self._sent_bytes - before[0], self._plain_bytes - before[1])
+        return EncodedPush(encoded, self._applied)
+
+    def _encode(
+        self, shard: Shard, gradients: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+    ) -> EncodedGradient | None:
+        blocks = [
+            PushBlock(
+                parameter=block.parameter,
+                offset=block.offset,
+                num_elements=block.num_elements,
+                shape=shapes[block.parameter],
+            )
+            for block in shard.blocks
+            if block.parameter in gradients
+        ]
+        if not blocks:
+            return None
+        dtype = gradients[blocks[0].parameter].dtype
+        keys = [(block.parameter, block.offset) for block in blocks]
+        sizes = [block.num_elements for block in blocks]
+        # What is left out of float64 is not to be rounded away.
+        total = torch.cat([_part(gradients, block) for block in blocks])
+        total = total if dtype == torch.float64 else total.float()
+        for key, values in zip(keys, torch.split(total, sizes), strict=True):
+            if key in self._left:
+                values.add_(self._left[key])
+        made = self._encoder.encode(total.float(), blocks)
+        self._plain_bytes += total.numel() * dtype.itemsize
+        if made.data.nbytes >= total.numel() * dtype.itemsize:
+            # Sent as it is; what was left of it before waits on.
+            self._sent_bytes += total.numel() * dtype.itemsize
+            return None
+        self._sent_bytes += made.data.nbytes
+        applied = made.decoded.to(dtype)
+        _check(applied, blocks, made.codec)
+        after: Left = {}
+        if self._encoder.keeps_residuals:
+            after = dict(zip(keys, torch.split(total.sub_(applied), sizes), strict=True))
+        before = {key: self._left.pop(key) for key in keys if key in self._left}
+        self._in_flight[shard.shard_id] = _InFlight(before=before, after=after)
+        return EncodedGradient(made.codec, made.data.view(torch.uint8).numpy().data)
+
+    def _applied(self, shard_id: int) -> None:
+        # Told of again where a push that was applied had to be sent once more.
+        in_flight = self._in_flight.pop(shard_id, None)
+        if in_flight is not None:
+            self._left |= in_flight.after
+
+    def refused(self, shard_ids: Iterable[int]) -> None:
+        """These shards are as they were before the push."""
+        for shard_id in shard_ids:
+            in_flight = self._in_flight.pop(shard_id, None)
+            if in_flight is not None:
+                self._left |= in_flight.before
+
+    def metrics(self) -> Mapping[str, float]:
+        """Bytes of gradients in the last push and in all, and how many times fewer they are."""
+        sent, plain = self._step
+        return {
+            "bytes_per_step": float(sent),
+            "bytes_sent": float(self._sent_bytes),
+            "compression_ratio": plain / sent if sent else 1.0,
+        }
+
+
+def _part(gradients: Mapping[str, Tensor], block: PushBlock) -> Tensor:
+    flat = gradients[block.parameter].reshape(-1)
+    return flat[block.offset : block.offset + block.num_elements]
+
+
+def _check(applied: Tensor, blocks: Sequence[PushBlock], codec: GradientCodec) -> None:
+    if bool(torch.isfinite(applied).all()):
+        return
+    at = int((~torch.isfinite(applied)).nonzero()[0])
+    for block in blocks:
+        if at < block.num_elements:
+            raise NonFiniteGradient(
+                f"the gradient of parameter {block.parameter} is beyond what {codec.kind} can hold",
+                seen=f"element {block.offset + at} is not finite once it is compressed",
+                expected="values in its range (fp16: up to 65,504)",
+                fix="Choose bf16 or int8, or scale the loss down.",
+                details={"parameter": block.parameter},
+            )
+        at -= block.num_elements
