@@ -101,8 +101,6 @@ class AsyncSGD(Strategy):
             acknowledgement=level(acknowledge),
             compression=None if compression is None else find_compression(compression),
         )
-        chosen = self._options.compression
-        self._compressor = None if chosen is None else PushCompressor(chosen)
         self._refusals = StepRefusals()
         self._clock = StalenessClock(consistency, staleness_bound)
         self._tables = TableExchange(nn.Module())
@@ -114,11 +112,15 @@ class AsyncSGD(Strategy):
         self._losses: LossMonitor | None = None
 
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        policy = self._options.policy
+        policy, chosen = self._options.policy, self._options.compression
         spec = self._servers_spec(optimizer)
         spec.staleness.CopyFrom(policy)
         self._shared = SharedModel(
-            model=model, optimizer=optimizer, values=SharedValues(model, optimizer), spec=spec
+            model=model,
+            optimizer=optimizer,
+            values=SharedValues(model, optimizer),
+            spec=spec,
+            compressor=None if chosen is None else PushCompressor(chosen),
         )
         self._fields = {
             "schema": schema_digest(model),
@@ -128,7 +130,6 @@ class AsyncSGD(Strategy):
             **self._clock.fields(),
             **self._own_fields(),
         }
-        chosen = self._options.compression
         # Members from before there was any say nothing of it.
         if chosen is not None:
             self._fields["compression"] = str(chosen)
@@ -255,9 +256,9 @@ class AsyncSGD(Strategy):
         # Copied: a retry must send the same, and by then some of the new values may be there.
         bases = self._shared.values.copies() if compensates else None
         encoded = None
-        if self._compressor is not None:
+        if self._shared.compressor is not None:
             shards = self._refusals.shards or None
-            encoded = self._compressor.encode(self._connected().shard_map, gradients, shards)
+            encoded = self._shared.compressor.encode(self._connected().shard_map, gradients, shards)
         result = self._connected().push(
             {name: bytes_of(gradient) for name, gradient in gradients.items()},
             lr=self._rates(),
@@ -267,8 +268,8 @@ class AsyncSGD(Strategy):
             step=step,
             encoded=encoded,
         )
-        if self._compressor is not None:
-            self._compressor.refused(result.stale)
+        if self._shared.compressor is not None:
+            self._shared.compressor.refused(result.stale)
         if self._clock.wants_values:
             self._shared.values.adopt()
         return result
@@ -316,7 +317,7 @@ class AsyncSGD(Strategy):
         counts = self._counts.metrics()
         if not counts:
             return {}
-        traffic = {} if self._compressor is None else self._compressor.metrics()
+        traffic = {} if self._shared.compressor is None else self._shared.compressor.metrics()
         return {**counts, **self._clock.metrics(), **self._tables.metrics(), **traffic}
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.strategies.asynchronous.push_compression import PushCompressor
 from shoal.strategies.asynchronous.shared_values import SharedValues
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 
@@ -17,3 +18,5 @@ class SharedModel:
     """The model's parameters, to send and to fill."""
     spec: OptimizerSpec
     """What the servers do with what they are pushed."""
+    compressor: PushCompressor | None = None
+    """Of the member's gradients; None: they are pushed as they are."""
