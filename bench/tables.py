@@ -11,7 +11,8 @@ made from nothing. `table_bytes_per_row` is the memory that a row takes with SGD
 values. `worker_rows` are rows that one worker looks up and pushes in a second, in steps of 16,384
 distinct ids of 10 million, with a parameter server on this machine: by shared memory, and by a
 socket (`_tcp`) and gRPC (`_grpc`), which take turns with it and with `raw-socket`: the same bytes
-over TCP, which nobody looks at.
+over TCP, which nobody looks at. `worker_wide_rows` are the same with rows of 256 floats, of 20,000
+ids that nearly all have their row.
 """
 
 import multiprocessing
@@ -20,7 +21,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
@@ -57,9 +58,10 @@ INDEX_ROWS = (160_000, 10_000_000)
 SHARD_ROWS = 1_000_000
 STEP_IDS = 16_384
 NUM_STEPS = 30
-WARM_UP = 5
+WARM_UP = 8
 RAW = "raw-socket"
 ID_RANGE = 10_000_000
+WIDE_DIM, KNOWN_IDS = 256, 20_000
 NORMAL = Initialiser(kind="normal", spread=0.01)
 OPTIMIZERS = {
     "sgd": RowOptimizer(kind="sgd", lr=0.1),
@@ -163,8 +165,11 @@ def initial_rows() -> Row:
 class Worker:
     """One worker of a job of its own, whose steps look up rows and push them."""
 
-    def __init__(self, cluster: LocalCluster, transport: str, stack: ExitStack) -> None:
-        name = f"tables-{transport}"
+    def __init__(
+        self, cluster: LocalCluster, transport: str, stack: ExitStack, dim: int, id_range: int
+    ) -> None:
+        name = f"tables-{transport}-{dim}"
+        self._id_range = id_range
         spec = JobSpec(job=name, min_members=1, max_members=1, desired_members=1)
         membership = MemberSession(
             Member(
@@ -178,7 +183,7 @@ class Worker:
         membership.join()
         stack.callback(membership.leave, completed=False, reason="measured")
         self._table = EmbeddingTable(
-            DIM, optimizer=RowSGD(lr=0.1), init=RowNormal(std=0.01), name="t"
+            dim, optimizer=RowSGD(lr=0.1), init=RowNormal(std=0.01), name="t"
         )
         self._exchange = TableExchange(self._table)
         stack.callback(self._exchange.close)
@@ -199,36 +204,33 @@ class Worker:
 
     def step(self) -> None:
         self._exchange.begin_step()
-        ids = torch.from_numpy(random.choice(ID_RANGE, STEP_IDS, replace=False))
+        ids = torch.from_numpy(random.choice(self._id_range, STEP_IDS, replace=False))
         self._table(ids).sum().backward()  # type: ignore[no-untyped-call]
         pushed = self._exchange.start_push(self._exchange.gather())
         assert pushed is not None
         pushed.result()
 
 
-def raw_step(stack: ExitStack) -> Callable[[], None]:
+def raw_step(stack: ExitStack, dim: int) -> Callable[[], None]:
     """The bytes of a step, there and back, over a socket to a process that does nothing else."""
     here, there = multiprocessing.get_context("spawn").Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_answer_bytes, args=(there,))
+    process = multiprocessing.get_context("spawn").Process(target=_answer_bytes, args=(there, dim))
     process.start()
     stack.callback(process.kill)
     connection = stack.enter_context(socket.create_connection(("127.0.0.1", here.recv())))
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def step() -> None:
-        for sent, received in EXCHANGES:
+        for sent, received in exchanges(dim):
             connection.sendall(bytes(sent))
             receive(connection, received)
 
     return step
 
 
-ROW_BYTES = 4 * DIM
-EXCHANGES = (
-    (8 * STEP_IDS, (8 + ROW_BYTES) * STEP_IDS),
-    ((16 + ROW_BYTES) * STEP_IDS, 1),
-)
-"""Bytes there and back: ids for births and values; ids, births and gradients for an answer."""
+def exchanges(dim: int) -> Sequence[tuple[int, int]]:
+    """Bytes there and back: ids for births and values; ids, births and gradients for an answer."""
+    return [(8 * STEP_IDS, (8 + 4 * dim) * STEP_IDS), ((16 + 4 * dim) * STEP_IDS, 1)]
 
 
 def receive(connection: socket.socket, num_bytes: int) -> None:
@@ -240,27 +242,26 @@ def receive(connection: socket.socket, num_bytes: int) -> None:
         into = into[count:]
 
 
-def _answer_bytes(owner: Connection) -> None:
+def _answer_bytes(owner: Connection, dim: int) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         owner.send(listener.getsockname()[1])
         connection, _ = listener.accept()
     with connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
-            for sent, answered in EXCHANGES:
+            for sent, answered in exchanges(dim):
                 receive(connection, sent)
                 connection.sendall(bytes(answered))
 
 
-def worker_rows(cluster: LocalCluster) -> list[Row]:
+def worker_rows(cluster: LocalCluster, metric: str, dim: int, id_range: int) -> list[Row]:
     """What one worker looks up and pushes by each transport, by turns."""
     with ExitStack() as stack:
         steps: dict[str, Callable[[], None]] = {
-            "worker_rows": Worker(cluster, "auto", stack).step,
-            "worker_rows_tcp": Worker(cluster, "tcp", stack).step,
-            "worker_rows_grpc": Worker(cluster, "grpc", stack).step,
-            RAW: raw_step(stack),
+            f"{metric}{suffix}": Worker(cluster, transport, stack, dim, id_range).step
+            for suffix, transport in (("", "auto"), ("_tcp", "tcp"), ("_grpc", "grpc"))
         }
+        steps[RAW] = raw_step(stack, dim)
         for step in steps.values():
             for _ in range(WARM_UP):
                 step()
@@ -293,7 +294,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         config = LocalClusterConfig(directory=Path(directory), num_parameter_servers=1)
         with LocalCluster(config) as cluster:
-            rows += worker_rows(cluster)
+            rows += worker_rows(cluster, "worker_rows", DIM, ID_RANGE)
+            rows += worker_rows(cluster, "worker_wide_rows", WIDE_DIM, KNOWN_IDS)
     publish("tables", rows)
 
 

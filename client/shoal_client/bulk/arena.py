@@ -14,6 +14,8 @@ SMALL_ARENA_BYTES = 4 * 1024 * 1024
 MIN_PLACES = 3
 """A server reads one shard ahead; with fewer places both ends would wait for each other."""
 PAGE_BYTES = 4096
+CACHED_BYTES = 256 * 1024
+"""Copied, then summed up while they are in the processor's cache."""
 
 
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
@@ -58,23 +60,28 @@ class Arena:
         self._taken[part.shard_id] = at
         yield bulk.header(Kind.ROOM, shard_id=part.shard_id, at=at, num_bytes=self.place_bytes)
         for offset_bytes, buffers in part.pieces(self.place_bytes):
-            size = self._fill(at, buffers)
+            size, checksum = self._fill(at, buffers)
             yield bulk.header(
                 Kind.PLACED,
                 shard_id=part.shard_id,
                 offset_bytes=offset_bytes,
                 num_bytes=size,
                 at=at,
-                checksum=crc32(self._memory[at : at + size]),
+                checksum=checksum,
             )
             at += size
 
-    def _fill(self, at: int, buffers: Sequence[memoryview]) -> int:
-        start = at
+    def _fill(self, at: int, buffers: Sequence[memoryview]) -> tuple[int, int]:
+        """How many bytes that were, and their CRC-32."""
+        start, checksum = at, 0
         for buffer in buffers:
-            self._memory[at : at + len(buffer)] = buffer
-            at += len(buffer)
-        return at - start
+            for begin in range(0, len(buffer), CACHED_BYTES):
+                data = buffer[begin : begin + CACHED_BYTES]
+                copied = self._memory[at : at + len(data)]
+                copied[:] = data
+                checksum = crc32(copied, checksum)
+                at += len(data)
+        return at - start, checksum
 
     def release(self, shard_id: int) -> None:
         """The server is done with the place of that shard, if it has one, and so is the caller."""

@@ -1,10 +1,13 @@
 """From row ids to places in a shard's arrays, for many ids at once.
 
-A hash table with open addressing and linear probing whose every operation is a handful of passes
-over arrays: all ids take their first probe together, those not settled take the second, and so on.
-At most LOAD_LIMIT of the slots are in use, so the rounds are few and each is far shorter than the
-one before.
+A hash table with open addressing whose every operation is a handful of passes over arrays: all ids
+take their first probe together, those not settled take the second, and so on. At most LOAD_LIMIT
+of the slots are in use, and each probe goes one slot further than the one before. (These are the
+triangular numbers, which reach every slot of a power of two: Knuth, TAOCP 3, 6.4, exercise 20.)
+So no runs of used slots build up, the rounds are few, and each is far shorter than the one before.
 """
+
+from itertools import count
 
 import numpy as np
 import torch
@@ -68,8 +71,10 @@ class RowIndex:
         found = np.where(hit, rows, EMPTY).astype(np.int64)
         todo = np.flatnonzero(~hit & (rows != EMPTY))
         places, left = places[todo], ids[todo]
-        while todo.size:
-            places = (places + 1) & (self._slots.size - 1)
+        for step in count(1):
+            if not todo.size:
+                break
+            places = (places + step) & (self._slots.size - 1)
             rows = self._slots[places]
             hit = (ids_by_row[rows] == left) & (rows >= 0)
             found[todo[hit]] = rows[hit]
@@ -88,18 +93,22 @@ class RowIndex:
         """Take rows out, each named once and in use."""
         self._num_rows -= len(rows)
         places = self._first_places(self.ids[rows])
-        while rows.size:
+        for step in count(1):
+            if not rows.size:
+                break
             is_here = self._slots[places] == rows
             self._slots[places[is_here]] = REMOVED
             rows, places = rows[~is_here], places[~is_here]
-            places = (places + 1) & (self._slots.size - 1)
+            places = (places + step) & (self._slots.size - 1)
 
     def _first_places(self, ids: Ids) -> Rows:
         return (hash_ids(ids) & np.uint64(self._slots.size - 1)).view(np.int64)
 
     def _settle(self, ids: Ids, rows: Rows) -> None:
         places = self._first_places(ids)
-        while rows.size:
+        for step in count(1):
+            if not rows.size:
+                break
             before = self._slots[places]
             is_free = before < 0
             # Of several that want one slot, one gets it; the look behind tells which.
@@ -107,7 +116,7 @@ class RowIndex:
             has_place = self._slots[places] == rows
             self._num_used += int(np.count_nonzero(has_place & (before == EMPTY)))
             rows, places = rows[~has_place], places[~has_place]
-            places = (places + 1) & (self._slots.size - 1)
+            places = (places + step) & (self._slots.size - 1)
 
     def _make_room(self, top_row: int, num_more: int) -> None:
         if top_row > len(self._ids):
