@@ -214,8 +214,7 @@ class ShardController:
 
     def _seen(self, assignments: JobAssignments) -> None:
         last = self._last.get(assignments.job)
-        if last is not None:
-            self._losses.tell(last, assignments)
+        self._losses.tell(last, assignments)
         self._last[assignments.job] = assignments
 
     def _dead(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:

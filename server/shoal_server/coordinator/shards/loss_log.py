@@ -47,10 +47,12 @@ class LossLog:
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
-    def tell(self, before: JobAssignments, after: JobAssignments) -> None:
+    def tell(self, before: JobAssignments | None, after: JobAssignments) -> None:
         """Tell of shards that were lost between these two records, and of those that servers have
-        led from their journals again."""
-        if before.run != after.run:
+        led from their journals again; without the one before, of those that are lost."""
+        if before is None:
+            if gone := losses.lost(after):
+                self._lost(after.job, gone)
             return
         changed = [
             (old, new)

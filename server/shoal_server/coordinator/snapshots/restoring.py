@@ -3,15 +3,17 @@
 The assignment records are taken away, so that every server lets go of what it has of the job, and
 written anew with higher epochs. Then each server loads what it is to lead, and copies are made of
 it as ever. The sample ledger becomes that of the cut. If a server cannot load, the records are
-taken away again: nobody finds half of a snapshot.
+taken away again: nobody finds half of a snapshot. What the job had before is lost then, and is told
+to be.
 """
 
 import asyncio
 import json
 import secrets
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -107,12 +109,16 @@ class SnapshotRestorer:
                 expected="one or more",
                 fix="Start one with `shoal ps`.",
             )
-        lost, wanted = await self._replaced(manifest, layout, sorted(present))
+        before, wanted = await self._replaced(manifest, layout, sorted(present))
         try:
             await self._load_all(library, manifest, wanted, present)
-        except BaseException:
+        except BaseException as error:
             await self._take_away(job)
+            if before is not None and isinstance(error, ShoalError):
+                why = f"Restoring snapshot {manifest.number} failed: {error}"
+                await self._call_lost(before, wanted, why)
             raise
+        lost = losses.lost(before) if before is not None else ()
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
         log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
         return Restored(manifest=manifest, servers=servers, lost=lost)
@@ -132,17 +138,15 @@ class SnapshotRestorer:
 
     async def _replaced(
         self, manifest: Manifest, layout: ShardMap, present: Sequence[Holder]
-    ) -> tuple[Sequence[ShardAssignment], JobAssignments]:
-        """Write the new assignment records, the ledger and the lineage; what was lost, and who
-        holds what now."""
+    ) -> tuple[JobAssignments | None, JobAssignments]:
+        """Write the new assignment records, the ledger and the lineage; who held what before, and
+        who does now."""
         job = manifest.job
         await self._check_layout(job, layout)
         before = await assignments.read(self._store, job)
         epochs = {part.shard_id: part.epoch for part in manifest.parts}
         copies = DEFAULT_COPIES
-        lost: Sequence[ShardAssignment] = ()
         if before is not None:
-            lost = losses.lost(before.assignments)
             copies = before.assignments.copies
             for assignment in before.assignments.shards:
                 known = epochs.get(assignment.shard_id, 0)
@@ -175,7 +179,7 @@ class SnapshotRestorer:
         _require(result, job)
         await shard_map.take_others_away(self._store, stored, result.revision)
         self._on_cursor(job)
-        return lost, wanted
+        return None if before is None else before.assignments, wanted
 
     async def _check_layout(self, job: str, layout: ShardMap) -> None:
         held = await shard_map.read(self._store, job)
@@ -215,6 +219,21 @@ class SnapshotRestorer:
             await self._store.transact(self._leadership(), [assignments.taken_away(job)])
         except ShoalError as error:
             log.error("half_restored", job=job, reason=str(error))
+
+    async def _call_lost(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
+        """Servers have let go of what they had of the job: that is told by name."""
+        record = losses.after_failed_restore(before, wanted, why, time.time())
+        record = replace(record, run=secrets.token_hex(8))
+        try:
+            result = await assignments.place(
+                self._store,
+                record,
+                fence=self._leadership(),
+                compares=[absent(keys.assignments_head(record.job))],
+            )
+            _require(result, record.job)
+        except ShoalError as error:
+            log.error("half_restored", job=record.job, reason=str(error))
 
 
 def _require(result: TransactionResult, job: str) -> None:

@@ -71,6 +71,28 @@ def with_losses(
     return replace(after, shards=tuple(map(noted, after.shards)))
 
 
+def after_failed_restore(
+    before: JobAssignments, wanted: JobAssignments, why: str, now_unix_s: float
+) -> JobAssignments:
+    """Every server has let go of what it had, and what was to take its place could not be loaded:
+    all that had values is lost. `wanted`: who was to load them."""
+    had = {h.shard_id: h for h in before.shards}
+
+    def noted(shard: ShardAssignment) -> ShardAssignment:
+        last = had.get(shard.shard_id, shard)
+        anew = replace(shard, epoch=shard.epoch + 1, accepted_loss=last.accepted_loss)
+        if last.content is ShardContent.NONE:
+            return replace(anew, content=ShardContent.NONE)
+        known = last.loss or ShardLoss(
+            lost_unix_s=now_unix_s,
+            servers=tuple(h.server_id for h in (last.primary, *last.backups)),
+        )
+        loss = replace(known, snapshot=why[:MAX_SNAPSHOT_TEXT])
+        return replace(anew, content=ShardContent.LOST, loss=loss)
+
+    return replace(wanted, shards=tuple(map(noted, wanted.shards)))
+
+
 def given_up(shard: ShardAssignment, by: str, now_unix_s: float) -> ShardAssignment:
     """A lost shard begins anew: whoever comes may create it. The epoch rises, so that nobody
     takes the new one for the old; no disk has anything of the new one, so no journal brings the old

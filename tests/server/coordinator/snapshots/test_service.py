@@ -27,6 +27,7 @@ from shoal_proto.errors import (
     ShoalError,
     SnapshotDamaged,
     SnapshotFailed,
+    StateLost,
     Unavailable,
 )
 from shoal_proto.incarnation import public_id
@@ -43,6 +44,7 @@ from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.shards.assignments import ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import snapshot_roots
@@ -305,12 +307,25 @@ def test_damage_is_named_and_nothing_is_restored(opened: ExitStack, tmp_path: Pa
     member.push()
     manifest = snapshots.take().manifest
     path = tmp_path / "snapshots" / "job" / manifest.parts[2].file
-    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
     servers.expel("m")
     with pytest.raises(SnapshotDamaged) as raised:
         snapshots.restore()
     assert raised.value.details == {"file": manifest.parts[2].file, "shard": "2"}
-    assert servers.run(records.read(servers.store, "job")) is None
+    # Servers had to let go of what they held: that is told by name, with the reason.
+    entry = servers.run(records.read(servers.store, "job"))
+    assert entry is not None
+    for shard in entry.assignments.shards:
+        assert shard.content is ShardContent.LOST
+        assert shard.loss is not None
+        assert "Restoring snapshot 1 failed" in shard.loss.snapshot
+    with pytest.raises(StateLost, match=manifest.parts[2].file):
+        pusher(opened, servers, "late")
+    path.write_bytes(whole)
+    snapshots.restore(under_members=True)
+    member = pusher(opened, servers, "m2")
+    assert elements(member.values) == {-1.0}
 
 
 def test_a_cluster_that_starts_with_empty_servers_goes_on_from_the_newest(
