@@ -23,7 +23,6 @@ _sym_db = _symbol_database.Default()
 
 
 from shoal_proto.v1 import codec_pb2 as shoal__proto_dot_v1_dot_codec__pb2
-from shoal_proto.v1 import identity_pb2 as shoal__proto_dot_v1_dot_identity__pb2
 from shoal_proto.v1 import optimizer_pb2 as shoal__proto_dot_v1_dot_optimizer__pb2
 from shoal_proto.v1 import parameters_pb2 as shoal__proto_dot_v1_dot_parameters__pb2
 try:
@@ -42,63 +41,79 @@ from shoal_proto.v1 import shards_pb2 as shoal__proto_dot_v1_dot_shards__pb2
 from shoal_proto.v1 import tables_pb2 as shoal__proto_dot_v1_dot_tables__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n shoal_proto/v1/replication.proto\x12\x08shoal.v1\x1a\x1ashoal_proto/v1/codec.proto\x1a\x1dshoal_proto/v1/identity.proto\x1a\x1eshoal_proto/v1/optimizer.proto\x1a\x1fshoal_proto/v1/parameters.proto\x1a\x1bshoal_proto/v1/shards.proto\x1a\x1bshoal_proto/v1/tables.proto\"\x11\n\x0fIdentifyRequest\"\x13\n\x11OpenFollowRequest\"0\n\x06Holder\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xe6\x02\n\x0cShardHolding\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12!\n\x07primary\x18\x03 \x01(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07\x62\x61\x63kups\x18\x04 \x03(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07joining\x18\x05 \x01(\x0b\x32\x10.shoal.v1.Holder\x12#\n\tsuccessor\x18\x06 \x01(\x0b\x32\x10.shoal.v1.Holder\x12\x0f\n\x07on_disk\x18\x07 \x01(\t\x12\'\n\x07\x63ontent\x18\x08 \x01(\x0e\x32\x16.shoal.v1.ShardContent\x12\x0b\n\x03run\x18\t \x01(\t\x12\x0e\n\x06\x66ormat\x18\n \x01(\r\x12!\n\x04loss\x18\x0b \x01(\x0b\x32\x13.shoal.v1.ShardLoss\x12-\n\raccepted_loss\x18\x0c \x01(\x0b\x32\x16.shoal.v1.AcceptedLoss\"T\n\tShardLoss\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0blost_unix_s\x18\x02 \x01(\x01\x12\x0f\n\x07servers\x18\x03 \x03(\t\x12\x10\n\x08snapshot\x18\x04 \x01(\t\"V\n\x0c\x41\x63\x63\x65ptedLoss\x12!\n\x04loss\x18\x01 \x01(\x0b\x32\x13.shoal.v1.ShardLoss\x12\n\n\x02\x62y\x18\x02 \x01(\t\x12\x17\n\x0f\x61\x63\x63\x65pted_unix_s\x18\x03 \x01(\x01\"[\n\x0bJobHoldings\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63opies\x18\x02 \x01(\r\x12\x12\n\nnum_shards\x18\x03 \x01(\r\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\r\"\xa2\x02\n\nPushRecord\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\n\n\x02lr\x18\x06 \x01(\x01\x12\x0f\n\x07row_ids\x18\x07 \x01(\x0c\x12\x11\n\tat_unix_s\x18\x08 \x01(\x01\x12\x1a\n\x12\x66orgotten_sessions\x18\t \x03(\t\x12\x12\n\nrow_births\x18\n \x01(\x0c\x12\x12\n\ntable_step\x18\x0b \x01(\x04\x12!\n\x04step\x18\x0c \x01(\x0b\x32\x13.shoal.v1.StepScope\x12&\n\x05\x63odec\x18\r \x01(\x0b\x32\x17.shoal.v1.GradientCodec\"2\n\tStepScope\x12\x12\n\nshard_bits\x18\x01 \x01(\x0c\x12\x11\n\tof_tables\x18\x02 \x01(\x08\"\x8a\x01\n\x0cSessionImage\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x66loor\x18\x02 \x01(\x04\x12\x11\n\tsequences\x18\x03 \x03(\x04\x12\x10\n\x08versions\x18\x04 \x03(\x04\x12\x11\n\tstaleness\x18\x05 \x03(\x04\x12\"\n\x05steps\x18\x06 \x03(\x0b\x32\x13.shoal.v1.StepScope\"W\n\tDenseSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12*\n\toptimizer\x18\x02 \x01(\x0b\x32\x17.shoal.v1.OptimizerSpec\"T\n\x0eTableShardSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12\"\n\x05table\x18\x02 \x01(\x0b\x32\x13.shoal.v1.TableSpec\"L\n\x0bTensorImage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\x9d\x01\n\nShardImage\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\x0c\x12&\n\x07tensors\x18\x05 \x03(\x0b\x32\x15.shoal.v1.TensorImage\x12(\n\x08sessions\x18\x06 \x03(\x0b\x32\x16.shoal.v1.SessionImage\"\x9b\x01\n\tCutHeader\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63hunk_bytes\x18\x05 \x01(\r\x12\x12\n\nrest_bytes\x18\x06 \x01(\x04\x12&\n\x07tensors\x18\x07 \x03(\x0b\x32\x15.shoal.v1.TensorImage\"Y\n\x07\x43utRest\x12(\n\x08sessions\x18\x01 \x03(\x0b\x32\x16.shoal.v1.SessionImage\x12$\n\x07tensors\x18\x02 \x03(\x0b\x32\x13.shoal.v1.CutTensor\"E\n\tCutTensor\x12*\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x15.shoal.v1.TensorImage\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xd1\x01\n\rFollowRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.HelloH\x00\x12\'\n\x06record\x18\x02 \x01(\x0b\x32\x15.shoal.v1.RecordStartH\x00\x12%\n\x05image\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ImageStartH\x00\x12 \n\x05\x62ytes\x18\x04 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x12$\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x14.shoal.v1.FollowBeatH\x00\x42\x06\n\x04part\"*\n\x05Hello\x12!\n\x07primary\x18\x01 \x01(\x0b\x32\x10.shoal.v1.Holder\"\x94\x01\n\x0bRecordStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x06record\x18\x04 \x01(\x0b\x32\x14.shoal.v1.PushRecord\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x1e\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x0f.shoal.v1.Bytes\"`\n\nImageStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12#\n\x05image\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ShardImage\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\'\n\x05\x42ytes\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x07\"\x0c\n\nFollowBeat\"c\n\x0b\x46ollowReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12$\n\x05\x65rror\x18\x04 \x01(\x0b\x32\x15.shoal.v1.ErrorDetail*\x8f\x01\n\x0cShardContent\x12\x19\n\x15SHARD_CONTENT_UNKNOWN\x10\x00\x12\x16\n\x12SHARD_CONTENT_NONE\x10\x01\x12\x19\n\x15SHARD_CONTENT_LOADING\x10\x02\x12\x19\n\x15SHARD_CONTENT_PRESENT\x10\x03\x12\x16\n\x12SHARD_CONTENT_LOST\x10\x04\x32\xc6\x01\n\x0bReplication\x12<\n\x06\x46ollow\x12\x17.shoal.v1.FollowRequest\x1a\x15.shoal.v1.FollowReply(\x01\x30\x01\x12\x37\n\x08Identify\x12\x19.shoal.v1.IdentifyRequest\x1a\x10.shoal.v1.Holder\x12@\n\x08OpenBulk\x12\x1b.shoal.v1.OpenFollowRequest\x1a\x17.shoal.v1.OpenBulkReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n shoal_proto/v1/replication.proto\x12\x08shoal.v1\x1a\x1ashoal_proto/v1/codec.proto\x1a\x1eshoal_proto/v1/optimizer.proto\x1a\x1fshoal_proto/v1/parameters.proto\x1a\x1bshoal_proto/v1/shards.proto\x1a\x1bshoal_proto/v1/tables.proto\"\x11\n\x0fIdentifyRequest\"\x13\n\x11OpenFollowRequest\"0\n\x06Holder\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\"\xe6\x02\n\x0cShardHolding\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12!\n\x07primary\x18\x03 \x01(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07\x62\x61\x63kups\x18\x04 \x03(\x0b\x32\x10.shoal.v1.Holder\x12!\n\x07joining\x18\x05 \x01(\x0b\x32\x10.shoal.v1.Holder\x12#\n\tsuccessor\x18\x06 \x01(\x0b\x32\x10.shoal.v1.Holder\x12\x0f\n\x07on_disk\x18\x07 \x01(\t\x12\'\n\x07\x63ontent\x18\x08 \x01(\x0e\x32\x16.shoal.v1.ShardContent\x12\x0b\n\x03run\x18\t \x01(\t\x12\x0e\n\x06\x66ormat\x18\n \x01(\r\x12!\n\x04loss\x18\x0b \x01(\x0b\x32\x13.shoal.v1.ShardLoss\x12-\n\raccepted_loss\x18\x0c \x01(\x0b\x32\x16.shoal.v1.AcceptedLoss\"T\n\tShardLoss\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x13\n\x0blost_unix_s\x18\x02 \x01(\x01\x12\x0f\n\x07servers\x18\x03 \x03(\t\x12\x10\n\x08snapshot\x18\x04 \x01(\t\"V\n\x0c\x41\x63\x63\x65ptedLoss\x12!\n\x04loss\x18\x01 \x01(\x0b\x32\x13.shoal.v1.ShardLoss\x12\n\n\x02\x62y\x18\x02 \x01(\t\x12\x17\n\x0f\x61\x63\x63\x65pted_unix_s\x18\x03 \x01(\x01\"[\n\x0bJobHoldings\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63opies\x18\x02 \x01(\r\x12\x12\n\nnum_shards\x18\x03 \x01(\r\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\r\"\xa2\x02\n\nPushRecord\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\x10\n\x08sequence\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\x11\n\tstaleness\x18\x04 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\n\n\x02lr\x18\x06 \x01(\x01\x12\x0f\n\x07row_ids\x18\x07 \x01(\x0c\x12\x11\n\tat_unix_s\x18\x08 \x01(\x01\x12\x1a\n\x12\x66orgotten_sessions\x18\t \x03(\t\x12\x12\n\nrow_births\x18\n \x01(\x0c\x12\x12\n\ntable_step\x18\x0b \x01(\x04\x12!\n\x04step\x18\x0c \x01(\x0b\x32\x13.shoal.v1.StepScope\x12&\n\x05\x63odec\x18\r \x01(\x0b\x32\x17.shoal.v1.GradientCodec\"2\n\tStepScope\x12\x12\n\nshard_bits\x18\x01 \x01(\x0c\x12\x11\n\tof_tables\x18\x02 \x01(\x08\"\x8a\x01\n\x0cSessionImage\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x66loor\x18\x02 \x01(\x04\x12\x11\n\tsequences\x18\x03 \x03(\x04\x12\x10\n\x08versions\x18\x04 \x03(\x04\x12\x11\n\tstaleness\x18\x05 \x03(\x04\x12\"\n\x05steps\x18\x06 \x03(\x0b\x32\x13.shoal.v1.StepScope\"W\n\tDenseSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12*\n\toptimizer\x18\x02 \x01(\x0b\x32\x17.shoal.v1.OptimizerSpec\"T\n\x0eTableShardSpec\x12\x1e\n\x05shard\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.Shard\x12\"\n\x05table\x18\x02 \x01(\x0b\x32\x13.shoal.v1.TableSpec\"L\n\x0bTensorImage\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\"\x9d\x01\n\nShardImage\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\x0c\x12&\n\x07tensors\x18\x05 \x03(\x0b\x32\x15.shoal.v1.TensorImage\x12(\n\x08sessions\x18\x06 \x03(\x0b\x32\x16.shoal.v1.SessionImage\"\x9b\x01\n\tCutHeader\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12\x0c\n\x04spec\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63hunk_bytes\x18\x05 \x01(\r\x12\x12\n\nrest_bytes\x18\x06 \x01(\x04\x12&\n\x07tensors\x18\x07 \x03(\x0b\x32\x15.shoal.v1.TensorImage\"Y\n\x07\x43utRest\x12(\n\x08sessions\x18\x01 \x03(\x0b\x32\x16.shoal.v1.SessionImage\x12$\n\x07tensors\x18\x02 \x03(\x0b\x32\x13.shoal.v1.CutTensor\"E\n\tCutTensor\x12*\n\x0b\x64\x65scription\x18\x01 \x01(\x0b\x32\x15.shoal.v1.TensorImage\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"\xc6\x02\n\rFollowRequest\x12 \n\x05hello\x18\x01 \x01(\x0b\x32\x0f.shoal.v1.HelloH\x00\x12\'\n\x06record\x18\x02 \x01(\x0b\x32\x15.shoal.v1.RecordStartH\x00\x12%\n\x05image\x18\x03 \x01(\x0b\x32\x14.shoal.v1.ImageStartH\x00\x12 \n\x05\x62ytes\x18\x04 \x01(\x0b\x32\x0f.shoal.v1.PieceH\x00\x12$\n\x04\x62\x65\x61t\x18\x05 \x01(\x0b\x32\x14.shoal.v1.FollowBeatH\x00\x12 \n\x05offer\x18\x06 \x01(\x0b\x32\x0f.shoal.v1.OfferH\x00\x12*\n\x0c\x63ontinuation\x18\x07 \x01(\x0b\x32\x12.shoal.v1.ContinueH\x00\x12%\n\x05\x63hunk\x18\x08 \x01(\x0b\x32\x14.shoal.v1.ChunkStartH\x00\x42\x06\n\x04part\"c\n\x05Hello\x12!\n\x07primary\x18\x01 \x01(\x0b\x32\x10.shoal.v1.Holder\x12\x0c\n\x04link\x18\x02 \x01(\x04\x12\x12\n\nfor_images\x18\x03 \x01(\x08\x12\x15\n\rtorch_version\x18\x04 \x01(\t\"C\n\x05Offer\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0c\n\x04\x62orn\x18\x04 \x01(\x04\"I\n\x08\x43ontinue\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x0f\n\x07version\x18\x04 \x01(\x04\"\x94\x01\n\x0bRecordStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12$\n\x06record\x18\x04 \x01(\x0b\x32\x14.shoal.v1.PushRecord\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\x12\x1e\n\x05\x66irst\x18\x06 \x01(\x0b\x32\x0f.shoal.v1.Bytes\"\x8f\x01\n\nImageStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04\x62orn\x18\x03 \x01(\x04\x12\r\n\x05image\x18\x04 \x01(\x04\x12\x12\n\nnext_chunk\x18\x05 \x01(\x04\x12\x12\n\nnum_chunks\x18\x06 \x01(\x04\x12 \n\x03\x63ut\x18\x07 \x01(\x0b\x32\x13.shoal.v1.CutHeader\"\\\n\nChunkStart\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05image\x18\x03 \x01(\x04\x12\r\n\x05index\x18\x04 \x01(\x04\x12\x11\n\tnum_bytes\x18\x05 \x01(\x04\"\'\n\x05\x42ytes\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x02 \x01(\x07\"\x0c\n\nFollowBeat\"\xf2\x01\n\x0b\x46ollowReply\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x10\n\x08shard_id\x18\x02 \x01(\r\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12 \n\x05holds\x18\x04 \x01(\x0b\x32\x0f.shoal.v1.HoldsH\x00\x12(\n\tinstalled\x18\x05 \x01(\x0b\x32\x13.shoal.v1.InstalledH\x00\x12\x12\n\x08received\x18\x06 \x01(\x04H\x00\x12%\n\x05taken\x18\x07 \x01(\x0b\x32\x14.shoal.v1.ChunkTakenH\x00\x12$\n\x07refused\x18\x08 \x01(\x0b\x32\x11.shoal.v1.RefusedH\x00\x42\x08\n\x06\x61nswer\"]\n\x05Holds\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x12\n\ncopy_epoch\x18\x02 \x01(\x04\x12\x0c\n\x04\x62orn\x18\x03 \x01(\x04\x12\r\n\x05image\x18\x04 \x01(\x04\x12\x12\n\nnext_chunk\x18\x05 \x01(\x04\"+\n\tInstalled\x12\r\n\x05image\x18\x01 \x01(\x04\x12\x0f\n\x07version\x18\x02 \x01(\x04\"/\n\nChunkTaken\x12\r\n\x05image\x18\x01 \x01(\x04\x12\x12\n\nnext_chunk\x18\x02 \x01(\x04\"B\n\x07Refused\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.shoal.v1.RefusalReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t*\x8f\x01\n\x0cShardContent\x12\x19\n\x15SHARD_CONTENT_UNKNOWN\x10\x00\x12\x16\n\x12SHARD_CONTENT_NONE\x10\x01\x12\x19\n\x15SHARD_CONTENT_LOADING\x10\x02\x12\x19\n\x15SHARD_CONTENT_PRESENT\x10\x03\x12\x16\n\x12SHARD_CONTENT_LOST\x10\x04*\x9d\x01\n\rRefusalReason\x12\x1a\n\x16REFUSAL_REASON_UNKNOWN\x10\x00\x12 \n\x1cREFUSAL_REASON_OTHER_HOLDERS\x10\x01\x12\x17\n\x13REFUSAL_REASON_FULL\x10\x02\x12\x1a\n\x16REFUSAL_REASON_NO_COPY\x10\x03\x12\x19\n\x15REFUSAL_REASON_FAILED\x10\x04\x32\xc6\x01\n\x0bReplication\x12<\n\x06\x46ollow\x12\x17.shoal.v1.FollowRequest\x1a\x15.shoal.v1.FollowReply(\x01\x30\x01\x12\x37\n\x08Identify\x12\x19.shoal.v1.IdentifyRequest\x1a\x10.shoal.v1.Holder\x12@\n\x08OpenBulk\x12\x1b.shoal.v1.OpenFollowRequest\x1a\x17.shoal.v1.OpenBulkReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.replication_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SHARDCONTENT']._serialized_start=2827
-  _globals['_SHARDCONTENT']._serialized_end=2970
-  _globals['_IDENTIFYREQUEST']._serialized_start=228
-  _globals['_IDENTIFYREQUEST']._serialized_end=245
-  _globals['_OPENFOLLOWREQUEST']._serialized_start=247
-  _globals['_OPENFOLLOWREQUEST']._serialized_end=266
-  _globals['_HOLDER']._serialized_start=268
-  _globals['_HOLDER']._serialized_end=316
-  _globals['_SHARDHOLDING']._serialized_start=319
-  _globals['_SHARDHOLDING']._serialized_end=677
-  _globals['_SHARDLOSS']._serialized_start=679
-  _globals['_SHARDLOSS']._serialized_end=763
-  _globals['_ACCEPTEDLOSS']._serialized_start=765
-  _globals['_ACCEPTEDLOSS']._serialized_end=851
-  _globals['_JOBHOLDINGS']._serialized_start=853
-  _globals['_JOBHOLDINGS']._serialized_end=944
-  _globals['_PUSHRECORD']._serialized_start=947
-  _globals['_PUSHRECORD']._serialized_end=1237
-  _globals['_STEPSCOPE']._serialized_start=1239
-  _globals['_STEPSCOPE']._serialized_end=1289
-  _globals['_SESSIONIMAGE']._serialized_start=1292
-  _globals['_SESSIONIMAGE']._serialized_end=1430
-  _globals['_DENSESPEC']._serialized_start=1432
-  _globals['_DENSESPEC']._serialized_end=1519
-  _globals['_TABLESHARDSPEC']._serialized_start=1521
-  _globals['_TABLESHARDSPEC']._serialized_end=1605
-  _globals['_TENSORIMAGE']._serialized_start=1607
-  _globals['_TENSORIMAGE']._serialized_end=1683
-  _globals['_SHARDIMAGE']._serialized_start=1686
-  _globals['_SHARDIMAGE']._serialized_end=1843
-  _globals['_CUTHEADER']._serialized_start=1846
-  _globals['_CUTHEADER']._serialized_end=2001
-  _globals['_CUTREST']._serialized_start=2003
-  _globals['_CUTREST']._serialized_end=2092
-  _globals['_CUTTENSOR']._serialized_start=2094
-  _globals['_CUTTENSOR']._serialized_end=2163
-  _globals['_FOLLOWREQUEST']._serialized_start=2166
-  _globals['_FOLLOWREQUEST']._serialized_end=2375
-  _globals['_HELLO']._serialized_start=2377
-  _globals['_HELLO']._serialized_end=2419
-  _globals['_RECORDSTART']._serialized_start=2422
-  _globals['_RECORDSTART']._serialized_end=2570
-  _globals['_IMAGESTART']._serialized_start=2572
-  _globals['_IMAGESTART']._serialized_end=2668
-  _globals['_BYTES']._serialized_start=2670
-  _globals['_BYTES']._serialized_end=2709
-  _globals['_FOLLOWBEAT']._serialized_start=2711
-  _globals['_FOLLOWBEAT']._serialized_end=2723
-  _globals['_FOLLOWREPLY']._serialized_start=2725
-  _globals['_FOLLOWREPLY']._serialized_end=2824
-  _globals['_REPLICATION']._serialized_start=2973
-  _globals['_REPLICATION']._serialized_end=3171
+  _globals['_SHARDCONTENT']._serialized_start=3657
+  _globals['_SHARDCONTENT']._serialized_end=3800
+  _globals['_REFUSALREASON']._serialized_start=3803
+  _globals['_REFUSALREASON']._serialized_end=3960
+  _globals['_IDENTIFYREQUEST']._serialized_start=197
+  _globals['_IDENTIFYREQUEST']._serialized_end=214
+  _globals['_OPENFOLLOWREQUEST']._serialized_start=216
+  _globals['_OPENFOLLOWREQUEST']._serialized_end=235
+  _globals['_HOLDER']._serialized_start=237
+  _globals['_HOLDER']._serialized_end=285
+  _globals['_SHARDHOLDING']._serialized_start=288
+  _globals['_SHARDHOLDING']._serialized_end=646
+  _globals['_SHARDLOSS']._serialized_start=648
+  _globals['_SHARDLOSS']._serialized_end=732
+  _globals['_ACCEPTEDLOSS']._serialized_start=734
+  _globals['_ACCEPTEDLOSS']._serialized_end=820
+  _globals['_JOBHOLDINGS']._serialized_start=822
+  _globals['_JOBHOLDINGS']._serialized_end=913
+  _globals['_PUSHRECORD']._serialized_start=916
+  _globals['_PUSHRECORD']._serialized_end=1206
+  _globals['_STEPSCOPE']._serialized_start=1208
+  _globals['_STEPSCOPE']._serialized_end=1258
+  _globals['_SESSIONIMAGE']._serialized_start=1261
+  _globals['_SESSIONIMAGE']._serialized_end=1399
+  _globals['_DENSESPEC']._serialized_start=1401
+  _globals['_DENSESPEC']._serialized_end=1488
+  _globals['_TABLESHARDSPEC']._serialized_start=1490
+  _globals['_TABLESHARDSPEC']._serialized_end=1574
+  _globals['_TENSORIMAGE']._serialized_start=1576
+  _globals['_TENSORIMAGE']._serialized_end=1652
+  _globals['_SHARDIMAGE']._serialized_start=1655
+  _globals['_SHARDIMAGE']._serialized_end=1812
+  _globals['_CUTHEADER']._serialized_start=1815
+  _globals['_CUTHEADER']._serialized_end=1970
+  _globals['_CUTREST']._serialized_start=1972
+  _globals['_CUTREST']._serialized_end=2061
+  _globals['_CUTTENSOR']._serialized_start=2063
+  _globals['_CUTTENSOR']._serialized_end=2132
+  _globals['_FOLLOWREQUEST']._serialized_start=2135
+  _globals['_FOLLOWREQUEST']._serialized_end=2461
+  _globals['_HELLO']._serialized_start=2463
+  _globals['_HELLO']._serialized_end=2562
+  _globals['_OFFER']._serialized_start=2564
+  _globals['_OFFER']._serialized_end=2631
+  _globals['_CONTINUE']._serialized_start=2633
+  _globals['_CONTINUE']._serialized_end=2706
+  _globals['_RECORDSTART']._serialized_start=2709
+  _globals['_RECORDSTART']._serialized_end=2857
+  _globals['_IMAGESTART']._serialized_start=2860
+  _globals['_IMAGESTART']._serialized_end=3003
+  _globals['_CHUNKSTART']._serialized_start=3005
+  _globals['_CHUNKSTART']._serialized_end=3097
+  _globals['_BYTES']._serialized_start=3099
+  _globals['_BYTES']._serialized_end=3138
+  _globals['_FOLLOWBEAT']._serialized_start=3140
+  _globals['_FOLLOWBEAT']._serialized_end=3152
+  _globals['_FOLLOWREPLY']._serialized_start=3155
+  _globals['_FOLLOWREPLY']._serialized_end=3397
+  _globals['_HOLDS']._serialized_start=3399
+  _globals['_HOLDS']._serialized_end=3492
+  _globals['_INSTALLED']._serialized_start=3494
+  _globals['_INSTALLED']._serialized_end=3537
+  _globals['_CHUNKTAKEN']._serialized_start=3539
+  _globals['_CHUNKTAKEN']._serialized_end=3586
+  _globals['_REFUSED']._serialized_start=3588
+  _globals['_REFUSED']._serialized_end=3654
+  _globals['_REPLICATION']._serialized_start=3963
+  _globals['_REPLICATION']._serialized_end=4161
 # @@protoc_insertion_point(module_scope)

@@ -9,7 +9,6 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from shoal_proto.v1 import codec_pb2 as _codec_pb2
-from shoal_proto.v1 import identity_pb2 as _identity_pb2
 from shoal_proto.v1 import optimizer_pb2 as _optimizer_pb2
 from shoal_proto.v1 import parameters_pb2 as _parameters_pb2
 from shoal_proto.v1 import shards_pb2 as _shards_pb2
@@ -56,6 +55,31 @@ SHARD_CONTENT_PRESENT: ShardContent.ValueType  # 3
 SHARD_CONTENT_LOST: ShardContent.ValueType  # 4
 """It had values, and every server that had them is gone. Its primary has nothing."""
 Global___ShardContent: _TypeAlias = ShardContent  # noqa: Y015
+
+class _RefusalReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RefusalReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFUSAL_REASON_UNKNOWN: _RefusalReason.ValueType  # 0
+    REFUSAL_REASON_OTHER_HOLDERS: _RefusalReason.ValueType  # 1
+    """The record names other holders than the primary believes."""
+    REFUSAL_REASON_FULL: _RefusalReason.ValueType  # 2
+    REFUSAL_REASON_NO_COPY: _RefusalReason.ValueType  # 3
+    """There is no copy that this follows on."""
+    REFUSAL_REASON_FAILED: _RefusalReason.ValueType  # 4
+
+class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper): ...
+
+REFUSAL_REASON_UNKNOWN: RefusalReason.ValueType  # 0
+REFUSAL_REASON_OTHER_HOLDERS: RefusalReason.ValueType  # 1
+"""The record names other holders than the primary believes."""
+REFUSAL_REASON_FULL: RefusalReason.ValueType  # 2
+REFUSAL_REASON_NO_COPY: RefusalReason.ValueType  # 3
+"""There is no copy that this follows on."""
+REFUSAL_REASON_FAILED: RefusalReason.ValueType  # 4
+Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
 @_typing.final
 class IdentifyRequest(_message.Message):
@@ -649,6 +673,10 @@ Global___CutTensor: _TypeAlias = CutTensor  # noqa: Y015
 
 @_typing.final
 class FollowRequest(_message.Message):
+    """What a primary's server tells another one. A link is two streams: this says which shards there
+    are and what is pushed to them; a second one, opened once it is needed, has nothing but images.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -656,6 +684,9 @@ class FollowRequest(_message.Message):
     IMAGE_FIELD_NUMBER: _builtins.int
     BYTES_FIELD_NUMBER: _builtins.int
     BEAT_FIELD_NUMBER: _builtins.int
+    OFFER_FIELD_NUMBER: _builtins.int
+    CONTINUATION_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -664,10 +695,16 @@ class FollowRequest(_message.Message):
     def image(self) -> Global___ImageStart: ...
     @_builtins.property
     def bytes(self) -> _parameters_pb2.Piece:
-        """The next bytes of the record or image; its shard_id is not looked at."""
+        """The next bytes of the record or chunk; its shard_id is not looked at."""
 
     @_builtins.property
     def beat(self) -> Global___FollowBeat: ...
+    @_builtins.property
+    def offer(self) -> Global___Offer: ...
+    @_builtins.property
+    def continuation(self) -> Global___Continue: ...
+    @_builtins.property
+    def chunk(self) -> Global___ChunkStart: ...
     def __init__(
         self,
         *,
@@ -676,12 +713,15 @@ class FollowRequest(_message.Message):
         image: Global___ImageStart | None = ...,
         bytes: _parameters_pb2.Piece | None = ...,
         beat: Global___FollowBeat | None = ...,
+        offer: Global___Offer | None = ...,
+        continuation: Global___Continue | None = ...,
+        chunk: Global___ChunkStart | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "hello", b"hello", "image", b"image", "part", b"part", "record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "chunk", b"chunk", "continuation", b"continuation", "hello", b"hello", "image", b"image", "offer", b"offer", "part", b"part", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "hello", b"hello", "image", b"image", "part", b"part", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "chunk", b"chunk", "continuation", b"continuation", "hello", b"hello", "image", b"image", "offer", b"offer", "part", b"part", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "record", "image", "bytes", "beat"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "record", "image", "bytes", "beat", "offer", "continuation", "chunk"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
@@ -689,25 +729,97 @@ Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
-    """First message of the stream."""
+    """First message of a stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PRIMARY_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    FOR_IMAGES_FIELD_NUMBER: _builtins.int
+    TORCH_VERSION_FIELD_NUMBER: _builtins.int
+    link: _builtins.int
+    """Which of its primary's links to this server it belongs to."""
+    for_images: _builtins.bool
+    torch_version: _builtins.str
+    """The primary's release of torch."""
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     def __init__(
         self,
         *,
         primary: Global___Holder | None = ...,
+        link: _builtins.int = ...,
+        for_images: _builtins.bool = ...,
+        torch_version: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["primary", b"primary"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["primary", b"primary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["for_images", b"for_images", "link", b"link", "primary", b"primary", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class Offer(_message.Message):
+    """The primary of that epoch has a shard for this server, and asks what it has of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    BORN_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    shard_id: _builtins.int
+    epoch: _builtins.int
+    born: _builtins.int
+    """The epoch in which the shard got its first values."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        shard_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        born: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["born", b"born", "epoch", b"epoch", "job", b"job", "shard_id", b"shard_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Offer: _TypeAlias = Offer  # noqa: Y015
+
+@_typing.final
+class Continue(_message.Message):
+    """The copy is a part of what the primary has: from its version on, records follow."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    shard_id: _builtins.int
+    epoch: _builtins.int
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        shard_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "job", b"job", "shard_id", b"shard_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Continue: _TypeAlias = Continue  # noqa: Y015
 
 @_typing.final
 class RecordStart(_message.Message):
@@ -748,33 +860,76 @@ Global___RecordStart: _TypeAlias = RecordStart  # noqa: Y015
 
 @_typing.final
 class ImageStart(_message.Message):
+    """A whole shard follows, in chunks: all of them, or those that are missing."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    BORN_FIELD_NUMBER: _builtins.int
     IMAGE_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NEXT_CHUNK_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_FIELD_NUMBER: _builtins.int
+    CUT_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
-    num_bytes: _builtins.int
-    """So many bytes follow."""
+    born: _builtins.int
+    image: _builtins.int
+    """Names it among all that the primary's process ever sends."""
+    next_chunk: _builtins.int
+    num_chunks: _builtins.int
     @_builtins.property
-    def image(self) -> Global___ShardImage: ...
+    def cut(self) -> Global___CutHeader: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         epoch: _builtins.int = ...,
-        image: Global___ShardImage | None = ...,
-        num_bytes: _builtins.int = ...,
+        born: _builtins.int = ...,
+        image: _builtins.int = ...,
+        next_chunk: _builtins.int = ...,
+        num_chunks: _builtins.int = ...,
+        cut: Global___CutHeader | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["image", b"image"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cut", b"cut"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "image", b"image", "job", b"job", "num_bytes", b"num_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["born", b"born", "cut", b"cut", "epoch", b"epoch", "image", b"image", "job", b"job", "next_chunk", b"next_chunk", "num_chunks", b"num_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ImageStart: _TypeAlias = ImageStart  # noqa: Y015
+
+@_typing.final
+class ChunkStart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    shard_id: _builtins.int
+    image: _builtins.int
+    index: _builtins.int
+    num_bytes: _builtins.int
+    """So many bytes follow."""
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        shard_id: _builtins.int = ...,
+        image: _builtins.int = ...,
+        index: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "index", b"index", "job", b"job", "num_bytes", b"num_bytes", "shard_id", b"shard_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkStart: _TypeAlias = ChunkStart  # noqa: Y015
 
 @_typing.final
 class Bytes(_message.Message):
@@ -818,34 +973,153 @@ Global___FollowBeat: _TypeAlias = FollowBeat  # noqa: Y015
 
 @_typing.final
 class FollowReply(_message.Message):
-    """An empty one answers a beat."""
+    """An empty one answers a beat. All of a link come by its first stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_FIELD_NUMBER: _builtins.int
     SHARD_ID_FIELD_NUMBER: _builtins.int
-    VERSION_FIELD_NUMBER: _builtins.int
-    ERROR_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    HOLDS_FIELD_NUMBER: _builtins.int
+    INSTALLED_FIELD_NUMBER: _builtins.int
+    RECEIVED_FIELD_NUMBER: _builtins.int
+    TAKEN_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     shard_id: _builtins.int
-    version: _builtins.int
+    epoch: _builtins.int
+    received: _builtins.int
     """All records up to this version were received."""
     @_builtins.property
-    def error(self) -> _identity_pb2.ErrorDetail:
-        """The copy refuses: another epoch, or not the next version. Nothing after it is taken."""
-
+    def holds(self) -> Global___Holds: ...
+    @_builtins.property
+    def installed(self) -> Global___Installed: ...
+    @_builtins.property
+    def taken(self) -> Global___ChunkTaken: ...
+    @_builtins.property
+    def refused(self) -> Global___Refused: ...
     def __init__(
         self,
         *,
         job: _builtins.str = ...,
         shard_id: _builtins.int = ...,
-        version: _builtins.int = ...,
-        error: _identity_pb2.ErrorDetail | None = ...,
+        epoch: _builtins.int = ...,
+        holds: Global___Holds | None = ...,
+        installed: Global___Installed | None = ...,
+        received: _builtins.int = ...,
+        taken: Global___ChunkTaken | None = ...,
+        refused: Global___Refused | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "holds", b"holds", "installed", b"installed", "received", b"received", "refused", b"refused", "taken", b"taken"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "job", b"job", "shard_id", b"shard_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "epoch", b"epoch", "holds", b"holds", "installed", b"installed", "job", b"job", "received", b"received", "refused", b"refused", "shard_id", b"shard_id", "taken", b"taken"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["holds", "installed", "received", "taken", "refused"]  # noqa: Y015
+    _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
+
+Global___FollowReply: _TypeAlias = FollowReply  # noqa: Y015
+
+@_typing.final
+class Holds(_message.Message):
+    """What a backup has: of a copy, and of an image that has not come whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    COPY_EPOCH_FIELD_NUMBER: _builtins.int
+    BORN_FIELD_NUMBER: _builtins.int
+    IMAGE_FIELD_NUMBER: _builtins.int
+    NEXT_CHUNK_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """0: there is no copy."""
+    copy_epoch: _builtins.int
+    born: _builtins.int
+    image: _builtins.int
+    """0: there is none."""
+    next_chunk: _builtins.int
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        copy_epoch: _builtins.int = ...,
+        born: _builtins.int = ...,
+        image: _builtins.int = ...,
+        next_chunk: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["born", b"born", "copy_epoch", b"copy_epoch", "image", b"image", "next_chunk", b"next_chunk", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FollowReply: _TypeAlias = FollowReply  # noqa: Y015
+Global___Holds: _TypeAlias = Holds  # noqa: Y015
+
+@_typing.final
+class Installed(_message.Message):
+    """The image is kept as a copy of that version; image 0: the copy that was here goes on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    image: _builtins.int
+    version: _builtins.int
+    def __init__(
+        self,
+        *,
+        image: _builtins.int = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Installed: _TypeAlias = Installed  # noqa: Y015
+
+@_typing.final
+class ChunkTaken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IMAGE_FIELD_NUMBER: _builtins.int
+    NEXT_CHUNK_FIELD_NUMBER: _builtins.int
+    image: _builtins.int
+    next_chunk: _builtins.int
+    def __init__(
+        self,
+        *,
+        image: _builtins.int = ...,
+        next_chunk: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["image", b"image", "next_chunk", b"next_chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkTaken: _TypeAlias = ChunkTaken  # noqa: Y015
+
+@_typing.final
+class Refused(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    reason: Global___RefusalReason.ValueType
+    detail: _builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        reason: Global___RefusalReason.ValueType = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refused: _TypeAlias = Refused  # noqa: Y015

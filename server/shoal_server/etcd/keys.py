@@ -11,6 +11,8 @@ MEMBERS = ROOT + "members/"
 JOBS = ROOT + "jobs/"
 ASSIGNMENTS = ROOT + "assignments/"
 RESETS = ROOT + "resets/"
+ENDED_SERVERS = ROOT + "ended_servers/"
+LAST_PROCESSES = ROOT + "last_processes/"
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 """Below which URLs snapshots may lie, as the leading coordinator was told: {"urls": [...]}."""
 
@@ -18,6 +20,16 @@ SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
 def server(server_id: str) -> str:
     """A parameter server, under its own lease: {"address", "incarnation", "leaving", ...}."""
     return SERVERS + server_id
+
+
+def ended_server(server_id: str, incarnation: str) -> str:
+    """There while a parameter server's process is known to have ended, for some minutes."""
+    return f"{ENDED_SERVERS}{server_id}/{incarnation}"
+
+
+def last_process(server_id: str) -> str:
+    """The newest process of a parameter server: {"incarnation", "pid", "boot", ...}."""
+    return LAST_PROCESSES + server_id
 
 
 def members(job: str) -> str:

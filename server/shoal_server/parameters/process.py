@@ -22,20 +22,21 @@ from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
+from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.parameters.allocator import keep_freed_memory
 from shoal_server.parameters.bulk.offers import Offers
+from shoal_server.parameters.cluster import predecessor
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.cluster.registration import Identity, Registration
 from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
+from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.journal_recovery import JournalRecovery, disown
-from shoal_server.parameters.replication.received_updates import ReceivedUpdates
-from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service import handlers
 from shoal_server.parameters.service.bulk_connection import BulkServices
@@ -126,20 +127,12 @@ async def running(
         catalog = Catalog(store, me)
         budget = Budget(config.max_unfinished_bytes)
         memory = Memory(config.memory_limit_bytes, catalog, budget)
-        received = ReceivedUpdates(catalog, memory, run)
+        driver = CoreDriver(ReplicationCore(me, config.timeouts.limits))
         replicas = ShardReplicas(
-            store, me, catalog, settle=received.settle, run=run, timeouts=config.timeouts
+            store, driver, catalog, memory=memory, run=run, timeouts=config.timeouts
         )
         offers = Offers()
-        replication = ReplicationServicer(
-            me=me,
-            replicas=replicas,
-            received=received,
-            run=run,
-            timeouts=config.timeouts,
-            memory=memory,
-            offers=offers,
-        )
+        replication = replicas.servicer(offers)
         await stack.enter_async_context(replicas)
         fence = await stack.enter_async_context(Fence(store, on_finished=replicas.drop_job))
         barriers = SnapshotBarriers(catalog, fence)
@@ -177,6 +170,7 @@ async def running(
         if config.journal is not None:
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))
         else:
+            await predecessor.succeed(store, me)
             await disown(replicas)
         stack.push_async_callback(server.stop, 1.0)
         listener = BulkListener(BulkServices(servicer, tables, replication), offers, memory)
@@ -185,7 +179,13 @@ async def running(
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
         identity = Identity(holder=me, address=address, started_unix_s=time.time())
         registration = await stack.enter_async_context(
-            Registration(store, identity, config.lease_ttl_s)
+            Registration(
+                store,
+                identity,
+                config.lease_ttl_s,
+                on_renewed=replicas.lease_renewed,
+                on_end=replicas.lease_ended,
+            )
         )
         warn_of_reach({"grpc": config.listen}, config.etcd.endpoints)
         log.info(
@@ -216,10 +216,11 @@ async def _journal(
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-journal-images") as pool:
         journal = await loop.run_in_executor(pool, Journal, journal_config)
+        released = await loop.run_in_executor(pool, journal.own, replicas.me.incarnation)
+        await predecessor.succeed(store, replicas.me, released=released)
         recovered = await loop.run_in_executor(pool, journal.recover, restore)
         with journal:
             async with replicas.shard_journal(journal, pool):
-                replicas.keep_in_journal([(each.job, each.state.shard_id) for each in recovered])
                 recovery = JournalRecovery(store, replicas, recovered)
                 await recovery.at_once(LEASES_TO_WAIT_FOR * config.lease_ttl_s)
                 async with tasks.running(recovery.later()):

@@ -20,12 +20,11 @@ from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
-from shoal_server.parameters.replication import replication_servicer
+from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.shard import workers
 from shoal_server.parameters.shard.dense import is_dense
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard, VersionedShard
-from shoal_server.parameters.tables import restore
+from shoal_server.parameters.tables.builder import ShardBuilder
 
 PATIENCE = PeerTimeouts(beat_s=0.1, silence_s=0.5)
 NUM_ELEMENTS = 1_500_000
@@ -42,6 +41,7 @@ TABLE = TableSpec(
 )
 IDS = array("q", [5, 6])
 USERS = ("users", 0)
+finish = ShardBuilder.finish
 LIMIT_S = 30.0
 
 
@@ -119,14 +119,14 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[ParameterServers]:
 def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     """How often the image of each dense shard was taken, by shard and epoch."""
     taken: Counter[tuple[int, int]] = Counter()
-    take = VersionedShard.image
+    take = VersionedShard.cut
 
-    def counted(self: AnyShard, *args: None) -> Image:
+    def counted(self: AnyShard, *args: None) -> ShardCut:
         if is_dense(self):
             taken[self.shard_id, self.spec.epoch] += 1
         return take(self, *args)
 
-    monkeypatch.setattr(VersionedShard, "image", counted)
+    monkeypatch.setattr(VersionedShard, "cut", counted)
     return taken
 
 
@@ -137,12 +137,12 @@ def test_a_copy_that_takes_long_is_waited_for(
     twice, other shards are pushed to, and in the end the copy is there, to the last push."""
     go_on = threading.Event()
 
-    def slow(image: Image) -> AnyShard:
-        if image.kind == "table":
+    def slow(builder: ShardBuilder) -> AnyShard:
+        if builder.header.kind == "table":
             assert go_on.wait(LIMIT_S)
-        return restore.restore(image)
+        return finish(builder)
 
-    monkeypatch.setattr(replication_servicer, "restore", slow)
+    monkeypatch.setattr(ShardBuilder, "finish", slow)
     with capture_logs() as logs, closing(Job(servers)) as job:
         servers.add("ps-1", timeouts=PATIENCE)
         job.push_until(lambda: job.in_step(job.dense_ids))
@@ -153,9 +153,7 @@ def test_a_copy_that_takes_long_is_waited_for(
         go_on.set()
         job.push_until(lambda: job.in_step([job.table_id]))
         job.push_rows()
-        assert [
-            e for e in logs if e["event"] in ("replication_stream_broke", "image_not_sent")
-        ] == []
+        assert [e for e in logs if e["event"] == "replication_link_broke"] == []
         assert set(images.values()) == {1}
         servers.stop("ps-0")
         job.push()
@@ -171,18 +169,18 @@ def test_an_image_that_fails_is_sent_again_alone(
     """The other shards of the two servers are not sent once more, and stay in step."""
     failures = iter([True, True])
 
-    def failing(image: Image) -> AnyShard:
-        if image.kind == "table" and next(failures, False):
+    def failing(builder: ShardBuilder) -> AnyShard:
+        if builder.header.kind == "table" and next(failures, False):
             raise RuntimeError("no such luck")
-        return restore.restore(image)
+        return finish(builder)
 
-    monkeypatch.setattr(replication_servicer, "restore", failing)
+    monkeypatch.setattr(ShardBuilder, "finish", failing)
     with capture_logs() as logs, closing(Job(servers)) as job:
         servers.add("ps-1", timeouts=PATIENCE)
         job.push_until(lambda: job.in_step([*job.dense_ids, job.table_id]))
         assert next(failures, None) is None
         assert set(images.values()) == {1}
-        assert [e["event"] for e in logs if e["event"] == "replication_stream_broke"] == []
+        assert [e["event"] for e in logs if e["event"] == "replication_link_broke"] == []
         job.push_rows()
         servers.stop("ps-0")
         job.push()
@@ -192,20 +190,21 @@ def test_an_image_that_fails_is_sent_again_alone(
 def test_an_image_that_always_fails_is_given_up(
     servers: ParameterServers, images: Counter[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a few attempts the record lists its joiner no longer; the other shards have theirs."""
+    """The record lists its joiner no longer, until the coordinator asks for it once more; the other
+    shards have theirs."""
     attempts: list[int] = []
 
-    def failing(image: Image) -> AnyShard:
-        if image.kind == "table":
-            attempts.append(image.shard_id)
+    def failing(builder: ShardBuilder) -> AnyShard:
+        if builder.header.kind == "table":
+            attempts.append(builder.header.shard_id)
             raise RuntimeError("no such luck")
-        return restore.restore(image)
+        return finish(builder)
 
-    monkeypatch.setattr(replication_servicer, "restore", failing)
+    monkeypatch.setattr(ShardBuilder, "finish", failing)
     with capture_logs() as logs, closing(Job(servers)) as job:
         servers.add("ps-1", timeouts=PATIENCE)
         job.push_until(lambda: any(e["event"] == "copy_refused" for e in logs))
-        assert len(attempts) >= 3
+        assert attempts
         job.push_until(lambda: job.in_step(job.dense_ids))
         assert set(images.values()) == {1}
         job.push_rows()

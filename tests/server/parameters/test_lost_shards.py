@@ -17,9 +17,9 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import ShardNotReady, StateLost
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
+from shoal_server.core.replication.leading.led_shard import LedShard
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.etcd.records import assignments as records
-from shoal_server.parameters.replication import primary_replicator
 
 NUM_ELEMENTS = 10
 SCHEMA = [
@@ -170,22 +170,20 @@ def test_first_values_are_seen_by_nobody_before_the_record_tells_of_them(
     """A server that dies before it has written so has shown them to nobody: other first values may
     take their place."""
     writing = asyncio.Event()
-    filled_in = primary_replicator.PrimaryReplicator._filled
+    is_formed = LedShard._is_formed
 
-    def held_up(
-        self: primary_replicator.PrimaryReplicator, formed: object, assignments: JobAssignments
-    ) -> JobAssignments:
+    def held_up(self: LedShard, record: ShardAssignment) -> bool:
         writing.set()
-        return assignments
+        return False
 
-    monkeypatch.setattr(primary_replicator.PrimaryReplicator, "_filled", held_up)
+    monkeypatch.setattr(LedShard, "_is_formed", held_up)
     monkeypatch.setattr("shoal_server.parameters.service.parameters_servicer.FORMING_S", 0.0)
     with closing(new_client(servers, "w0")) as client:
         client.create(SGD, filled(1.0))
         servers.run(asyncio.wait_for(writing.wait(), LIMIT_S))
         with pytest.raises(ShardNotReady):
             client.pull(filled(9.0), wait_s=0.0)
-        monkeypatch.setattr(primary_replicator.PrimaryReplicator, "_filled", filled_in)
+        monkeypatch.setattr(LedShard, "_is_formed", is_formed)
         replace_server(servers)
         client.create(SGD, filled(2.0))
         values = filled(9.0)

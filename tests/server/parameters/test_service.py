@@ -469,7 +469,7 @@ async def test_describe_and_drop(world: World) -> None:
     assert (await world.stub.Drop(DropRequest(token=TOKEN))).dropped == 2
     assert not (await world.stub.Describe(DescribeRequest())).shards
     with pytest.raises(ShardNotReady):
-        await pull(world, SMALL)
+        await pull(world, SMALL, epoch=2)
 
 
 async def test_a_known_version_is_not_sent_again(world: World) -> None:

@@ -3,24 +3,30 @@
 import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.replication.protocol.effects import Write
+from shoal_server.core.replication.protocol.events import NotWritten, Written
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
-from shoal_server.parameters.replication.handover import ShardHandover
-from shoal_server.parameters.shard.dense import is_dense, new_dense_shard
+from shoal_server.parameters.replication import record_writer
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.record_writer import RecordWriter
+from shoal_server.parameters.shard.dense import new_dense_shard
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
-ME, OTHER = Holder("ps-0", "one"), Holder("ps-1", "one")
+ME = Holder("ps-0", "one")
 LIMIT_S = 10.0
 
 
@@ -33,13 +39,10 @@ def new_held() -> ShardReplica:
 
 
 class LockedRecord:
-    """A record that names a successor, and that this server may not write."""
+    """A record that this server may not write."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
-
-    def assignment(self, job: str, shard_id: int) -> ShardAssignment:
-        return ShardAssignment(shard_id=0, epoch=1, primary=ME, backups=(OTHER,), successor=OTHER)
 
     async def change(
         self,
@@ -51,17 +54,25 @@ class LockedRecord:
         raise AccessDenied("etcd does not let this server write")
 
 
-async def test_who_cannot_hand_over_leads_on() -> None:
-    """Pushes of its epoch are taken again: nobody else takes them."""
-    record, replica = LockedRecord(), new_held()
-    handing_over = ShardHandover(ME, cast(AssignmentTable, record))
-    handing_over.begin(replica)
+async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core is told, and asked again a little later: nothing is stuck for ever."""
+    monkeypatch.setattr(record_writer, "AGAIN_S", 0.01)
+    driver, record = CoreDriver(ReplicationCore(ME, ReplicationLimits())), LockedRecord()
+    told: list[object] = []
+    again = asyncio.Event()
+
+    def tell(event: object) -> None:
+        told.append(event)
+        if isinstance(event, Written):
+            again.set()
+
+    monkeypatch.setattr(driver, "tell", tell)
+    writer = RecordWriter(driver, cast(AssignmentTable, record))
+    writer._write(Write(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
-        await record.asked.wait()
-    await handing_over.close()
-    assert not replica.is_handing_over
-    assert is_dense(replica.state)
-    assert replica.state.spec.epoch == 1
+        await again.wait()
+    await writer.close()
+    assert told == [NotWritten(("job", 0)), Written(("job", 0))]
 
 
 class FullJournal:
@@ -71,6 +82,11 @@ class FullJournal:
         self.images: list[Image] = []
         self.put = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+
+    failure = None
+
+    def check_room(self) -> None:
+        """There is some."""
 
     def overdue(self) -> list[tuple[str, int]]:
         return [("job", 0)]
@@ -95,11 +111,15 @@ async def test_a_journal_is_shortened_after_a_failure(
             raise failure
         return replica.state.image()
 
-    async def put_on_disk(job: str, shard_ids: Any) -> None:
-        """The record is of no matter here."""
-
     with ThreadPoolExecutor(1) as pool:
-        async with ShardJournal(cast(Journal, journal), pool, take, put_on_disk) as kept:
+        kept = ShardJournal(
+            cast(Journal, journal),
+            pool,
+            take=take,
+            on_disk=lambda replica, version: None,
+            on_failure=lambda replica: None,
+        )
+        async with kept:
             kept.lead(replica)
             async with asyncio.timeout(LIMIT_S):
                 await journal.put.wait()

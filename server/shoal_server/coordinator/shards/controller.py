@@ -19,6 +19,7 @@ from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
 from shoal_server.coordinator.shards.loss_log import LossLog
+from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
@@ -27,8 +28,8 @@ from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_los
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Revision
 from shoal_server.etcd.mirror import PrefixMirror
+from shoal_server.etcd.records import ended_servers, shard_map
 from shoal_server.etcd.records import servers as registered
-from shoal_server.etcd.records import shard_map
 from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
 from shoal_server.serving.tasks import gather_bounded, running
 
@@ -40,8 +41,6 @@ RETRY_PAUSE_S = 0.5
 SUSPECT_S = 3.0
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
-DEAD_AFTER_S = 300.0
-"""A server that is gone from etcd for so long does not come back with what it held."""
 
 
 class ShardController:
@@ -170,6 +169,7 @@ class ShardController:
         return Servers(
             present=frozenset(server.holder for server in found),
             leaving=frozenset(server.holder for server in found if server.is_leaving),
+            dead=await ended_servers.read(self._store),
         )
 
     async def _reconcile(self, job: str, seen: Servers) -> None:
@@ -218,15 +218,13 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     def _dead(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:
-        """Holders that will not come back with what they held: another process has their name, or
-        they were away for long."""
+        """Holders that will not come back with what they held: they are known to have ended, or
+        were away for so long that they acknowledge nothing any more. That another process has their
+        name says nothing: they may be cut off, and serve."""
         held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
-        replaced = {holder.server_id for holder in seen.present}
         away_s = self._gone[assignments.job].away_s(held_by - seen.present, time.monotonic())
-        return frozenset(
-            holder
-            for holder, for_s in away_s.items()
-            if holder.server_id in replaced or for_s >= DEAD_AFTER_S
+        return seen.dead | frozenset(
+            holder for holder, for_s in away_s.items() if for_s >= DEAD_AFTER_S
         )
 
     def _disks(self, assignments: JobAssignments, seen: Servers) -> frozenset[str]:

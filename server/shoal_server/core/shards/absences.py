@@ -1,6 +1,7 @@
 """Since when somebody is gone. Pure: the time is an argument."""
 
 from collections.abc import Collection
+from math import inf
 from typing import Generic, TypeVar
 
 Who = TypeVar("Who")
@@ -10,11 +11,18 @@ class Absences(Generic[Who]):
     """Of those that are asked about again and again. Who is back, or asked about no longer, is
     forgotten: a later absence begins anew."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_gap_s: float = inf) -> None:
+        """After a pause of more than that between two questions, nobody counts as gone before the
+        second: they may have been there meanwhile."""
+        self._longest_gap_s = longest_gap_s
+        self._asked_s = -inf
         self._since_s: dict[Who, float] = {}
 
     def away_s(self, who: Collection[Who], now_s: float) -> dict[Who, float]:
         """For how many seconds each of them has been gone: those that are gone now, all of
         them."""
+        if now_s - self._asked_s > self._longest_gap_s:
+            self._since_s = {}
+        self._asked_s = now_s
         self._since_s = {each: self._since_s.get(each, now_s) for each in who}
         return {each: now_s - since_s for each, since_s in self._since_s.items()}

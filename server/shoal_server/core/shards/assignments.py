@@ -178,10 +178,11 @@ def filled(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAss
 
 
 def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """The primary was told to forget the shard: it may be created anew."""
-    if assignment.primary != primary:
+    """The primary was told to forget the shard: it may be created anew. Copies of what it was are
+    none of what it will be."""
+    if assignment.primary != primary or assignment.content is ShardContent.NONE:
         return assignment
-    return replace(assignment, content=ShardContent.NONE)
+    return replace(assignment, epoch=assignment.epoch + 1, content=ShardContent.NONE)
 
 
 def put_on_disk(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
@@ -192,24 +193,19 @@ def put_on_disk(assignment: ShardAssignment, primary: Holder) -> ShardAssignment
 
 
 def led_from_disk(
-    assignment: ShardAssignment,
-    server: Holder,
-    present: "frozenset[Holder]",
-    dead: "frozenset[Holder]",
+    assignment: ShardAssignment, server: Holder, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
     """A later process of the server on whose disk the shard is leads it, if nobody is left that
-    has its updates in memory. `dead`: primaries that are known to be gone for good.
+    has its updates in memory. `dead`: processes that are known to be gone for good.
 
-    A backup that is merely out of sight can do nothing before it has written itself down. A primary
-    that is out of sight may be acknowledging updates, which then nobody else has. One that was
-    given a lost shard has nothing of it.
+    One that is merely out of sight may be acknowledging updates, or have some that are not on the
+    disk. One that was given a lost shard has nothing of it.
     """
     if assignment.on_disk != server.server_id or assignment.primary == server:
         return assignment
     if assignment.content is ShardContent.LOST:
         dead |= {assignment.primary}
-    own = assignment.primary.server_id == server.server_id
-    if not (own or assignment.primary in dead) or any(b in present for b in assignment.backups):
+    if not {assignment.primary, *assignment.backups} <= dead:
         return assignment
     return ShardAssignment(
         shard_id=assignment.shard_id,

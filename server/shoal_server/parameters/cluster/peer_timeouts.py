@@ -6,6 +6,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, ReplicationLimits
 from shoal_server.serving.options import INTERNAL
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
 
@@ -32,6 +33,17 @@ class PeerTimeouts:
     full_s: Annotated[float, INTERNAL] = 4.0
     """A peer that had no memory for a copy is offered none for so long; each time twice as long,
     up to eight times."""
+
+    @property
+    def limits(self) -> ReplicationLimits:
+        """Those that the replication core goes by."""
+        return ReplicationLimits(
+            reconnect_s=self.reconnect_s,
+            probe_s=self.beat_s,
+            full_s=self.full_s,
+            max_full_s=8 * self.full_s,
+            dead_after_s=DEAD_AFTER_S,
+        )
 
     def __post_init__(self) -> None:
         if not 0 < 3 * self.beat_s <= self.silence_s:

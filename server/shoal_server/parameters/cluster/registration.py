@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, LeaseId, Put
 from shoal_server.etcd.api import absent as is_absent
 from shoal_server.etcd.mirror import follow_key
+from shoal_server.etcd.records import ended_servers
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -48,8 +50,20 @@ class Registration:
     is over, and gives up after three times its length.
     """
 
-    def __init__(self, store: KeyValueStore, identity: Identity, lease_ttl_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        store: KeyValueStore,
+        identity: Identity,
+        lease_ttl_s: float = 5.0,
+        *,
+        on_renewed: Callable[[float], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        """`on_renewed` is told when each renewal that succeeded was sent, on the loop's clock;
+        `on_end` before the registration is taken away: from then on nothing is acknowledged."""
         self._store = store
+        self._on_renewed = on_renewed
+        self._on_end = on_end
         self._identity = identity
         self._lease_ttl_s = lease_ttl_s
         self._lease: LeaseId = NO_LEASE
@@ -64,7 +78,9 @@ class Registration:
     async def __aexit__(self, *exc: object) -> None:
         assert self._task is not None
         await cancel(self._task)
+        self._on_end()
         try:
+            await ended_servers.note(self._store, self._identity.holder)
             await self._store.revoke(self._lease)
         except RetryError as error:
             # etcd is away: the lease runs out by itself.
@@ -102,12 +118,16 @@ class Registration:
         )
 
     async def _claim(self, key: str) -> bool:
+        sent_s = asyncio.get_running_loop().time()
         if self._lease == NO_LEASE or await self._store.keep_alive(self._lease) <= 0.0:
             self._lease = await self._store.grant(self._lease_ttl_s)
         put = Put(key, self._identity.record(leaving=self._leaving), self._lease)
         result = await self._store.transact([is_absent(key)], [put], [Get(key)])
         # Ours already, if the answer to an earlier attempt was lost.
-        return result.succeeded or any(item.lease == self._lease for item in result.reads[0])
+        is_ours = result.succeeded or any(item.lease == self._lease for item in result.reads[0])
+        if is_ours:
+            self._on_renewed(sent_s)
+        return is_ours
 
     async def _wait_vanished(self, key: str) -> None:
         async with aclosing(follow_key(self._store, key)) as states:
@@ -119,10 +139,13 @@ class Registration:
         while True:
             await asyncio.sleep(self._lease_ttl_s / 3)
             try:
+                sent_s = asyncio.get_running_loop().time()
                 if await self._store.keep_alive(self._lease) <= 0.0:
                     log.warning("lease_lost", server_id=self._identity.server_id)
                     self._lease = NO_LEASE
                     await self._register()
+                else:
+                    self._on_renewed(sent_s)
             except (RetryError, LeaseExpired) as error:
                 # Shards are served on; the next round tries again.
                 log.warning(

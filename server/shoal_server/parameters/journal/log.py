@@ -48,6 +48,9 @@ RETRY_EACH_S = 0.5
 """A disk that failed is tried again after so long."""
 
 
+MAX_OWNER_BYTES = 128
+
+
 class _Waiting(NamedTuple):
     number: int
     entry: JournalEntry
@@ -72,6 +75,17 @@ class Journal:
         self._failure: ShoalError | None = None
         self._file: FileIO | None = None
         self._thread = threading.Thread(target=self._write_for_ever, name="shoal-journal")
+
+    def own(self, incarnation: str) -> str:
+        """Say whose journal it is from now on; whose it was before, empty if nobody said. That
+        process has ended, or has closed it: it had the lock."""
+        self._claim.seek(0)
+        before = self._claim.read(MAX_OWNER_BYTES).decode(errors="replace")
+        self._claim.seek(0)
+        self._claim.truncate()
+        self._claim.write(incarnation.encode())
+        self._claim.flush()
+        return before
 
     def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
         """Every shard as it was when the last process here ended. To be called before `append`.
@@ -309,7 +323,7 @@ def _num_bytes(entry: JournalEntry) -> int:
 
 def _claimed(path: Path) -> BinaryIO:
     """The open lock file; it lasts as long as the file is open."""
-    file = path.open("wb")
+    file = path.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

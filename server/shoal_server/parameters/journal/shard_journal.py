@@ -1,16 +1,15 @@
 """The shards that this server leads, in its journal from the first moment on.
 
 What is applied counts as durable once the journal has the shard from an image on, and the shard's
-assignment names this server's disk (`ShardAssignment.on_disk`). A shard that is led elsewhere by
-now stays in the journal until its assignment names another disk: until then this is the only one
-that has it.
+assignment names this server's disk (`ShardAssignment.on_disk`), to which the replication core sees.
+A shard that is led elsewhere by now stays in the journal until its assignment names another disk:
+until then this is the only one that has it.
 
 While the disk takes nothing, whoever waits for it is told so; a shard is kept again, from a new
 image on, as soon as the disk works.
 """
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -18,24 +17,22 @@ from dataclasses import dataclass, field
 import structlog
 
 from shoal_proto.errors import ShoalError
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import Receipts, ShardReplica
+from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
-DISK = Holder("disk", "")
-"""Stands for the disk among those who have received a version."""
 LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Between two attempts to put an image of a shard that is not kept."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardCut]]
-PutOnDisk = Callable[[str, Collection[int]], Awaitable[None]]
+OnDisk = Callable[[ShardReplica, int], None]
+OnFailure = Callable[[ShardReplica], None]
 Key = tuple[str, int]
 
 
@@ -47,8 +44,7 @@ class _Led:
     replica: ShardReplica
     pauses: ExponentialBackOff
     kept: list[UpdateRecord] | None = field(default_factory=list)
-    """What follows the image; None once that is on disk and the record says so, and while
-    nothing is kept."""
+    """What follows the image; None once that is on disk, and while nothing is kept."""
     why_not: ShoalError | None = None
     """Why nothing is kept for now."""
     again_s: float = 0.0
@@ -57,18 +53,25 @@ class _Led:
 
 class ShardJournal:
     """Lives on the event loop; files are written in `pool`. `take` gives a cut through
-    a shard; `put_on_disk` has the record say that shards of a job are on this server's disk."""
+    a shard; `on_disk` is told up to which version a shard is there, `on_failure` that it is not
+    kept for now."""
 
     def __init__(
-        self, journal: Journal, pool: Executor, take: Take, put_on_disk: PutOnDisk
+        self,
+        journal: Journal,
+        pool: Executor,
+        *,
+        take: Take,
+        on_disk: OnDisk,
+        on_failure: OnFailure,
     ) -> None:
         self._journal = journal
         self._pool = pool
         self._take = take
-        self._put_on_disk = put_on_disk
+        self._on_disk = on_disk
+        self._on_failure = on_failure
         self._led: dict[Key, _Led] = {}
         self._for_others: set[Key] = set()
-        self._imaged: list[tuple[_Led, int]] = []
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -89,7 +92,7 @@ class ShardJournal:
         replica = led.replica
         self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
-        replica.disk.require([DISK])
+        replica.is_journaled = True
         replica.check_disk = self._journal.check_room
         self._tasks.start(self._begin(led))
 
@@ -110,6 +113,7 @@ class ShardJournal:
         if led is not None and led.replica is replica:
             del self._led[key]
             self._for_others.add(key)
+            replica.is_journaled = False
 
     async def _begin(self, led: _Led) -> None:
         key = _key(led.replica)
@@ -119,33 +123,16 @@ class ShardJournal:
             self._interrupt(led, error)
             return
         if self._led.get(key) is led:
-            self._imaged.append((led, version))
-            self._tasks.start(self._say_on_disk(), key="on disk", name="journal-record")
+            self._go_on(led, version)
         elif key not in self._led:
             self._for_others.add(key)
-
-    async def _say_on_disk(self) -> None:
-        """In the record, for all shards at once whose images have come by now."""
-        while self._imaged:
-            by_job: dict[str, list[tuple[_Led, int]]] = defaultdict(list)
-            for led, version in self._imaged:
-                by_job[led.replica.job].append((led, version))
-            self._imaged = []
-            for job, imaged in by_job.items():
-                try:
-                    await self._put_on_disk(job, [led.replica.shard_id for led, _ in imaged])
-                except ShoalError as error:
-                    for led, _ in imaged:
-                        self._interrupt(led, error)
-                    continue
-                for led, version in imaged:
-                    self._go_on(led, version)
 
     def _go_on(self, led: _Led, version: int) -> None:
         if self._led.get(_key(led.replica)) is not led or led.kept is None:
             return
         led.pauses = _new_pauses()
-        led.replica.disk.received(DISK, version)
+        led.replica.why_no_disk = None
+        self._on_disk(led.replica, version)
         kept, led.kept = led.kept, None
         for record in kept:
             if record.push.version > version:
@@ -161,14 +148,14 @@ class ShardJournal:
         )
         led.why_not, led.kept = error, None
         led.again_s = asyncio.get_running_loop().time() + led.pauses.next_s()
-        replica.disk.end(error)
+        replica.why_no_disk = error
+        self._on_failure(replica)
 
     def _resume(self) -> None:
         """Keep shards again, as if they were led from now on."""
         now_s = asyncio.get_running_loop().time()
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
-                led.replica.disk = Receipts()
                 # A new one: what an earlier attempt comes to is not for this one.
                 self._keep_from_here(_Led(led.replica, led.pauses))
 
@@ -200,7 +187,7 @@ class ShardJournal:
         error = result.exception()
         led = self._led.get(_key(replica))
         if error is None:
-            replica.disk.received(DISK, version)
+            self._on_disk(replica, version)
         elif isinstance(error, ShoalError) and led is not None and led.replica is replica:
             self._interrupt(led, error)
 

@@ -3,93 +3,71 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from functools import partial
-from typing import Protocol
 
 import structlog
+import torch
 
-from shoal_proto.errors import (
-    MalformedMessage,
-    Overloaded,
-    ShoalError,
-    Unavailable,
-)
+from shoal_proto.errors import MalformedMessage, Overloaded, Unavailable
 from shoal_proto.pieces import OnlyPiece
-from shoal_proto.status import to_detail
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_server.core.replication.protocol.effects import Answer
+from shoal_server.core.replication.protocol.events import CallerCame, CallerLeft, Requested
+from shoal_server.core.replication.protocol.messages import Record, Refused, Why
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
-from shoal_server.parameters.replication.bounded_queue import BoundedQueue
-from shoal_server.parameters.replication.frames import Arrived, Arriving, Assembly
+from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
-from shoal_server.parameters.shard.image import Image, UpdateRecord
-from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import Role, ShardReplica
-from shoal_server.parameters.shard.workers import Runner
-from shoal_server.parameters.tables.restore import restore
+from shoal_server.parameters.replication.wire import replies
+from shoal_server.parameters.replication.wire.bounded_queue import BoundedQueue
+from shoal_server.parameters.replication.wire.frames import Arrived, Arriving, Assembly
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
 
-MAX_ANSWERS = 64
-"""Of one stream, not sent yet; beyond it the stream is not read."""
+MAX_ANSWERS = 4096
+"""Of one link, not sent yet; beyond it what the primary says is not read."""
+
+Caller = tuple[Holder, int]
 
 
-class ReplicaStore(Protocol):
-    """What the service asks of the keeper of this server's shards."""
+class _Answers:
+    """The answers of one link, in order, until one of its streams is over."""
 
-    async def refresh_source(self, arrived: Arrived, primary: Holder) -> None:
-        """Look whether the record names that primary by now, if it did not as last seen."""
-        ...
+    def __init__(self) -> None:
+        self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
+        self.is_over = asyncio.Event()
 
-    def check_source(self, arrived: Arrived, primary: Holder) -> None:
-        """Raise WrongEpoch unless that primary may tell this server of the shard."""
-        ...
-
-    def adopt(self, replica: ShardReplica) -> None:
-        """Keep a shard as a backup, in place of what was kept of it before."""
-        ...
-
-    def replica(self, job: str, shard_id: int) -> ShardReplica | None: ...
-
-    def discard(self, replica: ShardReplica) -> None:
-        """Keep a copy no longer: it is not what it should be."""
-        ...
-
-    def stream_opened(self, primary: Holder) -> None: ...
-
-    def stream_ended(self, primary: Holder, reason: str) -> None: ...
+    def end(self) -> None:
+        self.is_over.set()
+        self.queue.end()
 
 
 class ReplicationServicer:
-    """Acknowledges a record once it is received whole and is the next one; applies it behind."""
+    """Lives on the event loop. Hands requests to the core, and what it answers back."""
 
     def __init__(
         self,
+        driver: CoreDriver,
         *,
-        me: Holder,
-        replicas: ReplicaStore,
         received: ReceivedUpdates,
-        run: Runner,
         timeouts: PeerTimeouts,
-        memory: Memory,
         offers: Offers,
     ) -> None:
-        self._me = me
-        self._replicas = replicas
+        self._driver = driver
         self._received = received
-        self._run = run
         self._timeouts = timeouts
-        self._memory = memory
         self._offers = offers
-        self._is_full = False
+        self._callers: dict[Caller, _Answers] = {}
+        self._told_versions: set[str] = set()
+        driver.carry_out({Answer: self._answer})
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
-        return pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation)
+        me = self._driver.core.me
+        return pb.Holder(server_id=me.server_id, incarnation=me.incarnation)
 
     async def OpenBulk(self, request: pb.OpenFollowRequest, context: Context) -> OpenBulkReply:
         return self._offers.make(Purpose.REPLICATION)
@@ -108,50 +86,100 @@ class ReplicationServicer:
             raise MalformedMessage(
                 "the stream does not begin with its hello", seen="another message, or none"
             )
-        primary = Holder(first.hello.primary.server_id, first.hello.primary.incarnation)
-        self._replicas.stream_opened(primary)
+        hello = first.hello
+        caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
+        stream = self._images(caller, requests) if hello.for_images else self._link(hello, requests)
+        async with aclosing(stream) as out:
+            async for reply in out:
+                yield reply
+
+    async def _link(
+        self, hello: pb.Hello, requests: AsyncIterator[Arriving]
+    ) -> AsyncGenerator[pb.FollowReply, None]:
+        """A link's first stream: the link is there as long as it is."""
+        caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
+        self._compare(hello)
+        answers = self._callers[caller] = _Answers()
+        self._driver.tell(CallerCame(*caller))
         reason = "the stream ended"
         try:
-            async with aclosing(self._replies(requests, primary)) as replies:
-                async for reply in replies:
+            async with aclosing(self._carried(caller, answers, requests)) as out:
+                async for reply in out:
                     yield reply
         except Exception as error:
             reason = repr(error)
             raise
         finally:
-            self._replicas.stream_ended(primary, reason)
+            log.info("replication_link_ended", primary=caller[0].server_id, reason=reason)
+            answers.end()
+            if self._callers.get(caller) is answers:
+                del self._callers[caller]
+                self._driver.tell(CallerLeft(*caller))
 
-    async def _replies(
-        self, requests: AsyncIterator[Arriving], primary: Holder
+    async def _images(
+        self, caller: Caller, requests: AsyncIterator[Arriving]
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """The answers in order; an empty one where there was none for a beat: the primary is to
-        hear that somebody is there, also while a large image comes in or is restored."""
-        answers, silence = BoundedQueue[pb.FollowReply](MAX_ANSWERS), Silence(self._timeouts)
-        answering = asyncio.create_task(self._answer_all(requests, primary, answers, silence))
+        """Its second stream. The link ends with it: the core knows no half of one."""
+        answers = self._callers.get(caller)
+        if answers is None:
+            raise MalformedMessage(
+                "a stream of images that belongs to no link",
+                seen=f"link {caller[1]} of server {caller[0].server_id}",
+                expected="a link whose first stream is open",
+            )
+        beats = _Answers()
+        try:
+            async with aclosing(self._carried(caller, beats, requests)) as out:
+                async for reply in out:
+                    yield reply
+        finally:
+            answers.end()
+
+    def _compare(self, hello: pb.Hello) -> None:
+        """Another release of torch may round otherwise: then copies are not what they should be,
+        to the last bit."""
+        theirs, mine = hello.torch_version, torch.__version__
+        if theirs != mine and theirs not in self._told_versions:
+            self._told_versions.add(theirs)
+            log.warning(
+                "torch_versions_differ",
+                server=hello.primary.server_id,
+                seen=theirs or "none",
+                expected=mine,
+            )
+
+    async def _carried(
+        self, caller: Caller, answers: _Answers, requests: AsyncIterator[Arriving]
+    ) -> AsyncGenerator[pb.FollowReply, None]:
+        """The answers; an empty one where there was none for a beat: the primary is to hear that
+        somebody is there, whatever this server is busy with."""
+        silence = Silence(self._timeouts)
+        reading = asyncio.create_task(self._read(caller, answers, requests, silence))
         silent = asyncio.create_task(silence.wait())
-        for task in (answering, silent):
+        for task in (reading, silent):
             task.add_done_callback(lambda _: answers.end())
         try:
-            while not answers.is_over:
-                answer = await answers.take(self._timeouts.beat_s)
+            while not answers.queue.is_over:
+                answer = await answers.queue.take(self._timeouts.beat_s)
                 if answer is not None:
                     yield answer
-                elif not answers.is_over:
+                elif not answers.queue.is_over:
                     yield pb.FollowReply()
             if silent.done():
                 raise Unavailable(
-                    f"the primary {primary.server_id} says nothing any more",
+                    f"the primary {caller[0].server_id} says nothing any more",
                     seen=f"nothing for {self._timeouts.silence_s:g} s",
                 )
-            await answering
+            if reading.done():
+                reading.result()
         finally:
-            await cancel(answering, silent)
+            await cancel(reading, silent)
 
-    async def _answer_all(
+    async def _read(
         self,
+        caller: Caller,
+        answers: _Answers,
         requests: AsyncIterator[Arriving],
-        primary: Holder,
-        answers: BoundedQueue[pb.FollowReply],
         silence: Silence,
     ) -> None:
         assembly = Assembly()
@@ -163,53 +191,36 @@ class ReplicationServicer:
             if request is None:
                 return
             if not isinstance(request, OnlyPiece) and request.HasField("beat"):
-                await answers.put(pb.FollowReply())
+                await answers.queue.put(pb.FollowReply())
                 continue
             arrived = assembly.take(request)
             if arrived is not None:
-                await answers.put(await self._receive(arrived, primary))
+                await answers.queue.await_room()
+                await self._tell(caller, arrived)
 
-    async def _receive(self, arrived: Arrived, primary: Holder) -> pb.FollowReply:
-        reply = pb.FollowReply(job=arrived.job, shard_id=arrived.shard_id)
-        try:
-            if isinstance(arrived.content, Image):
-                await self._replicas.refresh_source(arrived, primary)
-                self._replicas.check_source(arrived, primary)
-                reply.version = await self._take_image(arrived, arrived.content, primary)
-            else:
-                await self._received.await_room()
-                # Only now: while there was no room, this server may have come to lead the shard.
-                self._replicas.check_source(arrived, primary)
-                reply.version = self._received.take(arrived, arrived.content)
-        except ShoalError as error:
-            self._log_refusal(arrived, error)
-            reply.error.CopyFrom(to_detail(error))
-        return reply
+    async def _tell(self, caller: Caller, arrived: Arrived) -> None:
+        request = arrived.request
+        if isinstance(request, Record):
+            await self._received.await_room()
+            try:
+                self._received.check_memory(arrived)
+            except Overloaded as error:
+                refusal = Refused(request.key, request.epoch, Why.FULL, str(error))
+                self._answer(Answer(*caller, refusal))
+                return
+        self._driver.tell(Requested(*caller, request), arrived)
 
-    def _log_refusal(self, arrived: Arrived, error: ShoalError) -> None:
-        # A full server refuses many: one line until it has taken one again.
-        if not isinstance(error, Overloaded) or not self._is_full:
-            kind = "record" if isinstance(arrived.content, UpdateRecord) else "copy"
+    def _answer(self, effect: Answer) -> None:
+        answers = self._callers.get((effect.peer, effect.link))
+        if answers is None:
+            return
+        reply = effect.reply
+        if isinstance(reply, Refused):
             log.warning(
-                f"{kind}_refused", job=arrived.job, shard_id=arrived.shard_id, why=str(error)
+                "copy_refused",
+                job=reply.key[0],
+                shard_id=reply.key[1],
+                why=reply.why.value,
+                detail=reply.detail,
             )
-        self._is_full |= isinstance(error, Overloaded)
-
-    async def _take_image(self, arrived: Arrived, image: Image, primary: Holder) -> int:
-        key = arrived.job, arrived.shard_id
-        self._received.check_not_older(arrived, image)
-        await self._received.settle_key(key)
-        before = self._replicas.replica(*key)
-        more_bytes = image.num_bytes - (before.state.memory_bytes if before is not None else 0)
-        what = f"a copy of shard {arrived.shard_id} of job {arrived.job}"
-        with self._memory.reserve(more_bytes, what) as claim:
-            state = await self._run(image.num_bytes, partial(restore, image))
-            replica = ShardReplica(arrived.job, state, Role.BACKUP, arrived.epoch)
-            # Once more: while it was restored, this server may have come to lead the shard.
-            # There is no await from here on.
-            self._replicas.check_source(arrived, primary)
-            self._replicas.adopt(replica)
-            claim.became(more_bytes)
-        self._is_full = False
-        self._received.begin(replica, self._replicas.discard)
-        return image.version
+        answers.queue.put_now(replies.encode(reply))

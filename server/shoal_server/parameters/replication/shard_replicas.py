@@ -1,87 +1,85 @@
 """What this server holds, made to follow the record in etcd: leading, backing up, handing over.
 
 The record says who holds what (`core/shards/assignments.py`); every change of it, whoever made
-it, is carried out here. This server itself changes it in four cases: a joiner is in step or a
-backup is gone (`primary_replicator.py`), a primary is gone (`primary_failure_detector.py`), a shard
-is handed over (`handover.py`).
+it, is carried out here. What is to be done is decided by the replication core
+(`core/replication/`); this is what stands around it: the record, the shards, links, disk, time.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
 
 import structlog
 
-from shoal_proto.errors import WrongEpoch
 from shoal_proto.routes import Route
-from shoal_server.core.shards.assignments import (
-    Holder,
-    ShardAssignment,
-    ShardContent,
-    emptied,
-    put_on_disk,
-)
+from shoal_server.core.replication.protocol import events as ev
+from shoal_server.core.replication.protocol.effects import Note, Probe
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, emptied
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
-from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
+from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
+from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.journal.shard_journal import ShardJournal
-from shoal_server.parameters.replication.frames import Arrived
-from shoal_server.parameters.replication.handover import ShardHandover
-from shoal_server.parameters.replication.primary_failure_detector import PrimaryFailureDetector
-from shoal_server.parameters.replication.primary_replicator import PrimaryReplicator
+from shoal_server.parameters.replication.acknowledgements import Acknowledgements
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.incoming_images import IncomingImages
+from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
+from shoal_server.parameters.replication.received_updates import ReceivedUpdates
+from shoal_server.parameters.replication.record_writer import RecordWriter
+from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
+from shoal_server.parameters.replication.shard_roles import ShardRoles
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.replica import Receipts, Role, ShardReplica
+from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import Runner
+from shoal_server.serving.identify import answers
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
-Settle = Callable[[ShardReplica], Coroutine[Any, Any, None]]
-
 
 class ShardReplicas:
-    """Lives on the event loop. `run` does work on so many bytes without holding the loop up;
-    `settle` waits until all that was received for a shard is applied."""
+    """Lives on the event loop. `run` does work on so many bytes without holding the loop up."""
 
     def __init__(
         self,
         store: KeyValueStore,
-        me: Holder,
+        driver: CoreDriver,
         catalog: Catalog,
         *,
-        settle: Settle,
+        memory: Memory,
         run: Runner,
         timeouts: PeerTimeouts,
     ) -> None:
-        self.me = me
-        self.settle = settle
+        self.me = driver.core.me
+        self._driver = driver
         self._catalog = catalog
+        self._run = run
+        self._timeouts = timeouts
         self._directory = ServerDirectory(store, self._look_whether_empty)
-        self._record = AssignmentTable(store, self._carry_out, self._record_gone)
-        self._replicator = PrimaryReplicator(
-            me,
-            record=self._record,
-            catalog=catalog,
-            directory=self._directory,
-            run=run,
-            timeouts=timeouts,
+        self._record = AssignmentTable(store, self._changed, self._record_gone)
+        self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
+        self.received = ReceivedUpdates(driver, catalog=catalog, memory=memory, run=run)
+        self._roles = ShardRoles(
+            driver, catalog=catalog, images=self._images, acknowledgements=Acknowledgements(driver)
         )
-        self._failure_detector = PrimaryFailureDetector(
-            me,
-            record=self._record,
-            catalog=catalog,
-            directory=self._directory,
-            timeouts=timeouts,
+        links = OutgoingLinks(
+            driver, catalog=catalog, directory=self._directory, run=run, timeouts=timeouts
         )
-        self._handover = ShardHandover(me, self._record)
+        self._tasks = SupervisedTasks()
+        writer = RecordWriter(driver, self._record)
+        self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
+        driver.carry_out({Probe: self._probe, Note: _note})
         catalog.route = self._route
         catalog.is_kept = self._is_kept
-        self._tasks = SupervisedTasks()
         self._empty = asyncio.Event()
 
     async def __aenter__(self) -> "ShardReplicas":
@@ -91,41 +89,54 @@ class ShardReplicas:
 
     async def __aexit__(self, *exc: object) -> None:
         await self._record.__aexit__(*exc)
-        for part in (self._tasks, self._handover, self._replicator, self._failure_detector):
+        self._driver.close()
+        for part in self._parts:
             await part.close()
         await self._directory.__aexit__(*exc)
 
-    @asynccontextmanager
-    async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
-        """Keep what is led here in a journal too, as long as the block runs."""
-        async with ShardJournal(
-            journal, pool, self._replicator.cut, self._put_on_disk
-        ) as shard_journal:
-            self._replicator.shard_journal = shard_journal
-            try:
-                yield shard_journal
-            finally:
-                self._replicator.shard_journal = None
+    def servicer(self, offers: Offers) -> ReplicationServicer:
+        """What other servers tell this one by."""
+        return ReplicationServicer(
+            self._driver, received=self.received, timeouts=self._timeouts, offers=offers
+        )
 
-    async def _put_on_disk(self, job: str, shard_ids: Collection[int]) -> None:
-        await self.change_assignments(job, shard_ids, partial(put_on_disk, primary=self.me))
+    def lease_renewed(self, sent_s: float) -> None:
+        """etcd has renewed this server's registration; asked for then, on the loop's clock."""
+        self._driver.tell(ev.LeaseRenewed(sent_s))
+
+    def lease_ended(self) -> None:
+        """The registration is about to be taken away: nothing is acknowledged any more."""
+        self._driver.tell(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the watch of the record."""
         await self._record.wait_failed()
 
+    # --- what is known ---
+
     @property
     def full_peers(self) -> Mapping[Holder, str]:
         """Servers that have no memory for copies of shards led here, and what they said."""
-        return self._replicator.full_peers
+        return self._driver.core.leading.full.reasons
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
         """Who holds a shard, as of the newest record seen."""
         return self._record.assignment(job, shard_id)
 
-    def _is_kept(self, job: str, shard_id: int) -> bool:
-        shard_journal = self._replicator.shard_journal
-        return shard_journal is not None and shard_journal.keeps(job, shard_id)
+    def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
+        """Of a shard that is led here: up to which version its followers are known to have it."""
+        led = self._driver.core.led((job, shard_id))
+        followers = led.followers if led is not None else {}
+        return {holder: follower.received for holder, follower in followers.items()}
+
+    def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
+        """Who holds each shard of a job, as of the newest record seen."""
+        return self._record.of_job(job)
+
+    @property
+    def jobs(self) -> Iterator[str]:
+        """Jobs that have a record."""
+        return self._record.jobs
 
     def _route(self, job: str, shard_id: int) -> Route | None:
         """Where a shard is led, or is about to be; None where that is not known."""
@@ -139,14 +150,7 @@ class ShardReplicas:
         address = self._directory.address(leader)
         return None if address is None else Route(shard_id, epoch, leader.server_id, address)
 
-    def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """Who holds each shard of a job, as of the newest record seen."""
-        return self._record.of_job(job)
-
-    @property
-    def jobs(self) -> Iterator[str]:
-        """Jobs that have a record."""
-        return self._record.jobs
+    # --- the record ---
 
     async def change_assignments(
         self,
@@ -154,12 +158,11 @@ class ShardReplicas:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Make a change to each of these shards; see `AssignmentTable.change`."""
+        """Make a change to shards' records; see `AssignmentTable.change`."""
         return await self._record.change(job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the records of these shards of a job anew, or of all. Raises what the store
-        raises."""
+        """Read the job's records anew, or those of some shards. Raises what the store raises."""
         await self._record.refresh(job, shard_ids)
 
     async def begin_anew(self, job: str) -> None:
@@ -171,7 +174,49 @@ class ShardReplicas:
         for replica in self._catalog.of_job(job):
             assignment = self.assignment(job, replica.shard_id)
             if assignment is not None and replica.epoch < assignment.epoch:
-                self._drop(replica)
+                self._driver.tell(ev.Forget((job, replica.shard_id)))
+
+    def _changed(self, job: str, shard_ids: Collection[int]) -> None:
+        for shard_id in shard_ids:
+            assignment = self.assignment(job, shard_id)
+            self._driver.tell(ev.Assigned((job, shard_id), assignment))
+        self._let_journal_go(job)
+
+    def _record_gone(self, job: str) -> None:
+        self.drop_job(job)
+        for key in self._driver.core.known(job):
+            self._driver.tell(ev.Assigned(key, None))
+        self._let_journal_go(job)
+
+    # --- shards that come and go ---
+
+    def created(self, replica: ShardReplica) -> None:
+        """A shard has got its first values here, or has been loaded. It may be pushed to once its
+        backup has them, and the record says that there are some."""
+        key = replica.job, replica.shard_id
+        self._driver.tell(ev.Created(key, replica.epoch, replica.state.version))
+
+    def replace(self, replica: ShardReplica) -> None:
+        """The same, in place of what may be here of that shard."""
+        self._driver.tell(ev.Forget((replica.job, replica.shard_id)))
+        self._catalog.add(replica)
+        self.created(replica)
+
+    async def empty_job(self, job: str) -> int:
+        """Forget all shards of a job because somebody wants it so: they are not lost. How many
+        there were."""
+        shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
+        await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
+        self.drop_job(job)
+        return len(shard_ids)
+
+    def drop_job(self, job: str) -> int:
+        """Forget all shards of a job; how many there were."""
+        shards = self._catalog.of_job(job)
+        for replica in shards:
+            self._driver.tell(ev.Forget((job, replica.shard_id)))
+        log.info("shards_dropped", job=job, num_shards=len(shards))
+        return len(shards)
 
     async def wait_empty(self) -> None:
         """Return once nothing is held here any more, or nobody else is there to hold it."""
@@ -179,7 +224,7 @@ class ShardReplicas:
         await self._empty.wait()
 
     def _look_whether_empty(self) -> None:
-        shard_journal = self._replicator.shard_journal
+        shard_journal = self._roles.shard_journal
         is_bare = next(self._catalog.shards(), None) is None
         # What only this disk has goes on to another server's before this one leaves.
         is_bare = is_bare and (shard_journal is None or not shard_journal.keeps_for_others)
@@ -188,169 +233,87 @@ class ShardReplicas:
         else:
             self._empty.clear()
 
-    # What follows from the record.
+    # --- the disk ---
 
-    def _carry_out(self, job: str, shard_ids: Collection[int]) -> None:
-        for shard_id in shard_ids:
-            assignment, replica = self.assignment(job, shard_id), self._catalog.find(job, shard_id)
-            if replica is not None:
-                self._follow_record(replica, assignment)
-            if assignment is not None and self.me in (assignment.joining, assignment.successor):
-                self._replicator.connect(assignment.primary)
-        self._failure_detector.look(job, shard_ids)
-        self._let_journal_go(job)
+    @asynccontextmanager
+    async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
+        """Keep what is led here in a journal too, as long as the block runs."""
+        async with ShardJournal(
+            journal, pool, take=self._take, on_disk=self._on_disk, on_failure=self._disk_failed
+        ) as shard_journal:
+            self._roles.shard_journal = shard_journal
+            self._driver.core.leading.keeps_journal = True
+            try:
+                yield shard_journal
+            finally:
+                self._roles.shard_journal = None
 
-    def _follow_record(self, replica: ShardReplica, assignment: ShardAssignment | None) -> None:
-        if assignment is None or self.me not in assignment.holders:
-            self._drop(replica)
-        elif assignment.primary == self.me:
-            self._lead(replica, assignment)
-        elif replica.role is Role.PRIMARY:
-            self._step_down(replica, assignment)
+    async def _take(self, replica: ShardReplica) -> ShardCut:
+        """A cut through a shard, taken without holding up the event loop."""
+        return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.cut)
 
-    def _record_gone(self, job: str) -> None:
-        self._replicator.forget(job)
-        self.drop_job(job)
-        self._let_journal_go(job)
+    def _on_disk(self, replica: ShardReplica, version: int) -> None:
+        self._driver.tell(ev.OnDisk((replica.job, replica.shard_id), version))
 
-    def keep_in_journal(self, keys: Collection[tuple[str, int]]) -> None:
-        """Shards that the last process of this server left in its journal, by job and id."""
-        assert self._replicator.shard_journal is not None
-        self._replicator.shard_journal.keep(keys)
-        for job in {job for job, _ in keys}:
+    def _disk_failed(self, replica: ShardReplica) -> None:
+        self._driver.tell(ev.DiskFailed((replica.job, replica.shard_id)))
+
+    def _is_kept(self, job: str, shard_id: int) -> bool:
+        shard_journal = self._roles.shard_journal
+        return shard_journal is not None and shard_journal.keeps(job, shard_id)
+
+    def found_in_journal(self, recovered: Mapping[Key, Recovered[AnyShard]]) -> None:
+        """Shards that the last process of this server left in its journal."""
+        shard_journal = self._roles.shard_journal
+        assert shard_journal is not None
+        shard_journal.keep(recovered)
+        self._roles.recovered.update(recovered)
+        for key, found in recovered.items():
+            self._driver.tell(ev.JournalHas(key, found.state.version))
+        for job in {job for job, _ in recovered}:
             self._let_journal_go(job)
+
+    @property
+    def open_claims(self) -> Collection[Key]:
+        """What the journal has and others may have too."""
+        return self._driver.core.open_claims
+
+    def servers_seen(self, present: frozenset[Holder], ended: frozenset[Holder]) -> None:
+        """The servers that etcd lists now, and processes that are known to have ended."""
+        self._driver.tell(ev.ServersSeen(present, ended))
 
     def _let_journal_go(self, job: str) -> None:
         """Of what the record names another disk for."""
-        shard_journal = self._replicator.shard_journal
+        shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:
             on_disk = {shard_id: h.on_disk for shard_id, h in self._record.of_job(job).items()}
             mine = {shard_id for shard_id, disk in on_disk.items() if disk == self.me.server_id}
             shard_journal.let_go(job, but=mine)
+            claimed = set(self.open_claims)
+            for key in [k for k in self._roles.recovered if k not in claimed]:
+                del self._roles.recovered[key]
         self._look_whether_empty()
 
-    def created(self, replica: ShardReplica) -> None:
-        """A shard has got its first values here. It may be pushed to once its backup has them, and
-        the record says that there are some."""
-        assignment = self.assignment(replica.job, replica.shard_id)
-        if assignment is not None and assignment.primary == self.me:
-            replica.is_forming = len(assignment.holders) > 1
-            self._begin_to_lead(replica, assignment)
+    # --- primaries ---
 
-    def _begin_to_lead(self, replica: ShardReplica, assignment: ShardAssignment) -> None:
-        replica.is_forming |= assignment.content is not ShardContent.PRESENT
-        replica.state.subscribe(partial(self._replicator.tell, replica))
-        if self._replicator.shard_journal is not None:
-            self._replicator.shard_journal.lead(replica)
-        self._lead(replica, assignment)
+    def _probe(self, effect: Probe) -> None:
+        self._tasks.start(self._ask(effect.peer))
 
-    def _lead(self, replica: ShardReplica, assignment: ShardAssignment) -> None:
-        if replica.role is Role.BACKUP or replica.epoch != assignment.epoch:
-            self._tasks.start(self._promote(replica), key=("promote", replica))
-            return
-        self._replicator.follow_as_written(replica, assignment)
-        if assignment.successor is not None:
-            self._handover.begin(replica)
-
-    async def _promote(self, replica: ShardReplica) -> None:
-        """What came from the last primary is applied first: some of it was acknowledged."""
-        await self.settle(replica)
-        assignment = self.assignment(replica.job, replica.shard_id)
-        if assignment is None or assignment.primary != self.me:
-            return
-        if self._catalog.find(replica.job, replica.shard_id) is not replica:
-            return  # What was received could not be applied, or another copy is in its place.
-        replica.state.enter_epoch(assignment.epoch)
-        replica.epoch = assignment.epoch
-        replica.receipts, replica.disk = Receipts(), Receipts()
-        replica.role = Role.PRIMARY
-        log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
-        self._begin_to_lead(replica, assignment)
-        await self._catalog.notify()
-
-    def _step_down(self, replica: ShardReplica, assignment: ShardAssignment) -> None:
-        self._end(replica)
-        replica.state.enter_epoch(assignment.epoch)
-        replica.role = Role.BACKUP
-        replica.epoch = assignment.epoch
-        replica.is_handing_over = False
-        log.info("shard_no_longer_led", job=replica.job, shard_id=replica.shard_id)
-
-    def _end(self, replica: ShardReplica) -> None:
-        replica.end()
-        replica.state.subscribe(None)
-        self._replicator.let_go(replica)
-        if self._replicator.shard_journal is not None:
-            self._replicator.shard_journal.end(replica)
-
-    def _drop(self, replica: ShardReplica) -> None:
-        self._end(replica)
-        # A push that has been let in already must not be applied to what nobody will see.
-        replica.state.enter_epoch(replica.epoch + 1)
-        self._catalog.remove(replica)
-
-    async def empty_job(self, job: str) -> int:
-        """Forget all shards of a job because somebody wants it so: they are not lost. How many
-        there were."""
-        shard_ids = [replica.shard_id for replica in self._catalog.of_job(job)]
-        await self.change_assignments(job, shard_ids, partial(emptied, primary=self.me))
-        return self.drop_job(job)
-
-    def drop_job(self, job: str) -> int:
-        """Forget all shards of a job; how many there were."""
-        shards = self._catalog.of_job(job)
-        for replica in shards:
-            self._drop(replica)
-        log.info("shards_dropped", job=job, num_shards=len(shards))
-        return len(shards)
-
-    # What comes from primaries.
-
-    def replica(self, job: str, shard_id: int) -> ShardReplica | None:
-        return self._catalog.find(job, shard_id)
-
-    async def refresh_source(self, arrived: Arrived, primary: Holder) -> None:
-        """Look whether the record names that primary by now, if it did not as last seen."""
-        assignment = self.assignment(arrived.job, arrived.shard_id)
-        if not self._may_tell(assignment, arrived, primary):
-            # The primary may have seen a newer record than this server.
-            await self.refresh(arrived.job, [arrived.shard_id])
-
-    def check_source(self, arrived: Arrived, primary: Holder) -> None:
-        """Raise WrongEpoch unless that primary may tell this server of the shard."""
-        assignment = self.assignment(arrived.job, arrived.shard_id)
-        if not self._may_tell(assignment, arrived, primary):
-            raise WrongEpoch(
-                f"shard {arrived.shard_id} of job {arrived.job} is held in another way",
-                seen=f"epoch {arrived.epoch} of {primary.server_id}, for {self.me.server_id}",
-                expected="nothing: it is not known here" if assignment is None else str(assignment),
-                fix="Read the assignment table again.",
-            )
-
-    def _may_tell(
-        self, assignment: ShardAssignment | None, arrived: Arrived, primary: Holder
-    ) -> bool:
-        return (
-            assignment is not None
-            and (assignment.epoch, assignment.primary) == (arrived.epoch, primary)
-            and self.me in assignment.holders[1:]
+    async def _ask(self, peer: Holder) -> None:
+        address = await self._directory.reach(peer)
+        is_there = address is not None and await answers(
+            peer, address, options=PEER_OPTIONS, within_s=self._timeouts.silence_s / 2
         )
+        self._driver.tell(ev.Probed(peer, is_there))
 
-    def adopt(self, replica: ShardReplica) -> None:
-        """Keep a shard, in place of what was kept of it before."""
-        before = self._catalog.find(replica.job, replica.shard_id)
-        if before is not None:
-            self._drop(before)
-        self._catalog.add(replica)
 
-    def discard(self, replica: ShardReplica) -> None:
-        """Keep a copy no longer: it is not what it should be."""
-        if self._catalog.find(replica.job, replica.shard_id) is replica:
-            self._drop(replica)
-
-    def stream_opened(self, primary: Holder) -> None:
-        self._failure_detector.stream_opened(primary)
-
-    def stream_ended(self, primary: Holder, reason: str) -> None:
-        log.info("stream_ended", primary=primary.server_id, reason=reason)
-        self._failure_detector.stream_ended(primary)
+def _note(note: Note) -> None:
+    """What the core has to say, in the log."""
+    fields: dict[str, object] = {}
+    if note.key is not None:
+        fields["job"], fields["shard_id"] = note.key
+    if note.peer is not None:
+        fields["server"] = note.peer.server_id
+    if note.detail:
+        fields["why"] = note.detail
+    log.warning(note.what, **fields)

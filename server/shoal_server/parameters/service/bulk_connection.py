@@ -18,8 +18,8 @@ from shoal_proto.v1.replication_pb2 import FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
-from shoal_server.parameters.replication.frames import Arriving
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
+from shoal_server.parameters.replication.wire.frames import Arriving
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 from shoal_server.parameters.service.tables_servicer import TablesServicer
 from shoal_server.parameters.shard.reply_writer import CopyOut

@@ -125,11 +125,7 @@ class DensePushKind:
             # Never on the event loop: to read it takes longer than to apply as many bytes.
             num_bytes += INLINE_BYTES
         applied = asyncio.ensure_future(self._run(num_bytes, work))
-        # Whether to wait for a backup is decided behind the push: one may have come meanwhile.
-        waits = part.replica.receipts.safe_version is not None or self._is_durable
-        if not applied.done() or waits:
-            applied = asyncio.ensure_future(self._once_safe(part.replica, applied))
-        return applied
+        return asyncio.ensure_future(self._once_safe(part.replica, applied))
 
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]

@@ -1,13 +1,13 @@
 """What a parameter server says of itself, for people: sizes, counters, how far its copies are."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.parameters_pb2 import CopyState, DescribeReply, PushOutcome
 from shoal_proto.v1.parameters_pb2 import ShardState as ShardFigures
-from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 MAX_JOBS = 1024
@@ -47,20 +47,27 @@ class PushTally:
 
 
 def add_shard(
-    reply: DescribeReply, replica: ShardReplica, assignment: ShardAssignment | None
+    reply: DescribeReply,
+    replica: ShardReplica,
+    assignment: ShardAssignment | None,
+    versions: Mapping[Holder, int],
 ) -> None:
-    """Describe one shard, or count it where this server has a copy only."""
+    """Describe one shard, or count it where this server has a copy only. `versions`: up to which
+    its followers are known to have it."""
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not Role.PRIMARY:
         reply.num_copies += 1
         return
     figures = replica.state.describe(replica.job)
-    _add_copies(figures, replica, assignment)
+    _add_copies(figures, replica, assignment, versions)
     reply.shards.append(figures)
 
 
 def _add_copies(
-    figures: ShardFigures, replica: ShardReplica, assignment: ShardAssignment | None
+    figures: ShardFigures,
+    replica: ShardReplica,
+    assignment: ShardAssignment | None,
+    versions: Mapping[Holder, int],
 ) -> None:
     figures.epoch = replica.epoch
     figures.unreplicated_bytes = replica.unreplicated_bytes
@@ -70,7 +77,7 @@ def _add_copies(
             CopyState(
                 server_id=holder.server_id,
                 # It may have more by now than when the shard was described.
-                version=min(replica.receipts.version_of(holder), figures.version),
+                version=min(versions.get(holder, 0), figures.version),
                 joining=assignment is not None and holder == assignment.joining,
             )
         )

@@ -9,8 +9,8 @@ from google.protobuf.message import Message
 from shoal_proto import pieces
 from shoal_proto.v1 import parameters_pb2 as pb
 from shoal_proto.v1.replication_pb2 import IdentifyRequest, OpenFollowRequest
-from shoal_server.parameters.replication import frames
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
+from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
 
 PARAMETERS, REPLICATION = "shoal.v1.Parameters", "shoal.v1.Replication"

@@ -174,7 +174,7 @@ class ParametersServicer:
         ]
         async for replica, values in self._read_ahead(reads, reply_writer):
             # What a backup has not got yet may still vanish: nobody is to have seen it.
-            await replica.receipts.wait_safe(values.version)
+            await replica.wait_safe(values.version)
             version = ShardVersion(
                 shard_id=replica.shard_id, version=values.version, num_bytes=values.num_bytes
             )
@@ -267,7 +267,8 @@ class ParametersServicer:
             ],
         )
         for replica in self._catalog.shards(request.job):
-            add_shard(reply, replica, self._replicas.assignment(replica.job, replica.shard_id))
+            at = replica.job, replica.shard_id
+            add_shard(reply, replica, self._replicas.assignment(*at), self._replicas.versions(*at))
         self._tally.fill(reply, request.job)
         return reply
 

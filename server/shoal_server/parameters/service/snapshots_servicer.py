@@ -154,9 +154,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
             )
         state.enter_epoch(epoch)
-        replica = ShardReplica(job, state, Role.PRIMARY, epoch)
-        self._replicas.adopt(replica)
-        self._replicas.created(replica)
+        self._replicas.replace(ShardReplica(job, state, Role.PRIMARY, epoch))
 
     async def _library(self, url: str, job: str) -> SnapshotLibrary:
         roots = AllowedRoots(await self._read_roots())

@@ -30,7 +30,7 @@ async def look_up(
     work = partial(shard.read, partial(shard.body.look_up, ids))
     found: LookedUp = await replica.in_turn(run, num_bytes, work)
     # What a backup has not got yet may still vanish: nobody is to have seen it.
-    await replica.receipts.wait_safe(found.version)
+    await replica.wait_safe(found.version)
     return found
 
 
@@ -181,7 +181,7 @@ class LookupKind:
             return answer
         try:
             # What a backup has not got yet may still vanish: nobody is to have seen it.
-            await part.replica.receipts.wait_safe(answer.rows.version)
+            await part.replica.wait_safe(answer.rows.version)
         except ShoalError as error:
             return error
         return answer

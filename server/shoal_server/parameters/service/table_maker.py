@@ -6,6 +6,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import MalformedMessage, ShoalError
+from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 from shoal_server.core.shards.assignments import ShardContent
 from shoal_server.etcd.api import KeyValueStore
@@ -101,10 +102,12 @@ class TableMaker:
         """Have shards in the journal, where there is one, before anybody trains them: one that is
         on no disk would be told to be lost after all servers died, though nobody pushed to it."""
         for replica in map(partial(self._catalog.find, job), made):
-            if replica is None:
+            if replica is None or not replica.is_journaled:
                 continue
             try:
-                await replica.disk.wait_safe(replica.state.version)
+                await replica.wait_acknowledged(
+                    replica.state.version, Acknowledgement.ACKNOWLEDGEMENT_DURABLE
+                )
             except ShoalError as error:
                 log.warning("table_shard_not_on_disk", job=job, why=str(error))
 

@@ -1,17 +1,15 @@
 """One shard as this server holds it: its state, this server's part in it, who has what of it."""
 
 import asyncio
-import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import Enum
-from itertools import count
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import structlog
 
-from shoal_proto.errors import InvalidSpec, Overloaded, ShoalError, WrongEpoch
+from shoal_proto.errors import InternalError, InvalidSpec, Overloaded, ShoalError, WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
-from shoal_server.core.shards.assignments import Holder
+from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
@@ -24,68 +22,25 @@ MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
 """Of one shard's pushes that a backup has not received yet; beyond it, pushes are refused."""
 
 
+class WaitAcknowledged(Protocol):
+    async def __call__(self, version: int, level: Acknowledgement.ValueType) -> None: ...
+
+
+class RecordLog(Protocol):
+    """What was applied and a backup may still have to be told of."""
+
+    num_bytes: int
+
+    def append(self, record: UpdateRecord) -> None: ...
+
+    def trim(self, version: int) -> None: ...
+
+    def get(self, version: int) -> UpdateRecord: ...
+
+
 class Role(Enum):
     PRIMARY = "primary"
     BACKUP = "backup"
-
-
-class Receipts:
-    """Up to which version each backup in step has a shard. Lives on the event loop."""
-
-    def __init__(self) -> None:
-        self._received: dict[Holder, int] = {}
-        self._required: frozenset[Holder] = frozenset()
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._order = count()
-        self._ended: ShoalError | None = None
-
-    def require(self, holders: Iterable[Holder]) -> None:
-        """From now on a version is safe once all of these have it."""
-        self._required = frozenset(holders)
-        self._release()
-
-    def received(self, holder: Holder, version: int) -> None:
-        self._received[holder] = max(version, self._received.get(holder, 0))
-        self._release()
-
-    def restart(self, holder: Holder) -> None:
-        """The holder gets the shard anew: what it had does not count."""
-        self._received.pop(holder, None)
-
-    def version_of(self, holder: Holder) -> int:
-        """The newest version that the holder is known to have; 0 if none."""
-        return self._received.get(holder, 0)
-
-    @property
-    def safe_version(self) -> int | None:
-        """The newest version that every backup has; None where there is no backup."""
-        return min((self._received.get(h, 0) for h in self._required), default=None)
-
-    async def wait_safe(self, version: int) -> None:
-        """Return once every backup in step has the version. Raises what `end` was given."""
-        if self._ended is not None:
-            raise self._ended
-        safe = self.safe_version
-        if safe is None or version <= safe:
-            return
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (version, next(self._order), waiter))
-        await waiter
-
-    def end(self, error: ShoalError) -> None:
-        """Nothing more becomes safe here: whoever waits, or comes to wait, gets the error."""
-        self._ended = error
-        waiting, self._waiting = self._waiting, []
-        for _, _, waiter in waiting:
-            if not waiter.done():
-                waiter.set_exception(error)
-
-    def _release(self) -> None:
-        safe = self.safe_version
-        while self._waiting and (safe is None or self._waiting[0][0] <= safe):
-            _, _, waiter = heapq.heappop(self._waiting)
-            if not waiter.done():
-                waiter.set_result(None)
 
 
 class ShardReplica:
@@ -97,15 +52,22 @@ class ShardReplica:
         self.state = state
         self.role = role
         self.epoch = epoch
-        self.receipts = Receipts()
-        self.disk = Receipts()
-        """Up to which version this server's journal has the shard, where it keeps one."""
-        self.check_disk: Callable[[], None] = _always_room
+        self.wait: WaitAcknowledged = _led_nowhere
+        """Waits until a version is as safe as a level asks for, once this server leads the
+        shard."""
+        self.check_lease: Callable[[], None] = _always
+        """Raises Unavailable while this server may have been taken for dead."""
+        self.log: RecordLog | None = None
+        """What was applied and a backup may still have to be told of, while it is led here."""
+        self.check_disk: Callable[[], None] = _always
         """Raises Overloaded while the journal is too far behind to take more."""
+        self.is_journaled = False
+        """Whether this server's journal keeps the shard, or is to."""
+        self.why_no_disk: ShoalError | None = None
+        """Why it does not for now."""
         self.is_forming = False
         """Created, and its first backup has not got it yet: nobody may push so far."""
         self.is_handing_over = False
-        self.unreplicated_bytes = 0
         self.pushed_bytes = 0
         """Data of pushes applied since this server leads it."""
 
@@ -137,8 +99,15 @@ class ShardReplica:
         if not ended.cancelled() and ended.exception() is not None:
             log.debug("shard_work_failed", job=self.job, shard_id=self.shard_id)
 
+    @property
+    def unreplicated_bytes(self) -> int:
+        """Of pushes that some backup has not received yet."""
+        return 0 if self.log is None else self.log.num_bytes
+
     def check_room(self) -> None:
-        """Raise Overloaded while a backup, or the disk, is too far behind to take more."""
+        """Raise Overloaded while a backup, or the disk, is too far behind to take more; Unavailable
+        while nothing would be acknowledged."""
+        self.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
             raise Overloaded(
@@ -150,27 +119,25 @@ class ShardReplica:
 
     def check_durable(self) -> None:
         """Raise InvalidSpec where no journal keeps the shard: nothing here becomes durable."""
-        if self.disk.safe_version is None:
-            raise InvalidSpec(
-                f"shard {self.shard_id} of job {self.job} is on no disk",
-                seen="a push that is to be acknowledged as durable",
-                expected="a server that keeps a journal",
-                fix="Start every `shoal ps` with --journal DIRECTORY, or push with another level.",
-            )
+        if not self.is_journaled:
+            raise self.on_no_disk()
+
+    def on_no_disk(self) -> InvalidSpec:
+        """The error for a push that is to be durable where nothing becomes so."""
+        return InvalidSpec(
+            f"shard {self.shard_id} of job {self.job} is on no disk",
+            seen="a push that is to be acknowledged as durable",
+            expected="a server that keeps a journal",
+            fix="Start every `shoal ps` with --journal DIRECTORY, or push with another level.",
+        )
 
     async def wait_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> None:
         """Return once a version is as safe as the level asks for. Raises what ended the wait."""
-        if level == Acknowledgement.ACKNOWLEDGEMENT_APPLIED:
-            return
-        await self.receipts.wait_safe(version)
-        if level == Acknowledgement.ACKNOWLEDGEMENT_DURABLE:
-            await self.disk.wait_safe(version)
+        await self.wait(version, level)
 
-    def end(self, why: ShoalError | None = None) -> None:
-        """This server is not the shard's primary any more, or holds it no longer."""
-        error = why or self.deposed()
-        self.receipts.end(error)
-        self.disk.end(error)
+    async def wait_safe(self, version: int) -> None:
+        """Return once every backup in step has the version: from then on it does not vanish."""
+        await self.wait(version, Acknowledgement.ACKNOWLEDGEMENT_REPLICATED)
 
     def deposed(self) -> WrongEpoch:
         return WrongEpoch(
@@ -181,14 +148,18 @@ class ShardReplica:
         )
 
 
-def _always_room() -> None:
-    """Where no journal is kept."""
+def _always() -> None:
+    """Where there is nothing to check."""
 
 
-def work_bytes_of(record: UpdateRecord) -> int:
-    """What to replay a record takes, as `Runner` counts it. Compressed data never stay on the
-    event loop: to read them takes longer than to apply as many bytes."""
-    return len(record.data) + (INLINE_BYTES if record.push.HasField("codec") else 0)
+async def _led_nowhere(version: int, level: Acknowledgement.ValueType) -> None:
+    raise InternalError("a push of a shard that is not led here", seen=f"version {version}")
+
+
+def work_bytes_of(push: PushRecord, num_bytes: int) -> int:
+    """What to replay a record with so many bytes takes, as `Runner` counts it. Compressed data
+    never stay on the event loop: to read them takes longer than to apply as many bytes."""
+    return num_bytes + (INLINE_BYTES if push.HasField("codec") else 0)
 
 
 def num_bytes_of(record: UpdateRecord) -> int:

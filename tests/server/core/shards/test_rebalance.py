@@ -155,7 +155,7 @@ def test_a_lost_shard_keeps_the_name_of_its_disk() -> None:
     (lost,) = rebalance(assignments(trained), servers, {}).shards
     assert (lost.primary, lost.on_disk) == (C, "a")
     again = Holder("a", "again")
-    found = led_from_disk(lost, again, present=frozenset({C, again}), dead=frozenset())
+    found = led_from_disk(lost, again, dead=frozenset())
     assert (found.primary, found.epoch, found.content) == (again, 3, ShardContent.PRESENT)
 
 

@@ -32,6 +32,13 @@ def identity(address: str = "127.0.0.1:1") -> Identity:
     return Identity(holder=Holder("ps-0", "one"), address=address, started_unix_s=1.0)
 
 
+def registration(store: MemoryStore, who: Identity, lease_ttl_s: float) -> Registration:
+    """One whose server does not care."""
+    return Registration(
+        store, who, lease_ttl_s, on_renewed=lambda sent_s: None, on_end=lambda: None
+    )
+
+
 async def registered(store: MemoryStore, start: Revision) -> bytes:
     """The next record that is put at or after a revision."""
     async with asyncio.timeout(10), aclosing(store.watch(KEY, start)) as batches:  # type: ignore[type-var]
@@ -59,7 +66,7 @@ async def test_known_while_it_serves(store: MemoryStore) -> None:
 
 async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> None:
     """A lease that ran out while etcd could not be reached is replaced."""
-    async with Registration(store, identity(), lease_ttl_s=0.3):
+    async with registration(store, identity(), 0.3):
         first = await replica(store)
         await store.revoke(first.lease)
         value = await registered(store, Revision(first.mod_revision + 1))
@@ -69,7 +76,7 @@ async def test_registers_again_after_its_lease_was_lost(store: MemoryStore) -> N
 
 async def test_the_lease_is_kept(store: MemoryStore) -> None:
     """A server that lives stays known for longer than its lease would last by itself."""
-    async with Registration(store, identity(), lease_ttl_s=0.2):
+    async with registration(store, identity(), 0.2):
         first = await replica(store)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.7):
@@ -79,9 +86,9 @@ async def test_the_lease_is_kept(store: MemoryStore) -> None:
 
 async def test_a_second_server_of_that_id_is_refused(store: MemoryStore) -> None:
     """The one that came first keeps the id; the other is told who has it."""
-    async with Registration(store, identity(), lease_ttl_s=0.2):
+    async with registration(store, identity(), 0.2):
         with pytest.raises(AddressInUse, match=r"127\.0\.0\.1:1"):
-            async with Registration(store, identity("127.0.0.1:2"), lease_ttl_s=0.2):
+            async with registration(store, identity("127.0.0.1:2"), 0.2):
                 pass
         assert json.loads((await replica(store)).value)["address"] == "127.0.0.1:1"
 
@@ -90,7 +97,7 @@ async def test_a_successor_waits_for_the_lease_to_end(store: MemoryStore) -> Non
     """A server that was killed is replaced under its id once its lease is over."""
     lease = await store.grant(0.3)
     await store.put(KEY, identity().record(), lease)
-    async with Registration(store, identity("127.0.0.1:2"), lease_ttl_s=1.0):
+    async with registration(store, identity("127.0.0.1:2"), 1.0):
         assert json.loads((await replica(store)).value)["address"] == "127.0.0.1:2"
 
 

@@ -154,5 +154,5 @@ async def test_who_is_to_lead_is_connected_to_its_backup_before(part: str) -> No
         )
         await write_assignments(store, JobAssignments(job=JOB, copies=2, shards=(assignment,)))
         await next_.replicas.refresh(JOB)
-        assert "replicate-to-ps-0" in {task.get_name() for task in asyncio.all_tasks()}
+        assert "link-to-ps-0" in {task.get_name() for task in asyncio.all_tasks()}
     await store.close()

@@ -1,9 +1,9 @@
 """The Replication service on the wire: what a backup takes from a primary, and what it refuses."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import TypeVar
 
 import grpc
@@ -13,30 +13,35 @@ import torch
 from support.clusters.assignment_records import write_assignments
 from support.clusters.parameter_servers import config
 
-from shoal_proto.errors import (
-    ChecksumMismatch,
-    InternalError,
-    MalformedMessage,
-    ShoalError,
-    WrongEpoch,
-)
-from shoal_proto.status import from_detail, from_rpc_error
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
+from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.replication.protocol.messages import (
+    Chunk,
+    Holds,
+    ImageStart,
+    Installed,
+    Offer,
+    Received,
+    Refused,
+    Reply,
+    Why,
+)
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import ShardContent as Content
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.process import RunningServer, running
-from shoal_server.parameters.replication import frames
-from shoal_server.parameters.replication.received_updates import ReceivedUpdates
+from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import DensePush, is_dense, new_dense_shard
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import Role, ShardReplica
-from shoal_server.parameters.shard.workers import Workers
 
 JOB, EPOCH = "job", 3
+KEY = (JOB, 0)
 PRIMARY = Holder("ps-9", "one")
 NUM_ELEMENTS = 600_000
 ADAM = OptimizerSpec(kind="adam", groups=[HyperParameters(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8)])
@@ -50,6 +55,9 @@ def as_message(frame: frames.Frame) -> pb.FollowRequest:
     return pb.FollowRequest.FromString(frames.serialize(frame))
 
 
+OFFER = frames.of_offer(Offer(KEY, EPOCH, 1))
+
+
 class Primary:
     """A shard of a server that is not there, and the frames that tell of it."""
 
@@ -60,6 +68,7 @@ class Primary:
         self._records: list[UpdateRecord] = []
         self.shard.subscribe(self._records.append)
         self._sequence = 0
+        self._image = 0
 
     def push(self) -> UpdateRecord:
         self._sequence += 1
@@ -76,8 +85,17 @@ class Primary:
         self.shard.push(push, lambda session: True)
         return self._records[-1]
 
-    def image(self) -> Frames:
-        return [as_message(f) for f in frames.of_image(JOB, EPOCH, self.shard.image())]
+    def image(self, epoch: int = EPOCH, job: str = JOB, begin: int = 0) -> Frames:
+        """A new one, from its start on; or what an interrupted one lacks from that chunk on."""
+        self._image += not begin
+        with self.shard.cut() as cut:
+            key, number = (job, 0), self._image
+            start = ImageStart(key, epoch, 1, number, cut.version, cut.num_chunks, begin)
+            told = [frames.of_image_start(start, cut.header)]
+            for index in range(begin, cut.num_chunks):
+                chunk = frames.of_chunk(Chunk(key, number, index), cut.chunk(index))
+                told += map(as_message, chunk)
+        return told
 
     def told(self, record: UpdateRecord, epoch: int = EPOCH) -> Frames:
         return [as_message(f) for f in frames.of_record(JOB, 0, epoch, record)]
@@ -91,23 +109,40 @@ class World:
     store: MemoryStore
     stub: ReplicationStub
     primary: Primary
+    links: int = 0
+
+    @property
+    def catalog(self) -> Catalog:
+        return self.server.replicas._catalog
 
     @property
     def version(self) -> int:
         """Of the copy that the server has; 0: it has none."""
-        replica = self.server.replicas.replica(JOB, 0)
+        replica = self.catalog.find(JOB, 0)
         return 0 if replica is None else replica.state.version
+
+    def copy(self) -> ShardReplica:
+        replica = self.catalog.find(JOB, 0)
+        assert replica is not None
+        return replica
+
+    async def settle(self) -> None:
+        await self.server.replicas.received.settle(self.copy())
 
     async def assert_same(self) -> None:
         """The copy is what the primary has, to the last bit."""
-        replica = self.server.replicas.replica(JOB, 0)
-        assert replica is not None
-        await self.server.replicas.settle(replica)
-        copy, own = replica.state.image(), self.primary.shard.image()
+        await self.settle()
+        copy, own = self.copy().state.image(), self.primary.shard.image()
         assert (copy.version, list(copy.sessions)) == (own.version, list(own.sessions))
         assert copy.tensors.keys() == own.tensors.keys()
         for name, tensor in own.tensors.items():
-            assert frames.bytes_of(copy.tensors[name]) == frames.bytes_of(tensor), name
+            assert torch.equal(copy.tensors[name], tensor), name
+
+    async def write(self, assignment: ShardAssignment) -> None:
+        """Have the record say so, and the server know it."""
+        record = JobAssignments(job=JOB, copies=2, shards=(assignment,))
+        await write_assignments(self.store, record)
+        await self.server.replicas.refresh(JOB)
 
 
 @pytest.fixture
@@ -117,60 +152,120 @@ async def world() -> AsyncIterator[World]:
         running(config("ps-0"), store) as server,
         grpc.aio.insecure_channel(server.address) as channel,
     ):
-        shard = ShardAssignment(
-            shard_id=0, epoch=EPOCH, primary=PRIMARY, joining=server.replicas.me
+        world = World(server=server, store=store, stub=ReplicationStub(channel), primary=Primary())
+        me = server.replicas.me
+        await world.write(
+            ShardAssignment(
+                shard_id=0, epoch=EPOCH, primary=PRIMARY, joining=me, content=Content.PRESENT
+            )
         )
-        replica = JobAssignments(job=JOB, copies=2, shards=(shard,))
-        await write_assignments(store, replica)
-        yield World(server=server, store=store, stub=ReplicationStub(channel), primary=Primary())
+        yield world
     await store.close()
 
 
-async def tell(
-    world: World, requests: Iterable[pb.FollowRequest], *, hold: bool = False
-) -> list[pb.FollowReply]:
-    """What a stream of its own is answered, from the hello on. `hold`: leave it open, for one that
-    is to be refused: grpc.aio loses the server's status if it still writes when that comes."""
+class Link:
+    """One link of the primary to the server."""
 
-    async def written() -> AsyncIterator[pb.FollowRequest]:
-        primary = pb.Holder(server_id=PRIMARY.server_id, incarnation=PRIMARY.incarnation)
-        yield pb.FollowRequest(hello=pb.Hello(primary=primary))
+    def __init__(self, world: World, *, images_of: int = 0) -> None:
+        world.links += not images_of
+        hello = pb.Hello(
+            primary=pb.Holder(server_id=PRIMARY.server_id, incarnation=PRIMARY.incarnation),
+            link=images_of or world.links,
+            for_images=bool(images_of),
+            torch_version=torch.__version__,
+        )
+        self._call = world.stub.Follow()
+        self._hello = pb.FollowRequest(hello=hello)
+
+    async def __aenter__(self) -> "Link":
+        await self._call.write(self._hello)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._call.cancel()
+
+    async def write(self, requests: Iterable[pb.FollowRequest]) -> None:
         for request in requests:
-            yield request
-        if hold:
-            await asyncio.Event().wait()
+            await self._call.write(request)
 
-    try:
+    async def beat(self) -> pb.FollowReply:
+        await self._call.write(pb.FollowRequest(beat=pb.FollowBeat()))
         async with asyncio.timeout(ANSWER_S):
-            return [reply async for reply in world.stub.Follow(written())]
-    except grpc.aio.AioRpcError as error:
-        raise from_rpc_error(error, "ps-0") from None
+            reply: pb.FollowReply = await self._call.read()
+            return reply
+
+    async def answers(self, num: int) -> list[Reply]:
+        """The next ones that are no beats and tell of no chunk. Raises what the call ended with."""
+        found: list[Reply] = []
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while len(found) < num:
+                    message = await self._call.read()
+                    assert message is not grpc.aio.EOF
+                    if message.job and not message.HasField("taken"):
+                        found.append(replies.decode(message))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, "ps-0") from None
+        return found
+
+    async def ask(self, requests: Iterable[pb.FollowRequest], num: int = 1) -> list[Reply]:
+        await self.write(requests)
+        return await self.answers(num)
 
 
-def outcomes(replies: Iterable[pb.FollowReply]) -> list[int | type[ShoalError]]:
-    """Of each record or image: the version that was taken, or why none was."""
+def told(answers: Sequence[Reply]) -> list[int | Why]:
+    """Of each: the version that is there, or why it was refused."""
     return [
-        type(from_detail(reply.error)) if reply.HasField("error") else reply.version
-        for reply in replies
-        if reply.job
+        answer.why if isinstance(answer, Refused) else answer.version
+        for answer in answers
+        if isinstance(answer, Received | Installed | Refused)
     ]
 
 
 async def test_a_copy_is_the_same_to_the_last_bit(world: World) -> None:
     """An image, and what was pushed since: each acknowledged with its version, in order."""
     world.primary.push()
-    image = world.primary.image()
-    later = [world.primary.push() for _ in range(3)]
-    told = [*image, *(frame for record in later for frame in world.primary.told(record))]
-    assert outcomes(await tell(world, told)) == [2, 3, 4, 5]
+    async with Link(world) as link:
+        assert await link.ask([OFFER]) == [Holds(KEY, EPOCH)]
+        assert told(await link.ask(world.primary.image())) == [2]
+        for version in (3, 4, 5):
+            assert told(await link.ask(world.primary.told(world.primary.push()))) == [version]
     await world.assert_same()
 
 
 async def test_a_beat_is_answered(world: World) -> None:
     """With an empty reply, so that the primary knows that somebody is there."""
-    replies = await tell(world, [pb.FollowRequest(beat=pb.FollowBeat())])
-    assert replies
-    assert set(map(str, replies)) == {str(pb.FollowReply())}
+    async with Link(world) as link:
+        assert str(await link.beat()) == str(pb.FollowReply())
+
+
+async def test_an_image_goes_on_where_its_link_broke(world: World) -> None:
+    """By another link, and from the first chunk on that has not come."""
+    image = world.primary.image()
+    starts = [i for i, frame in enumerate(image) if frame.HasField("chunk")]
+    assert len(starts) > 2
+    async with Link(world) as link:
+        await link.write(image[: starts[2]])
+        # What is written is read in order: the offer is answered behind two chunks.
+        (holds,) = await link.ask([OFFER])
+    assert isinstance(holds, Holds)
+    assert (holds.version, holds.image, holds.next_chunk) == (0, 1, 2)
+    async with Link(world) as link:
+        assert await link.ask([OFFER]) == [holds]
+        assert told(await link.ask(world.primary.image(begin=2))) == [1]
+    await world.assert_same()
+
+
+async def test_a_copy_goes_on_behind_a_link_that_broke(world: World) -> None:
+    """Nothing that it has is sent again."""
+    async with Link(world) as link:
+        assert told(await link.ask(world.primary.image())) == [1]
+        assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
+    async with Link(world) as link:
+        (holds,) = await link.ask([OFFER])
+        assert holds == Holds(KEY, EPOCH, EPOCH, 1, 2)
+        assert told(await link.ask(world.primary.told(world.primary.push()))) == [3]
+    await world.assert_same()
 
 
 def corrupted(told: Frames) -> Frames:
@@ -181,226 +276,195 @@ def corrupted(told: Frames) -> Frames:
     return changed
 
 
-def another_dtype(told: Frames) -> Frames:
-    told[0].image.image.tensors[0].dtype = "float8"
-    return told[:1]
-
-
-def another_shape(told: Frames) -> Frames:
-    told[0].image.image.tensors[0].shape[0] += 1
-    return told[:1]
-
-
-def longer_tensor(told: Frames) -> Frames:
-    told[0].image.image.tensors[-1].num_bytes += 4
-    return told[:1]
-
-
-def too_large(told: Frames) -> Frames:
-    told[0].image.num_bytes = 1 << 60
-    return told[:1]
-
-
 # Each ends with the message that is to be refused.
 BAD_FRAMES: dict[str, tuple[Callable[[Frames], Frames], type[ShoalError]]] = {
     "corrupted": (corrupted, ChecksumMismatch),
     "bytes twice": (lambda told: [*told, told[-1]], MalformedMessage),
-    "bytes of nothing": (lambda told: told[1:2], MalformedMessage),
+    "bytes of nothing": (lambda told: told[-1:], MalformedMessage),
     "another within it": (lambda told: [*told[:-1], told[0]], MalformedMessage),
     "hello twice": (lambda told: [pb.FollowRequest(hello=pb.Hello())], MalformedMessage),
     "nothing at all": (lambda told: [pb.FollowRequest()], MalformedMessage),
 }
-BAD_IMAGES = {
-    **BAD_FRAMES,
-    "another dtype": (another_dtype, MalformedMessage),
-    "another shape": (another_shape, MalformedMessage),
-    "a longer tensor": (longer_tensor, MalformedMessage),
-    "too large": (too_large, MalformedMessage),
-}
 
 
-@pytest.mark.parametrize("name", BAD_IMAGES)
-async def test_no_bad_image_is_kept(world: World, name: str) -> None:
-    """The stream ends with what is wrong; the next one makes it good."""
-    spoil, kind = BAD_IMAGES[name]
-    spoiled = spoil(world.primary.image())
-    taken_first = name == "bytes twice"
-    with pytest.raises(kind):
-        await tell(world, spoiled, hold=True)
-    assert world.version == int(taken_first)
-    assert outcomes(await tell(world, world.primary.image())) == [1]
-    await world.assert_same()
-
-
+@pytest.mark.sampled()
 @pytest.mark.parametrize("name", BAD_FRAMES)
 async def test_no_bad_record_is_applied(world: World, name: str) -> None:
-    """The stream ends with what is wrong, the copy stays as it was, and the next one goes on."""
-    assert outcomes(await tell(world, world.primary.image())) == [1]
+    """The link ends with what is wrong, the copy stays as it was, and the next one goes on."""
     spoil, kind = BAD_FRAMES[name]
-    spoiled = spoil(world.primary.told(world.primary.push()))
-    with pytest.raises(kind):
-        await tell(world, spoiled, hold=True)
-    replica = world.server.replicas.replica(JOB, 0)
-    assert replica is not None
-    await world.server.replicas.settle(replica)
+    async with Link(world) as link:
+        assert told(await link.ask(world.primary.image())) == [1]
+        record = world.primary.told(world.primary.push())
+        await link.write(spoil(record))
+        with pytest.raises(kind):
+            await link.answers(2)
+    await world.settle()
     assert world.version == (2 if name == "bytes twice" else 1)
-    assert outcomes(await tell(world, world.primary.image())) == [2]
+    async with Link(world) as link:
+        assert told(await link.ask(record)) == [2]
     await world.assert_same()
 
 
-async def test_what_is_cut_off_counts_as_never_sent(world: World) -> None:
-    """A primary that dies within an image or a record leaves nothing of it behind."""
-    assert outcomes(await tell(world, world.primary.image()[:-1])) == []
-    assert world.version == 0
-    assert outcomes(await tell(world, world.primary.image())) == [1]
-    assert outcomes(await tell(world, world.primary.told(world.primary.push())[:-1])) == []
-    assert world.version == 1
+def another_dtype(start: pb.ImageStart) -> None:
+    start.cut.tensors[0].dtype = "float8"
+
+
+def another_shape(start: pb.ImageStart) -> None:
+    start.cut.tensors[0].shape[0] += 1
+
+
+def huge_rest(start: pb.ImageStart) -> None:
+    start.cut.rest_bytes = 1 << 60
+
+
+def no_kind(start: pb.ImageStart) -> None:
+    start.cut.kind = "cloud"
+
+
+@pytest.mark.sampled()
+@pytest.mark.parametrize("spoil", [another_dtype, another_shape, huge_rest, no_kind])
+async def test_no_bad_image_is_kept(world: World, spoil: Callable[[pb.ImageStart], None]) -> None:
+    """It is refused by name, and a good one is taken by the same link."""
+    image = world.primary.image()
+    spoil(image[0].image)
+    async with Link(world) as link:
+        (refused,) = told(await link.ask(image))
+        assert refused in (Why.FAILED, Why.FULL)
+        assert world.version == 0
+        assert told(await link.ask(world.primary.image())) == [1]
+    await world.assert_same()
 
 
 async def test_records_are_taken_in_order_or_not_at_all(world: World) -> None:
-    """One that comes twice, too early or before its image is refused; those in order go on."""
+    """One that comes too early or before its image is refused; one that comes twice is there."""
     image = world.primary.image()
     first, second, third = (world.primary.told(world.primary.push()) for _ in range(3))
-    told = [*first, *image, *second, *first, *first, *third, *second, *third]
-    refused = InternalError
-    assert outcomes(await tell(world, told)) == [refused, 1, refused, 2, refused, refused, 3, 4]
+    no_copy = Why.NO_COPY
+    async with Link(world) as link:
+        assert told(await link.ask(first)) == [no_copy]
+        assert told(await link.ask(image)) == [1]
+        assert told(await link.ask([*second, *first, *first], 3)) == [no_copy, 2, 2]
+        assert told(await link.ask([*third, *second, *third], 3)) == [no_copy, 3, 4]
     await world.assert_same()
 
 
 async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
     """Another epoch, another primary, a shard or a job that nobody knows: nothing changes."""
-    record = world.primary.push()
-    for epoch in (EPOCH - 1, EPOCH + 1):
-        told = [as_message(f) for f in frames.of_image(JOB, epoch, world.primary.shard.image())]
-        assert outcomes(await tell(world, told)) == [WrongEpoch]
-    another = frames.of_image("another", EPOCH, world.primary.shard.image())
-    stranger = list(map(as_message, another))
-    assert outcomes(await tell(world, stranger)) == [WrongEpoch]
-    assert world.version == 0
-    assert outcomes(await tell(world, world.primary.image())) == [2]
-    assert outcomes(await tell(world, world.primary.told(record, EPOCH - 1))) == [WrongEpoch]
-    deposed = ShardAssignment(
-        shard_id=0,
-        epoch=EPOCH + 1,
-        primary=Holder("ps-8", "one"),
-        backups=(world.server.replicas.me,),
-    )
-    replica = JobAssignments(job=JOB, copies=2, shards=(deposed,))
-    await write_assignments(world.store, replica)
-    assert outcomes(await tell(world, world.primary.image())) == [WrongEpoch]
-    await world.server.replicas.refresh(JOB)
-    assert outcomes(await tell(world, world.primary.told(world.primary.push()))) == [WrongEpoch]
+    other = Why.OTHER_HOLDERS
+    async with Link(world) as link:
+        for image in (
+            world.primary.image(EPOCH - 1),
+            world.primary.image(EPOCH + 1),
+            world.primary.image(job="another"),
+        ):
+            assert told(await link.ask(image[:1])) == [other]
+        assert world.version == 0
+        assert told(await link.ask(world.primary.image())) == [1]
+        record = world.primary.push()
+        assert told(await link.ask(world.primary.told(record, EPOCH - 1))) == [other]
+        deposed = ShardAssignment(
+            shard_id=0,
+            epoch=EPOCH + 1,
+            primary=Holder("ps-8", "one"),
+            backups=(world.server.replicas.me,),
+            content=Content.PRESENT,
+        )
+        await world.write(deposed)
+        assert told(await link.ask(world.primary.told(record))) == [other]
+        assert told(await link.ask([OFFER])) == [other]
 
 
 async def test_a_stream_without_a_hello_is_refused(world: World) -> None:
     """Whoever does not say who it is, is not listened to."""
-
-    async def anonymous() -> AsyncIterator[pb.FollowRequest]:
-        yield world.primary.image()[0]
-        await asyncio.Event().wait()
-
+    call = world.stub.Follow()
+    await call.write(OFFER)
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        async for _ in world.stub.Follow(anonymous()):
-            pass
+        await call.read()
     assert isinstance(from_rpc_error(failed.value, "ps-0"), MalformedMessage)
-    assert world.version == 0
+
+
+async def test_a_stream_of_images_belongs_to_a_link(world: World) -> None:
+    """One of no link is refused; the end of one ends its link, for a half of it is no use."""
+    async with Link(world, images_of=7) as images:
+        with pytest.raises(MalformedMessage, match="belongs to no link"):
+            await images.answers(1)
+    async with Link(world) as link:
+        assert await link.ask([OFFER]) == [Holds(KEY, EPOCH)]
+        async with Link(world, images_of=world.links) as images:
+            await images.write(world.primary.image())
+            assert told(await link.answers(1)) == [1]
+        message = grpc.aio.EOF
+        async with asyncio.timeout(ANSWER_S):
+            while message is not grpc.aio.EOF:
+                message = await link._call.read()
+    await world.assert_same()
 
 
 class Gate:
-    """Holds one awaited step of a server up, until the test lets it go on."""
+    """Holds work of a server up, until the test lets it go on."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: "Callable[[int, Callable[[], T]], object]") -> None:
         self.reached = asyncio.Event()
         self.go_on = asyncio.Event()
+        self._run = run
 
-    async def __call__(self) -> None:
+    async def __call__(self, num_bytes: int, work: Callable[[], T]) -> T:
         self.reached.set()
         await self.go_on.wait()
-
-
-async def write_holding(world: World, assignment: ShardAssignment) -> None:
-    """Have the record say so, and the server know it."""
-    replica = JobAssignments(job=JOB, copies=2, shards=(assignment,))
-    await write_assignments(world.store, replica)
-    await world.server.replicas.refresh(JOB)
+        return await self._run(num_bytes, work)  # type: ignore[misc,no-any-return]
 
 
 def led_by(world: World) -> ShardAssignment:
     """What the record says once the server has taken over from its primary."""
-    return ShardAssignment(shard_id=0, epoch=EPOCH + 1, primary=world.server.replicas.me)
+    me = world.server.replicas.me
+    return ShardAssignment(shard_id=0, epoch=EPOCH + 1, primary=me, content=Content.PRESENT)
 
 
 async def led(world: World) -> ShardReplica:
     """The shard, once the server leads it."""
     async with asyncio.timeout(ANSWER_S):
-        await catalog_of(world).wait_for(JOB, [0], ANSWER_S)
-    replica = world.server.replicas.replica(JOB, 0)
-    assert replica is not None
-    assert replica.role is Role.PRIMARY
-    return replica
+        await world.catalog.wait_for(JOB, [0], ANSWER_S)
+    assert world.copy().role is Role.PRIMARY
+    return world.copy()
 
 
-def catalog_of(world: World) -> Catalog:
-    return world.server.replicas._catalog
-
-
-def received_of(world: World) -> ReceivedUpdates:
-    """What the server has received of its primaries."""
-    bound = world.server.replicas.settle
-    assert isinstance(bound, MethodType)
-    assert isinstance(bound.__self__, ReceivedUpdates)
-    return bound.__self__
-
-
-async def in_step(world: World, version: int) -> None:
-    """Give the server a copy of that version, and have the record list it as in step."""
-    assert outcomes(await tell(world, world.primary.image())) == [version]
-    # As long as there is a stream of the primary, the server does not take over by itself.
-    world.server.replicas.stream_opened(PRIMARY)
-    backup = ShardAssignment(
-        shard_id=0, epoch=EPOCH, primary=PRIMARY, backups=(world.server.replicas.me,)
+async def in_step(world: World, link: Link) -> None:
+    """Give the server a copy, and have the record list it as in step."""
+    assert told(await link.ask(world.primary.image())) == [1]
+    me = world.server.replicas.me
+    await world.write(
+        ShardAssignment(
+            shard_id=0, epoch=EPOCH, primary=PRIMARY, backups=(me,), content=Content.PRESENT
+        )
     )
-    await write_holding(world, backup)
 
 
 async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server takes over while it restores an image of the last primary, and acknowledges pushes
-    of its own: these stay, it leads on, and the image is refused."""
-    await in_step(world, 1)
-    image = world.primary.image()
-    gate, run = Gate(), Workers.__call__
-
-    async def held_up(workers: Workers, num_bytes: int, work: Callable[[], T]) -> T:
-        result = await run(workers, num_bytes, work)
-        await gate()
-        return result
-
-    monkeypatch.setattr(Workers, "__call__", held_up)
-    telling = asyncio.create_task(tell(world, image))
-    async with asyncio.timeout(ANSWER_S):
-        await gate.reached.wait()
-    await write_holding(world, led_by(world))
-    replica = await led(world)
-    gradient = torch.ones(NUM_ELEMENTS).numpy().tobytes()
-    for sequence in (1, 2):
-        push = DensePush(
-            session="t",
-            sequence=sequence,
-            epoch=EPOCH + 1,
-            base_version=1,
-            lr=None,
-            blocks=[0],
-            gradient=gradient,
-        )
-        assert is_dense(replica.state)
-        replica.state.push(push, lambda session: True)
-    gate.go_on.set()
-    assert outcomes(await telling) == [WrongEpoch]
-    assert world.server.replicas.replica(JOB, 0) is replica
+    of its own: these stay, and it leads on."""
+    async with Link(world) as link:
+        await in_step(world, link)
+        images = world.server.replicas._images
+        gate = Gate(images._run)
+        monkeypatch.setattr(images, "_run", gate)
+        await link.write(world.primary.image())
+        async with asyncio.timeout(ANSWER_S):
+            await gate.reached.wait()
+        await world.write(led_by(world))
+        replica = await led(world)
+        gradient = torch.ones(NUM_ELEMENTS).numpy().tobytes()
+        new = partial(DensePush, session="t", epoch=EPOCH + 1, base_version=1, lr=None)
+        for sequence in (1, 2):
+            assert is_dense(replica.state)
+            push = new(sequence=sequence, blocks=[0], gradient=gradient)
+            replica.state.push(push, lambda session: True)
+        gate.go_on.set()
+        assert told(await link.ask([OFFER])) == [Why.OTHER_HOLDERS]
+    assert world.copy() is replica
     assert (replica.role, replica.epoch, replica.state.version) == (Role.PRIMARY, EPOCH + 1, 3)
-    await replica.receipts.wait_safe(3)
+    await replica.wait_safe(3)
 
 
 async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
@@ -408,68 +472,54 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
 ) -> None:
     """It came while there was no room for it, and when there is, the server leads the shard: the
     last primary must not tell anybody that the push is safe, and the shard stays."""
-    await in_step(world, 1)
-    received, gate = received_of(world), Gate()
+    received = world.server.replicas.received
+    reached, go_on = asyncio.Event(), asyncio.Event()
     wait_for = received._room.wait_for
 
     async def held_up(is_so: Callable[[], bool]) -> bool:
-        await gate()
+        reached.set()
+        await go_on.wait()
         return await wait_for(is_so)
 
-    monkeypatch.setattr(received._room, "wait_for", held_up)
-    telling = asyncio.create_task(tell(world, world.primary.told(world.primary.push())))
-    async with asyncio.timeout(ANSWER_S):
-        await gate.reached.wait()
-    await write_holding(world, led_by(world))
-    replica = await led(world)
-    gate.go_on.set()
-    assert outcomes(await telling) == [WrongEpoch]
-    await received.settle(replica)
-    assert world.server.replicas.replica(JOB, 0) is replica
+    async with Link(world) as link:
+        await in_step(world, link)
+        monkeypatch.setattr(received._room, "wait_for", held_up)
+        await link.write(world.primary.told(world.primary.push()))
+        async with asyncio.timeout(ANSWER_S):
+            await reached.wait()
+        await world.write(led_by(world))
+        replica = await led(world)
+        go_on.set()
+        assert told(await link.answers(1)) == [Why.OTHER_HOLDERS]
+    assert world.copy() is replica
     assert (replica.role, replica.state.version) == (Role.PRIMARY, 1)
 
 
 async def test_what_was_acknowledged_is_applied_before_the_copy_leads(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where an image has come for it meanwhile, which waits for the same: and the stream that
-    brought the image may end."""
-    await in_step(world, 1)
-    received, gate = received_of(world), Gate()
-    run = received._run
-
-    async def held_up(num_bytes: int, work: Callable[[], T]) -> T:
-        await gate()
-        return await run(num_bytes, work)
-
-    monkeypatch.setattr(received, "_run", held_up)
-    assert outcomes(await tell(world, world.primary.told(world.primary.push()))) == [2]
-    settle, settling = received.settle_key, asyncio.Event()
-
-    async def noted(key: tuple[str, int]) -> None:
-        settling.set()
-        await settle(key)
-
-    monkeypatch.setattr(received, "settle_key", noted)
-    telling = asyncio.create_task(tell(world, world.primary.image(), hold=True))
-    async with asyncio.timeout(ANSWER_S):
-        await gate.reached.wait()
-        await settling.wait()
-    telling.cancel()
-    await asyncio.gather(telling, return_exceptions=True)
-    await write_holding(world, led_by(world))
-    replica = world.server.replicas.replica(JOB, 0)
-    assert replica is not None
-    assert replica.role is Role.BACKUP
+    """Also where the primary's link is gone by then."""
+    received = world.server.replicas.received
+    async with Link(world) as link:
+        await in_step(world, link)
+        gate = Gate(received._run)
+        monkeypatch.setattr(received, "_run", gate)
+        assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
+        async with asyncio.timeout(ANSWER_S):
+            await gate.reached.wait()
+        await world.write(led_by(world))
+        assert world.copy().role is Role.BACKUP
+        replica = world.copy()
     gate.go_on.set()
     assert await led(world) is replica
     assert (replica.role, replica.state.version) == (Role.PRIMARY, 2)
 
 
 async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> None:
-    """What the primary was told to be here must not go again, by a stream that was overtaken."""
+    """What the primary was told to be here must not go again, by an image that was overtaken."""
     older = world.primary.image()
     world.primary.push()
-    assert outcomes(await tell(world, world.primary.image())) == [2]
-    assert outcomes(await tell(world, older)) == [InternalError]
+    async with Link(world) as link:
+        assert told(await link.ask(world.primary.image())) == [2]
+        assert told(await link.ask(older)) == [Why.FAILED]
     await world.assert_same()

@@ -16,7 +16,7 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.parameters.bulk import places
 from shoal_server.parameters.replication import streams
-from shoal_server.parameters.replication.streams import BulkStream, GrpcStream
+from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
 
 NUM_ELEMENTS = 1_500_000
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]

@@ -1,4 +1,4 @@
-"""From one task to another, in order, and never more than a few at a time."""
+"""From one task to another, in order; whoever puts may wait until there is room."""
 
 import asyncio
 from collections import deque
@@ -24,16 +24,26 @@ class BoundedQueue(Generic[T]):
 
     async def put(self, item: T) -> None:
         """Waits while there is no room."""
-        while len(self._items) >= self._max_items:
+        await self.await_room()
+        self.put_now(item)
+
+    async def await_room(self) -> None:
+        """Return once there is room for one more."""
+        while len(self._items) >= self._max_items and not self._is_ended:
             self._taken.clear()
             await self._taken.wait()
-        self._items.append(item)
-        self._put.set()
+
+    def put_now(self, item: T) -> None:
+        """Whether there is room or not; nothing once it was ended."""
+        if not self._is_ended:
+            self._items.append(item)
+            self._put.set()
 
     def end(self) -> None:
         """Nothing more is put."""
         self._is_ended = True
         self._put.set()
+        self._taken.set()
 
     async def take(self, within_s: float) -> T | None:
         """The next item; None if there is none within that time, or ever."""

@@ -24,8 +24,8 @@ from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_server.parameters.bulk.places import NUM_PLACES, PLACE_BYTES, Places
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
-from shoal_server.parameters.replication import frames
-from shoal_server.parameters.replication.frames import Chunk, Frame
+from shoal_server.parameters.replication.wire import frames
+from shoal_server.parameters.replication.wire.frames import Frame, Piece
 
 log = structlog.get_logger(__name__)
 
@@ -90,7 +90,7 @@ class BulkStream:
         self._wire.socket.close()
 
     async def write(self, frame: Frame) -> None:
-        if isinstance(frame, Chunk) and self._places is not None:
+        if isinstance(frame, Piece) and self._places is not None:
             at = await self._places.fill(frame.data)
             head = bulk.header(
                 Kind.PLACED,
@@ -100,7 +100,7 @@ class BulkStream:
                 checksum=frame.checksum,
             )
             await self._send(head)
-        elif isinstance(frame, Chunk):
+        elif isinstance(frame, Piece):
             head = bulk.header(
                 Kind.PIECE,
                 offset_bytes=frame.offset_bytes,

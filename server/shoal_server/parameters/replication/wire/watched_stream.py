@@ -12,11 +12,10 @@ import structlog
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
-from shoal_server.parameters.replication import frames
-from shoal_server.parameters.replication.streams import PeerStream
+from shoal_server.parameters.replication.wire import frames
+from shoal_server.parameters.replication.wire.streams import PeerStream
 from shoal_server.serving.tasks import cancel
 
 log = structlog.get_logger(__name__)
@@ -40,10 +39,9 @@ class WatchedStream:
         self.heard_s = 0.0
         """When the other end said something last, by the clock of the event loop."""
 
-    async def greet(self, me: Holder) -> None:
+    async def greet(self, hello: pb.Hello) -> None:
         """Say who speaks: the first message of a stream."""
-        primary = pb.Holder(server_id=me.server_id, incarnation=me.incarnation)
-        await self._stream.write(pb.FollowRequest(hello=pb.Hello(primary=primary)))
+        await self._stream.write(pb.FollowRequest(hello=hello))
 
     async def send(self, frame: frames.Frame) -> None:
         """Raises what broke the stream; see `PeerStream`."""

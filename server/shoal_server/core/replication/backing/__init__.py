@@ -1,0 +1,1 @@
+"""Copies of what others lead: following, taking over, leading again from disk."""

@@ -1,0 +1,271 @@
+"""Copies of shards that others lead: only whom the record names may tell them anything."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+from shoal_server.core.replication.protocol.effects import (
+    Adopt,
+    Answer,
+    BeginImage,
+    Drop,
+    DropImage,
+    Effect,
+    EnterEpoch,
+    Refresh,
+    Replay,
+    StoreChunk,
+)
+from shoal_server.core.replication.protocol.messages import (
+    Chunk,
+    ChunkTaken,
+    Continue,
+    Holds,
+    ImageStart,
+    Installed,
+    Key,
+    Offer,
+    Received,
+    Record,
+    Refused,
+    Reply,
+    Request,
+    Why,
+)
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+
+
+class CopyPhase(Enum):
+    HELD = "it follows its primary"
+    SETTLING = "what was received is being applied: it is to be led, or was led until now"
+
+
+@dataclass(slots=True)
+class Copy:
+    epoch: int
+    """Of the primary that told of it last."""
+    born: int
+    received: int
+    """The version up to which everything is here, applied or not."""
+    content: ShardContent
+    """What the record said of the shard when it was of that epoch."""
+    phase: CopyPhase = CopyPhase.HELD
+
+
+@dataclass(slots=True)
+class IncomingImage:
+    peer: Holder
+    link: int
+    start: ImageStart
+    come: int = 0
+    """Chunks that have come."""
+    stored: int = 0
+
+
+@dataclass(slots=True)
+class _Asking:
+    """Offers that name a newer epoch than is known here."""
+
+    offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
+
+
+class Copies:
+    def __init__(self, me: Holder) -> None:
+        self._me = me
+        self._held: dict[Key, Copy] = {}
+        self._coming: dict[Key, IncomingImage] = {}
+        self._asking: dict[Key, _Asking] = {}
+
+    def find(self, key: Key) -> Copy | None:
+        return self._held.get(key)
+
+    def keep(self, key: Key, copy: Copy) -> None:
+        self._held[key] = copy
+
+    def take(self, key: Key) -> Copy | None:
+        """It is a copy no longer: it is led here, or is gone."""
+        return self._held.pop(key, None)
+
+    def is_held(self, key: Key) -> bool:
+        """Whether it can take over."""
+        copy = self._held.get(key)
+        return copy is not None and copy.phase is CopyPhase.HELD
+
+    def drop(self, key: Key) -> Iterator[Effect]:
+        if self._held.pop(key, None) is not None:
+            yield Drop(key)
+
+    # --- what primaries tell ---
+
+    def requested(
+        self, peer: Holder, link: int, request: Request, assignment: ShardAssignment | None
+    ) -> Iterator[Effect]:
+        key = request.key
+        match request:
+            case Offer():
+                yield from self._offered(peer, link, request, assignment)
+            case Chunk():
+                yield from self._chunk(peer, link, request)
+            case Continue() | Record() | ImageStart():
+                if not self._may_tell(assignment, peer, request.epoch):
+                    refusal = Refused(key, request.epoch, Why.OTHER_HOLDERS, str(assignment))
+                    yield Answer(peer, link, refusal)
+                elif isinstance(request, ImageStart):
+                    yield from self._image(peer, link, request)
+                elif isinstance(request, Continue):
+                    yield from self._continued(peer, link, request, assignment)
+                else:
+                    yield from self._record(peer, link, request)
+
+    def _may_tell(self, assignment: ShardAssignment | None, peer: Holder, epoch: int) -> bool:
+        return (
+            assignment is not None
+            and (assignment.primary, assignment.epoch) == (peer, epoch)
+            and self._me in assignment.holders[1:]
+        )
+
+    def _offered(
+        self, peer: Holder, link: int, offer: Offer, assignment: ShardAssignment | None
+    ) -> Iterator[Effect]:
+        key = offer.key
+        copy = self._held.get(key)
+        if copy is not None and copy.phase is CopyPhase.SETTLING:
+            self._asking.setdefault(key, _Asking()).offers.append((peer, link, offer))
+        elif self._may_tell(assignment, peer, offer.epoch):
+            yield Answer(peer, link, self._holds(peer, offer))
+        elif key in self._asking:
+            self._asking[key].offers.append((peer, link, offer))
+        else:
+            # The primary may have seen a newer record than this server.
+            self._asking[key] = _Asking([(peer, link, offer)])
+            yield Refresh(key)
+
+    def _holds(self, peer: Holder, offer: Offer) -> Reply:
+        key = offer.key
+        copy, coming = self._held.get(key), self._coming.get(key)
+        is_his = coming is not None and (coming.peer, coming.start.epoch) == (peer, offer.epoch)
+        return Holds(
+            key,
+            offer.epoch,
+            copy_epoch=copy.epoch if copy is not None else 0,
+            born=copy.born if copy is not None else 0,
+            version=copy.received if copy is not None else 0,
+            image=coming.start.image if coming is not None and is_his else 0,
+            next_chunk=coming.come if coming is not None and is_his else 0,
+        )
+
+    def known(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
+        """The newest record was read, or the copy has settled: answer who offered."""
+        asking = self._asking.pop(key, None)
+        for peer, link, offer in asking.offers if asking is not None else ():
+            if self._may_tell(assignment, peer, offer.epoch):
+                yield from self._offered(peer, link, offer, assignment)
+            else:
+                refusal = Refused(key, offer.epoch, Why.OTHER_HOLDERS, str(assignment))
+                yield Answer(peer, link, refusal)
+
+    def _continued(
+        self, peer: Holder, link: int, request: Continue, assignment: ShardAssignment | None
+    ) -> Iterator[Effect]:
+        key, copy = request.key, self._held.get(request.key)
+        if copy is None or assignment is None or copy.received != request.version:
+            yield Answer(peer, link, Refused(key, request.epoch, Why.NO_COPY, str(copy)))
+            return
+        copy.epoch, copy.content = request.epoch, assignment.content
+        yield from self._forget_image(key)
+        yield EnterEpoch(key, request.epoch)
+        yield Answer(peer, link, Installed(key, request.epoch, 0, copy.received))
+
+    def _record(self, peer: Holder, link: int, record: Record) -> Iterator[Effect]:
+        key, copy = record.key, self._held.get(record.key)
+        if (
+            copy is None
+            or copy.phase is not CopyPhase.HELD
+            or copy.epoch != record.epoch
+            or record.version > copy.received + 1
+        ):
+            yield Answer(peer, link, Refused(key, record.epoch, Why.NO_COPY, str(copy)))
+            return
+        if record.version == copy.received + 1:
+            copy.received = record.version
+            yield Replay(key, record.version)
+        yield Answer(peer, link, Received(key, record.epoch, copy.received))
+
+    # --- images ---
+
+    def _image(self, peer: Holder, link: int, start: ImageStart) -> Iterator[Effect]:
+        key, coming = start.key, self._coming.get(start.key)
+        if (
+            coming is not None
+            and (coming.peer, coming.start.image) == (peer, start.image)
+            and coming.come == start.next_chunk
+        ):
+            coming.link = link
+            # What has been stored since the link broke, the other end has not heard.
+            yield Answer(peer, link, ChunkTaken(key, start.image, coming.stored))
+            return
+        yield from self._forget_image(key)
+        if start.next_chunk:
+            yield Answer(peer, link, Refused(key, start.epoch, Why.NO_COPY, "no such image"))
+            return
+        self._coming[key] = IncomingImage(peer, link, start)
+        yield BeginImage(key, start.image)
+
+    def _chunk(self, peer: Holder, link: int, chunk: Chunk) -> Iterator[Effect]:
+        coming = self._coming.get(chunk.key)
+        # One of an image that was let go of is none of this one's.
+        if (
+            coming is not None
+            and (coming.peer, coming.link, coming.start.image) == (peer, link, chunk.image)
+            and chunk.index == coming.come
+        ):
+            coming.come += 1
+            yield StoreChunk(chunk.key, chunk.image, chunk.index)
+
+    def stored(self, key: Key, image: int, index: int) -> Iterator[Effect]:
+        coming = self._coming.get(key)
+        if coming is not None and coming.start.image == image:
+            coming.stored = index + 1
+            yield Answer(coming.peer, coming.link, ChunkTaken(key, image, coming.stored))
+
+    def restored(
+        self, key: Key, image: int, assignment: ShardAssignment | None
+    ) -> Iterator[Effect]:
+        """A shard was made of it. The record may name another primary by now, or this server."""
+        coming = self._coming.get(key)
+        if coming is None or coming.start.image != image:
+            yield DropImage(key, image)
+            return
+        start, peer, link = coming.start, coming.peer, coming.link
+        copy = self._held.get(key)
+        if assignment is None or not self._may_tell(assignment, peer, start.epoch):
+            yield from self._forget_image(key)
+            yield Answer(peer, link, Refused(key, start.epoch, Why.OTHER_HOLDERS, str(assignment)))
+        elif copy is not None and copy.epoch == start.epoch and copy.received > start.version:
+            # What a primary was told to be received here must not be replaced by less.
+            yield from self._forget_image(key)
+            yield Answer(peer, link, Refused(key, start.epoch, Why.FAILED, "it is older"))
+        else:
+            del self._coming[key]
+            self._held[key] = Copy(start.epoch, start.born, start.version, assignment.content)
+            yield Adopt(key, image, start.epoch, start.version)
+            yield Answer(peer, link, Installed(key, start.epoch, image, start.version))
+
+    def failed(self, key: Key, image: int, why: Why, detail: str) -> Iterator[Effect]:
+        coming = self._coming.get(key)
+        if coming is not None and coming.start.image == image:
+            del self._coming[key]
+            yield Answer(coming.peer, coming.link, Refused(key, coming.start.epoch, why, detail))
+
+    def forget_unwanted_image(
+        self, key: Key, assignment: ShardAssignment | None
+    ) -> Iterator[Effect]:
+        """By the record as it is now, nobody may be sending one."""
+        coming = self._coming.get(key)
+        if coming is not None and not self._may_tell(assignment, coming.peer, coming.start.epoch):
+            yield from self._forget_image(key)
+
+    def _forget_image(self, key: Key) -> Iterator[Effect]:
+        coming = self._coming.pop(key, None)
+        if coming is not None:
+            yield DropImage(key, coming.start.image)

@@ -1,0 +1,52 @@
+"""After a restart: leading again, from this server's journal, what nobody else has in memory.
+
+A shard's assignment names the server on whose disk it is (`ShardAssignment.on_disk`). Its last
+process may have led the shard to the end; or a backup took over from it and ended too, before all
+was on a disk of its own.
+"""
+
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, led_from_disk
+
+
+class JournalClaims:
+    def __init__(self, me: Holder, dead_after_s: float) -> None:
+        self._me = me
+        self._dead_after_s = dead_after_s
+        self._versions: dict[Key, int] = {}
+        """Of what the journal has and others may have too."""
+        self._absences = Absences[Holder]()
+        self._dead: frozenset[Holder] = frozenset()
+
+    def found(self, key: Key, version: int) -> None:
+        self._versions[key] = version
+
+    @property
+    def open(self) -> list[Key]:
+        """What the journal has and nobody leads from it yet."""
+        return sorted(self._versions)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._versions
+
+    def take(self, key: Key) -> int | None:
+        """The shard's version: it is led from the journal, or the record names another disk."""
+        return self._versions.pop(key, None)
+
+    def seen(
+        self,
+        present: frozenset[Holder],
+        ended: frozenset[Holder],
+        holders: frozenset[Holder],
+        now_s: float,
+    ) -> None:
+        """The servers that etcd lists now, and those known to have ended; `holders`: of the
+        shards that the journal has."""
+        away_s = self._absences.away_s(holders - present, now_s)
+        long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
+        self._dead = ended | frozenset(long_gone)
+
+    def revised(self, key: Key, a: ShardAssignment) -> ShardAssignment:
+        """The record as this server wants it."""
+        return led_from_disk(a, self._me, self._dead) if key in self._versions else a

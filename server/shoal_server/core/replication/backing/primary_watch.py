@@ -1,0 +1,91 @@
+"""Whether the primaries of the copies here live: who neither calls nor answers is succeeded."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+from shoal_server.core.replication.protocol.effects import Effect, Note, Probe
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import Holder
+
+
+@dataclass(slots=True)
+class _Silent:
+    """A primary that has no link to here."""
+
+    again_s: float = inf
+    """When it is asked once more; infinite while an answer is awaited."""
+    is_dead: bool = False
+    """It did not answer, and has not been heard of since."""
+
+
+class PrimaryWatch:
+    def __init__(self, probe_s: float) -> None:
+        self._probe_s = probe_s
+        self._callers: defaultdict[Holder, set[int]] = defaultdict(set)
+        self._backed: defaultdict[Holder, set[Key]] = defaultdict(set)
+        """By primary: the shards of which this server has a copy in step."""
+        self._silent: dict[Holder, _Silent] = {}
+
+    def came(self, peer: Holder, link: int) -> None:
+        self._callers[peer].add(link)
+        self._silent.pop(peer, None)
+
+    def left(self, peer: Holder, link: int) -> Iterator[Effect]:
+        self._callers[peer].discard(link)
+        if not self._callers[peer]:
+            del self._callers[peer]
+        yield from self._look(peer)
+
+    def calls(self, peer: Holder, link: int) -> bool:
+        """Whether that link is still there."""
+        return link in self._callers.get(peer, ())
+
+    def links(self, peer: Holder) -> list[int]:
+        """Those that it has to here."""
+        return sorted(self._callers.get(peer, ()))
+
+    def back(self, key: Key, primary: Holder) -> Iterator[Effect]:
+        """This server may take the shard over from that primary."""
+        self._backed[primary].add(key)
+        yield from self._look(primary)
+
+    def unback(self, key: Key, primary: Holder) -> None:
+        keys = self._backed.get(primary)
+        if keys is not None:
+            keys.discard(key)
+            if not keys:
+                del self._backed[primary]
+                self._silent.pop(primary, None)
+
+    def _look(self, peer: Holder) -> Iterator[Effect]:
+        if peer in self._backed and peer not in self._callers and peer not in self._silent:
+            self._silent[peer] = _Silent()
+            yield Probe(peer)
+
+    def probed(self, peer: Holder, answers: bool, now_s: float) -> Iterator[Effect]:
+        silent = self._silent.get(peer)
+        if silent is None:
+            return
+        if not answers and not silent.is_dead:
+            yield Note("primary_lost", peer=peer)
+        silent.is_dead = not answers
+        silent.again_s = now_s + self._probe_s
+
+    def is_dead(self, peer: Holder) -> bool:
+        silent = self._silent.get(peer)
+        return silent is not None and silent.is_dead
+
+    def backed(self, peer: Holder) -> list[Key]:
+        return sorted(self._backed.get(peer, ()))
+
+    @property
+    def wakes_s(self) -> float:
+        return min((silent.again_s for silent in self._silent.values()), default=inf)
+
+    def due(self, now_s: float) -> Iterator[Effect]:
+        for peer, silent in self._silent.items():
+            if silent.again_s <= now_s:
+                silent.again_s = inf
+                yield Probe(peer)

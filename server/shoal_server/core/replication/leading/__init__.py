@@ -1,0 +1,1 @@
+"""Shards that are led here, and the servers that follow them."""

@@ -1,0 +1,285 @@
+"""A shard that this server leads: who follows it, what is safe, what is to be written about it."""
+
+from collections.abc import Iterator
+from enum import Enum
+
+from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
+from shoal_server.core.replication.leading.waiters import Waiters
+from shoal_server.core.replication.protocol.effects import (
+    Acknowledge,
+    Effect,
+    Open,
+    Refusal,
+    Refuse,
+    Resume,
+    Stop,
+    Trim,
+)
+from shoal_server.core.replication.protocol.events import Level, Token
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import (
+    Holder,
+    ShardAssignment,
+    ShardContent,
+    filled,
+    handed_over,
+    in_step,
+    put_on_disk,
+    without_backup,
+)
+
+
+class HandoverPhase(Enum):
+    NONE = "it is led on"
+    LEVELLING = "its backups draw level while pushes still come"
+    STOPPING = "pushes are refused from here on"
+    STOPPED = "nothing is applied any more"
+
+
+class LedShard:
+    """From when this server leads it in one epoch until it does no longer.
+
+    `origin`: the epoch of the copy that it was, if it was one; `born`: that of its first values;
+    `keeps`: whether the journal is to have it.
+    """
+
+    def __init__(
+        self,
+        key: Key,
+        assignment: ShardAssignment,
+        version: int,
+        *,
+        origin: int,
+        born: int,
+        keeps: bool,
+    ) -> None:
+        self.key = key
+        self.assignment = assignment
+        self.version = version
+        self.born = born
+        self.followers: dict[Holder, Follower] = {}
+        self.lost: set[Holder] = set()
+        """Holders that are gone, or refuse the shard: to be taken out of the record."""
+        self.is_open = False
+        self.handover = HandoverPhase.NONE
+        self._origin = origin
+        self._began_at = version
+        self._keeps = keeps
+        self._disk: int | None = None
+        """Up to which version the journal has it, image and all."""
+        self._trimmed = version
+        self._waiters = {level: Waiters() for level in (Level.REPLICATED, Level.DURABLE)}
+
+    @property
+    def epoch(self) -> int:
+        return self.assignment.epoch
+
+    # --- what is safe ---
+
+    def _required(self) -> Iterator[Follower]:
+        """Those without whom nothing is acknowledged: the record's backups, and joiners that are,
+        or may any moment be, written down as such."""
+        for follower in self.followers.values():
+            if (
+                follower.counts
+                or follower.is_admitting
+                or follower.holder in self.assignment.backups
+            ):
+                yield follower
+
+    @property
+    def safe_version(self) -> int | None:
+        """The newest version that every one of those has; None where there is none."""
+        return min((f.received for f in self._required()), default=None)
+
+    def is_safe(self, version: int) -> bool:
+        safe = self.safe_version
+        return safe is None or safe >= version
+
+    @property
+    def durable_version(self) -> int | None:
+        """The newest version that the disk which the record names has; None: none does."""
+        if self._disk is None or self.assignment.on_disk != self._disk_id:
+            return None
+        return self._disk
+
+    @property
+    def _disk_id(self) -> str:
+        return self.assignment.primary.server_id
+
+    def asked(self, token: Token, version: int, level: Level) -> Effect | None:
+        """The answer, if there is one yet."""
+        if level is Level.APPLIED:
+            return Acknowledge(token)
+        if level is Level.DURABLE and not self._keeps:
+            return Refuse(token, Refusal.NO_DISK)
+        if self._is_as_safe(version, level):
+            return Acknowledge(token)
+        self._waiters[level].add(version, token)
+        return None
+
+    def _is_as_safe(self, version: int, level: Level) -> bool:
+        if not self.is_safe(version):
+            return False
+        durable = self.durable_version
+        return level is Level.REPLICATED or (durable is not None and durable >= version)
+
+    def abandon(self, token: Token) -> None:
+        for waiters in self._waiters.values():
+            waiters.abandon(token)
+
+    def released(self) -> Iterator[Token]:
+        """Those that need wait no longer."""
+        safe = self.safe_version
+        reached = self.version if safe is None else safe
+        yield from self._waiters[Level.REPLICATED].release(reached)
+        durable = self.durable_version
+        if durable is not None:
+            yield from self._waiters[Level.DURABLE].release(min(reached, durable))
+
+    @property
+    def has_waiters(self) -> bool:
+        return any(self._waiters.values())
+
+    def refused(self, why: Refusal, *levels: Level) -> Iterator[Effect]:
+        """Everybody who waits, for any of these levels or at all, is told so."""
+        for level in levels or self._waiters:
+            for token in self._waiters[level].clear():
+                yield Refuse(token, why)
+
+    def trimmed(self) -> Iterator[Effect]:
+        """What every follower has is kept no longer."""
+        needs = (f.needs_from(self.version) for f in self.followers.values())
+        needed = min(needs, default=self.version)
+        if needed > self._trimmed:
+            self._trimmed = needed
+            yield Trim(self.key, needed)
+
+    # --- the disk ---
+
+    def on_disk(self, version: int) -> None:
+        self._disk, self._keeps = max(version, self._disk or 0), True
+
+    def disk_failed(self) -> Iterator[Effect]:
+        self._disk, self._keeps = None, False
+        yield from self.refused(Refusal.NO_DISK, Level.DURABLE)
+
+    # --- copies ---
+
+    def continues(self, copy_epoch: int, born: int, version: int) -> bool:
+        """Whether a copy is the beginning of what is led here, and what it lacks is kept."""
+        if born != self.born or not self._trimmed <= version <= self.version:
+            return False
+        if copy_epoch == self.epoch:
+            return True
+        # Of the last epoch, all that was there when this one began is in both.
+        return 0 < copy_epoch == self._origin and version <= self._began_at
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether more than acknowledgements may follow from what a backup has received."""
+        a = self.assignment
+        return (
+            a.joining is not None
+            or a.successor is not None
+            or not self.is_open
+            or bool(self.lost)
+            or self.handover is not HandoverPhase.NONE
+        )
+
+    def lose(self, holder: Holder) -> None:
+        """Go on without it, as soon as the record says so."""
+        self.lost.add(holder)
+        if holder in self.followers:
+            self.followers[holder].unlink()
+
+    def hold_on_to(self, wanted: frozenset[Holder]) -> tuple[list[Follower], list[Follower]]:
+        """Have exactly those follow whom the record names. New followers, and those let go."""
+        self.lost &= set(self.assignment.holders[1:])
+        gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
+        for follower in gone:
+            del self.followers[follower.holder]
+        new = [Follower(h) for h in sorted(wanted - self.followers.keys())]
+        self.followers.update({f.holder: f for f in new})
+        return new, gone
+
+    def _is_needed(self, follower: Follower) -> bool:
+        return follower.is_admitting or follower.holder in self.assignment.backups
+
+    # --- the record ---
+
+    def revised(self, a: ShardAssignment) -> ShardAssignment:
+        """The record as this primary wants it. Notes whom it may put in step."""
+        me = a.primary
+        for holder in sorted(self.lost):
+            a = without_backup(a, me, holder)
+        joiner = self.followers.get(a.joining) if a.joining is not None else None
+        if joiner is not None and joiner.is_level:
+            joiner.is_admitting = True
+            a = in_step(a, me, joiner.holder)
+        if self._is_formed(a):
+            a = filled(a, me, self.epoch)
+        if self._disk is not None:
+            a = put_on_disk(a, me)
+        if self._is_level_with(a.successor):
+            a = handed_over(a, me)
+        return a
+
+    def _is_formed(self, a: ShardAssignment) -> bool:
+        """Whether first values are with everybody who is to have them."""
+        if a.content is ShardContent.PRESENT or a.content is ShardContent.LOST:
+            return False
+        joiner = self.followers.get(a.joining) if a.joining is not None else None
+        if joiner is not None:
+            return False
+        backups = [self.followers.get(backup) for backup in a.backups]
+        return all(f is not None and f.received > 0 for f in backups)
+
+    def _is_level_with(self, successor: Holder | None) -> bool:
+        if self.handover is not HandoverPhase.STOPPED or successor is None:
+            return False
+        return successor in self.followers and self.is_safe(self.version)
+
+    def written(self) -> None:
+        """No write is under way any more."""
+        for follower in self.followers.values():
+            follower.is_admitting = False
+
+    # --- what follows from it ---
+
+    def advanced(self) -> Iterator[Effect]:
+        """What is due as the shard stands now."""
+        for follower in self.followers.values():
+            if follower.holder == self.assignment.joining:
+                follower.draw_level(self.version)
+        if not self.is_open and self.assignment.content is ShardContent.PRESENT:
+            self.is_open = True
+            yield Open(self.key)
+        yield from self._handing_over()
+
+    def _handing_over(self) -> Iterator[Effect]:
+        successor = self.followers.get(self.assignment.successor or Holder("", ""))
+        can = successor is not None and successor.phase is FollowerPhase.FOLLOWING
+        match self.handover:
+            case HandoverPhase.NONE if can:
+                self.handover = HandoverPhase.LEVELLING
+            case HandoverPhase.LEVELLING if not can:
+                self.handover = HandoverPhase.NONE
+            case HandoverPhase.STOPPED if not can:
+                # It was lost meanwhile: this server leads on.
+                yield from self.keep_leading()
+        # Pushes still come until the backups are nearly level: then there is little to wait for.
+        if self.handover is HandoverPhase.LEVELLING and self.is_safe(self.version):
+            self.handover = HandoverPhase.STOPPING
+            yield Stop(self.key)
+
+    def keep_leading(self) -> Iterator[Effect]:
+        """It cannot be handed over: nobody else takes its pushes."""
+        if self.handover is HandoverPhase.STOPPED:
+            self.handover = HandoverPhase.NONE
+            yield Resume(self.key)
+
+    def stopped(self, version: int) -> None:
+        if self.handover is HandoverPhase.STOPPING:
+            self.version = max(version, self.version)
+            self.handover = HandoverPhase.STOPPED

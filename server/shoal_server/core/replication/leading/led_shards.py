@@ -1,0 +1,304 @@
+"""All the shards that are led here, and the servers that follow them."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
+from shoal_server.core.replication.leading.full_peers import FullPeers
+from shoal_server.core.replication.leading.led_shard import LedShard
+from shoal_server.core.replication.leading.links import Link, Links
+from shoal_server.core.replication.protocol import events as ev
+from shoal_server.core.replication.protocol.effects import (
+    CloseImage,
+    CutImage,
+    Effect,
+    Note,
+    Refusal,
+    Send,
+)
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.replication.protocol.messages import (
+    Chunk,
+    ChunkTaken,
+    Continue,
+    Holds,
+    ImageStart,
+    Installed,
+    Key,
+    Offer,
+    Received,
+    Record,
+    Refused,
+    Reply,
+    Why,
+)
+from shoal_server.core.shards.assignments import Holder, ShardAssignment
+
+
+@dataclass(slots=True)
+class Touched:
+    """What follows at once, and the shards that are to be looked at again after it."""
+
+    effects: list[Effect] = field(default_factory=list)
+    shards: list[LedShard] = field(default_factory=list)
+
+
+class Leading:
+    def __init__(self, limits: ReplicationLimits) -> None:
+        self.links = Links(limits)
+        self.full = FullPeers(limits)
+        self.keeps_journal = False
+        """Whether what is led from now on is kept on disk too."""
+        self._shards: dict[Key, LedShard] = {}
+        self._last_image = 0
+
+    def find(self, key: Key) -> LedShard | None:
+        return self._shards.get(key)
+
+    def all(self) -> Iterable[LedShard]:
+        return list(self._shards.values())
+
+    def led(
+        self, key: Key, assignment: ShardAssignment, version: int, *, origin: int, born: int
+    ) -> LedShard:
+        """A shard as this server begins to lead it; see `LedShard`."""
+        keeps = self.keeps_journal
+        return LedShard(key, assignment, version, origin=origin, born=born, keeps=keeps)
+
+    def begin(self, led: LedShard) -> None:
+        self._shards[led.key] = led
+
+    def end(self, key: Key) -> Iterator[Effect]:
+        """It is led here no longer, or in another epoch."""
+        led = self._shards.pop(key)
+        yield from led.refused(Refusal.DEPOSED)
+        for holder in led.followers:
+            yield from self._unfollow(led.key, holder)
+
+    def followed_by(self, peer: Holder) -> list[LedShard]:
+        found = (self._shards.get(key) for key in self.links.keys(peer))
+        return [led for led in found if led is not None and peer in led.followers]
+
+    # --- who follows ---
+
+    def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
+        """Have exactly those follow whom the record names, but for a joiner without memory."""
+        joining = led.assignment.joining
+        wanted = set(led.assignment.holders[1:])
+        if joining is not None and joining not in led.followers and self.full.is_full(joining):
+            wanted.discard(joining)
+        new, gone = led.hold_on_to(frozenset(wanted - led.lost))
+        for follower in gone:
+            yield from self._unfollow(led.key, follower.holder)
+        for follower in new:
+            yield from self.links.use(follower.holder, led.key)
+            if self.links.opened(follower.holder) is not None:
+                yield from self.offer(led, follower.holder)
+
+    def _unfollow(self, key: Key, holder: Holder) -> Iterator[Effect]:
+        yield from self.links.unuse(holder, key)
+        yield from self._next_image(holder)
+
+    def offer(self, led: LedShard, peer: Holder) -> Iterator[Effect]:
+        """Ask what it has of the shard."""
+        link, follower = self.links.opened(peer), led.followers.get(peer)
+        if link is not None and follower is not None and peer not in led.lost:
+            follower.phase = FollowerPhase.OFFERED
+            yield Send(peer, link.number, Offer(led.key, led.epoch, led.born))
+
+    def tell(self, led: LedShard, version: int) -> Iterator[Effect]:
+        """A push was applied."""
+        for holder, follower in led.followers.items():
+            if follower.phase is FollowerPhase.FOLLOWING:
+                link = self.links.opened(holder)
+                if link is not None:
+                    yield Send(holder, link.number, Record(led.key, led.epoch, version))
+
+    # --- what followers answer ---
+
+    def replied(self, peer: Holder, reply: Reply, now_s: float) -> Touched:
+        touched = Touched()
+        link = self.links.opened(peer)
+        if link is None:
+            return touched
+        if isinstance(reply, ChunkTaken):
+            for each in link.images.taken(reply.image, reply.next_chunk):
+                effect = Send(peer, link.number, each) if isinstance(each, Chunk) else each
+                touched.effects.append(effect)
+            return touched
+        led = self._shards.get(reply.key)
+        follower = led.followers.get(peer) if led is not None else None
+        # An answer to what an earlier epoch was told.
+        if led is None or follower is None or reply.epoch != led.epoch:
+            return touched
+        match reply:
+            case Received():
+                if follower.phase is FollowerPhase.FOLLOWING and follower.heard(reply.version):
+                    touched.shards.append(led)
+            case Installed():
+                self._installed(touched, led, follower, link, reply)
+            case Holds():
+                touched.effects += self._holds(led, follower, link, reply)
+            case Refused():
+                self._refused(touched, led, follower, reply, now_s)
+        return touched
+
+    def _installed(
+        self, touched: Touched, led: LedShard, follower: Follower, link: Link, reply: Installed
+    ) -> None:
+        """The image is there, or the copy turned out to be good: what came since follows."""
+        current = link.images.current
+        if reply.image:
+            is_awaited = current is not None and current.number == reply.image
+        else:
+            is_awaited = follower.phase is FollowerPhase.CONTINUING
+        if not is_awaited:
+            return
+        peer = follower.holder
+        if self.full.took(peer):
+            touched.effects.append(Note("copies_taken_again", peer=peer))
+        follower.begin(reply.version, led.version)
+        touched.effects += link.images.drop(led.key)
+        for version in range(reply.version + 1, led.version + 1):
+            record = Record(led.key, led.epoch, version)
+            touched.effects.append(Send(peer, link.number, record))
+        touched.effects += self._next_image(peer)
+        touched.shards.append(led)
+
+    def _holds(
+        self, led: LedShard, follower: Follower, link: Link, reply: Holds
+    ) -> Iterator[Effect]:
+        if follower.phase is not FollowerPhase.OFFERED:
+            return
+        peer = follower.holder
+        if reply.version and led.continues(reply.copy_epoch, reply.born, reply.version):
+            follower.phase = FollowerPhase.CONTINUING
+            follower.image_version = reply.version
+            yield Send(peer, link.number, Continue(led.key, led.epoch, reply.version))
+            return
+        follower.phase = FollowerPhase.IMAGE
+        if link.images.may_continue(led.key, reply.image, reply.next_chunk):
+            for request in link.images.go_on(reply.next_chunk):
+                yield Send(peer, link.number, request)
+            return
+        yield from link.images.drop(led.key)
+        # What it had is not what it is to have, and is not counted before the image is there.
+        follower.received, follower.image_version = 0, None
+        link.images.add(led.key)
+        yield from self._next_image(peer)
+
+    def _refused(
+        self,
+        touched: Touched,
+        led: LedShard,
+        follower: Follower,
+        reply: Refused,
+        now_s: float,
+    ) -> None:
+        peer = follower.holder
+        if reply.why is Why.FULL:
+            if self.full.refused(peer, reply.detail, now_s):
+                note = Note("copies_refused", peer=peer, detail=reply.detail)
+                touched.effects.append(note)
+            # Out of the record, those that wait may be given to a server that has room.
+            for other in self._waiting_for(peer):
+                self._lose(touched, other, peer)
+        else:
+            detail = f"{reply.why.value}: {reply.detail}"
+            touched.effects.append(Note("copy_refused", led.key, peer, detail))
+        self._lose(touched, led, peer)
+        touched.effects += self._next_image(peer)
+
+    def _waiting_for(self, peer: Holder) -> list[LedShard]:
+        link = self.links.find(peer)
+        keys = link.images.waiting if link is not None else []
+        shards = [self._shards[key] for key in keys if key in self._shards]
+        return [led for led in shards if led.assignment.joining == peer]
+
+    def _lose(self, touched: Touched, led: LedShard, peer: Holder) -> None:
+        led.lose(peer)
+        touched.effects += self.links.unuse(peer, led.key)
+        touched.shards.append(led)
+
+    # --- images ---
+
+    def _next_image(self, peer: Holder) -> Iterator[Effect]:
+        link = self.links.opened(peer)
+        key = link.images.next_cut(self._last_image + 1) if link is not None else None
+        if key is None:
+            return
+        self._last_image += 1
+        led = self._shards.get(key)
+        follower = led.followers.get(peer) if led is not None else None
+        if led is not None and follower is not None:
+            # What is applied from here on is kept: it may not be in the image any more.
+            follower.image_version = led.version
+        yield CutImage(key, self._last_image)
+
+    def image_cut(self, event: ev.ImageCut) -> Iterator[Effect]:
+        led = self._shards.get(event.key)
+        for peer in led.followers if led is not None else ():
+            link = self.links.find(peer)
+            current = link.images.current if link is not None else None
+            if led is None or link is None or current is None or current.number != event.image:
+                continue
+            led.followers[peer].image_version = event.version
+            start = ImageStart(
+                event.key, led.epoch, led.born, event.image, event.version, event.num_chunks
+            )
+            if self.links.opened(peer) is None:
+                # Its other end is asked first, once there is a link again.
+                current.start = start
+                return
+            for request in link.images.cut(start):
+                yield Send(peer, link.number, request)
+            return
+        yield CloseImage(event.image)
+
+    def image_not_cut(self, event: ev.ImageNotCut) -> Iterator[Effect]:
+        led = self._shards.get(event.key)
+        for peer in list(led.followers) if led is not None else ():
+            link = self.links.find(peer)
+            current = link.images.current if link is not None else None
+            if led is not None and current is not None and current.number == event.image:
+                touched = Touched()
+                self._lose(touched, led, peer)
+                yield from touched.effects
+                yield from self._next_image(peer)
+
+    # --- links ---
+
+    def link_broke(self, event: ev.LinkBroke, now_s: float) -> Touched:
+        peer, touched = event.peer, Touched()
+        link = self.links.find(peer)
+        assert link is not None
+        poison = link.images.broke()
+        followed = self.followed_by(peer)
+        for led in followed:
+            led.followers[peer].unlink()
+        if poison is not None and poison in self._shards:
+            note = Note("copy_refused", poison, peer, "each link breaks under its image")
+            touched.effects.append(note)
+            self._lose(touched, self._shards[poison], peer)
+        if self.links.broke(event, now_s):
+            self.full.forget(peer)
+            touched.effects += self.links.end(peer)
+            if followed:
+                touched.effects.append(Note("backup_lost", peer=peer))
+            for led in followed:
+                self._lose(touched, led, peer)
+        return touched
+
+    @property
+    def wakes_s(self) -> float:
+        return min(self.links.wakes_s, self.full.wakes_s)
+
+    def full_again(self, now_s: float) -> list[LedShard]:
+        """Shards that a server without memory is still to get, whose pause is over."""
+        due: list[LedShard] = []
+        for peer in self.full.over(now_s):
+            shards = [led for led in self._shards.values() if led.assignment.joining == peer]
+            if not shards:
+                self.full.forget(peer)
+            due += shards
+        return due

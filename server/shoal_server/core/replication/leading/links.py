@@ -1,0 +1,114 @@
+"""The links from here to servers that have, or are to have, copies of shards that are led here."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+
+from shoal_server.core.replication.leading.outgoing_images import OutgoingImages
+from shoal_server.core.replication.protocol.effects import Effect, OpenLink
+from shoal_server.core.replication.protocol.events import LinkBroke
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import Holder
+
+
+class LinkPhase(Enum):
+    OPENING = "it is being opened"
+    OPEN = "what is sent over it arrives, or it breaks"
+    BROKEN = "it is opened again a little later"
+
+
+@dataclass(slots=True)
+class Link:
+    number: int
+    images: OutgoingImages
+    phase: LinkPhase = LinkPhase.OPENING
+    give_up_s: float = inf
+    """By when it is to be open again."""
+    again_s: float = inf
+    """When it is opened again."""
+
+
+class Links:
+    """To each server one, for all the shards that it follows."""
+
+    def __init__(self, limits: ReplicationLimits) -> None:
+        self._limits = limits
+        self._links: dict[Holder, Link] = {}
+        self._used: defaultdict[Holder, set[Key]] = defaultdict(set)
+        self._last = 0
+
+    def use(self, peer: Holder, key: Key) -> Iterator[Effect]:
+        self._used[peer].add(key)
+        yield from self.connect(peer)
+
+    def unuse(self, peer: Holder, key: Key) -> Iterator[Effect]:
+        self._used[peer].discard(key)
+        link = self._links.get(peer)
+        if link is not None:
+            yield from link.images.drop(key)
+
+    def connect(self, peer: Holder) -> Iterator[Effect]:
+        """It follows shards from here, or is to follow some soon: then pushes will wait for it,
+        and not for a link."""
+        if peer not in self._links:
+            limits = self._limits
+            images = OutgoingImages(limits.window_chunks, limits.transfer_attempts)
+            self._links[peer] = Link(0, images)
+            yield self._opened_anew(peer)
+
+    def _opened_anew(self, peer: Holder) -> Effect:
+        link = self._links[peer]
+        self._last += 1
+        link.number, link.phase, link.again_s = self._last, LinkPhase.OPENING, inf
+        return OpenLink(peer, link.number)
+
+    def find(self, peer: Holder) -> Link | None:
+        return self._links.get(peer)
+
+    def opened(self, peer: Holder) -> Link | None:
+        """The link, if what is sent over it arrives."""
+        link = self._links.get(peer)
+        return link if link is not None and link.phase is LinkPhase.OPEN else None
+
+    def is_current(self, peer: Holder, number: int) -> bool:
+        link = self._links.get(peer)
+        return link is not None and link.number == number
+
+    def keys(self, peer: Holder) -> list[Key]:
+        """The shards that follow over the link."""
+        return sorted(self._used[peer])
+
+    def came_up(self, peer: Holder) -> None:
+        self._links[peer].phase = LinkPhase.OPEN
+
+    def broke(self, event: LinkBroke, now_s: float) -> bool:
+        """Whether the peer is to be gone on without; else the link is opened again."""
+        link, limits = self._links[event.peer], self._limits
+        if event.was_heard or link.give_up_s == inf:
+            link.give_up_s = now_s + limits.reconnect_s
+        if event.is_gone or now_s >= link.give_up_s:
+            return True
+        link.phase, link.again_s = LinkPhase.BROKEN, now_s + limits.reconnect_s / 10
+        return False
+
+    def heard(self, peer: Holder) -> None:
+        """Something came over it: a later break is another one."""
+        self._links[peer].give_up_s = inf
+
+    def end(self, peer: Holder) -> Iterator[Effect]:
+        """It is gone."""
+        link = self._links.pop(peer)
+        yield from link.images.clear()
+
+    @property
+    def wakes_s(self) -> float:
+        return min((link.again_s for link in self._links.values()), default=inf)
+
+    def due(self, now_s: float) -> Iterator[Effect]:
+        """Open again what broke."""
+        for peer, link in list(self._links.items()):
+            if link.again_s <= now_s:
+                yield self._opened_anew(peer)

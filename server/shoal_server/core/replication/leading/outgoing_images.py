@@ -1,0 +1,128 @@
+"""Whole shards on their way to one server: one at a time, in chunks that are acknowledged."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shoal_server.core.replication.protocol.effects import CloseImage, Effect, ReleaseChunks
+from shoal_server.core.replication.protocol.messages import Chunk, ImageStart, Key, Request
+
+
+@dataclass(slots=True)
+class OutgoingImage:
+    key: Key
+    number: int
+    start: ImageStart | None = None
+    """Once it is taken."""
+    sent: int = 0
+    acknowledged: int = 0
+    breaks: int = 0
+    """Links that broke since a chunk of it got through last."""
+    is_flowing: bool = False
+    """Whether its chunks go out; else the link is being opened, or the other end is asked first."""
+
+
+class OutgoingImages:
+    """To one server. What waits is not taken yet, so nothing is kept for it."""
+
+    def __init__(self, window_chunks: int, max_breaks: int) -> None:
+        self._window_chunks = window_chunks
+        self._max_breaks = max_breaks
+        self._waiting: deque[Key] = deque()
+        self.current: OutgoingImage | None = None
+
+    def add(self, key: Key) -> None:
+        if key not in self._waiting and (self.current is None or self.current.key != key):
+            self._waiting.append(key)
+
+    def drop(self, key: Key) -> Iterator[Effect]:
+        """It is not to be sent."""
+        if key in self._waiting:
+            self._waiting.remove(key)
+        if self.current is not None and self.current.key == key:
+            yield CloseImage(self.current.number)
+            self.current = None
+
+    @property
+    def waiting(self) -> list[Key]:
+        """Those of which nothing was sent."""
+        return list(self._waiting)
+
+    def next_cut(self, number: int) -> Key | None:
+        """The one to be taken now, under that number; None while one is under way, or none is
+        wanted."""
+        if self.current is not None or not self._waiting:
+            return None
+        self.current = OutgoingImage(self._waiting.popleft(), number)
+        return self.current.key
+
+    def cut(self, start: ImageStart) -> Iterator[Request]:
+        """The image is taken: send it."""
+        image = self.current
+        assert image is not None
+        image.start = start
+        yield from self._flow(image)
+
+    def may_continue(self, key: Key, number: int, next_chunk: int) -> bool:
+        """Whether the other end has a beginning of the image that is still kept here."""
+        image = self.current
+        return (
+            image is not None
+            and (image.key, image.number) == (key, number)
+            and image.start is not None
+            and image.acknowledged <= next_chunk <= image.start.num_chunks
+        )
+
+    def go_on(self, next_chunk: int) -> Iterator[Request]:
+        """From there, over a new link."""
+        image = self.current
+        assert image is not None
+        image.sent = image.acknowledged = next_chunk
+        yield from self._flow(image)
+
+    def _flow(self, image: OutgoingImage) -> Iterator[Request]:
+        start = image.start
+        assert start is not None
+        image.is_flowing = True
+        yield ImageStart(
+            start.key,
+            start.epoch,
+            start.born,
+            start.image,
+            start.version,
+            start.num_chunks,
+            image.sent,
+        )
+        yield from self._fill_window(image)
+
+    def taken(self, number: int, next_chunk: int) -> Iterator[Chunk | Effect]:
+        """The other end has the chunks before that one."""
+        image = self.current
+        if image is None or image.number != number or next_chunk <= image.acknowledged:
+            return
+        image.acknowledged, image.breaks = min(next_chunk, image.sent), 0
+        yield ReleaseChunks(number, image.acknowledged)
+        yield from self._fill_window(image)
+
+    def _fill_window(self, image: OutgoingImage) -> Iterator[Chunk]:
+        assert image.start is not None
+        end = min(image.acknowledged + self._window_chunks, image.start.num_chunks)
+        while image.is_flowing and image.sent < end:
+            yield Chunk(image.key, image.number, image.sent)
+            image.sent += 1
+
+    def broke(self) -> Key | None:
+        """The link broke. The shard whose image breaks one link after the other, if it does."""
+        image = self.current
+        if image is None or not image.is_flowing:
+            return None
+        image.is_flowing = False
+        image.breaks += 1
+        return image.key if image.breaks >= self._max_breaks else None
+
+    def clear(self) -> Iterator[Effect]:
+        """Nothing more goes there."""
+        self._waiting.clear()
+        if self.current is not None:
+            yield CloseImage(self.current.number)
+            self.current = None

@@ -1,0 +1,482 @@
+"""What one parameter server does about shards: leading, backing up, images, handing over, taking
+over, leading again from its journal. Pure: events and the time go in, effects come out.
+
+The record in etcd says who holds what (`core/shards/assignments.py`). This server carries out each
+change of it, whoever made it, and asks for changes of its own: a joiner is in step, a backup or a
+primary is gone, a shard is handed over, its disk has it. What it wants is worked out from how
+things stand after each event, and from whichever record is the newest when it is written
+(`revised`), so nothing that it wanted earlier is written later.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
+from typing import Any
+
+from shoal_server.core.replication.backing.copies import Copies, Copy, CopyPhase
+from shoal_server.core.replication.backing.journal_claims import JournalClaims
+from shoal_server.core.replication.backing.primary_watch import PrimaryWatch
+from shoal_server.core.replication.leading.led_shard import LedShard
+from shoal_server.core.replication.leading.led_shards import Leading
+from shoal_server.core.replication.lease import Lease
+from shoal_server.core.replication.protocol import events as ev
+from shoal_server.core.replication.protocol.effects import (
+    Acknowledge,
+    Answer,
+    CloseLink,
+    Drop,
+    Effect,
+    Lead,
+    LoadJournal,
+    Note,
+    Refusal,
+    Refuse,
+    Settle,
+    StepDown,
+    Write,
+)
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.replication.protocol.messages import Key, Refused, Why
+from shoal_server.core.shards.assignments import (
+    Holder,
+    ShardAssignment,
+    ShardContent,
+    promoted,
+)
+
+Effects = Iterator[Effect]
+
+
+class ReplicationCore:
+    """Of one server process. Every event is followed by all that it leads to, in order."""
+
+    def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
+        self.me = me
+        self.lease = Lease(limits)
+        self.leading = Leading(limits)
+        self._copies = Copies(me)
+        self._watch = PrimaryWatch(limits.probe_s)
+        self._claims = JournalClaims(me, limits.dead_after_s)
+        self._assignments: dict[Key, ShardAssignment] = {}
+        self._writing: set[Key] = set()
+        self._is_fenced = False
+        self._now_s = -inf
+        self._handlers: Mapping[type, Callable[[Any], Effects]] = {
+            ev.Assigned: self._assigned,
+            ev.Written: self._written,
+            ev.NotWritten: self._not_written,
+            ev.Refreshed: self._refreshed,
+            ev.LeaseRenewed: self._renewed,
+            ev.LeaseEnded: self._lease_ended,
+            ev.Created: self._created,
+            ev.Applied: self._applied,
+            ev.Asked: self._asked,
+            ev.Abandoned: self._abandoned,
+            ev.OnDisk: self._on_disk,
+            ev.DiskFailed: self._disk_failed,
+            ev.Stopped: self._stopped,
+            ev.Settled: self._settled,
+            ev.CopyFailed: self._copy_failed,
+            ev.Forget: self._forgotten,
+            ev.LinkOpened: self._link_opened,
+            ev.LinkBroke: self._link_broke,
+            ev.Replied: self._replied,
+            ev.ImageCut: self._image_cut,
+            ev.ImageNotCut: self._image_not_cut,
+            ev.CallerCame: self._caller_came,
+            ev.CallerLeft: self._caller_left,
+            ev.Requested: self._requested,
+            ev.ChunkStored: self._chunk_stored,
+            ev.ImageRestored: self._image_restored,
+            ev.ImageFailed: self._image_failed,
+            ev.Probed: self._probed,
+            ev.JournalHas: self._journal_has,
+            ev.ServersSeen: self._servers_seen,
+            ev.Woken: self._woken,
+        }
+
+    def step(self, event: ev.Event, now_s: float) -> list[Effect]:
+        """What follows from an event, and from the time that has passed."""
+        self._now_s = now_s
+        return [*self._passed(), *self._handlers[type(event)](event)]
+
+    def wakes_s(self) -> float:
+        """When `Woken` has something to do; infinite while it has not."""
+        lease_s = inf if self._is_fenced else self.lease.ends_s
+        return min(self.leading.wakes_s, self._watch.wakes_s, lease_s if lease_s > -inf else inf)
+
+    # --- what is to be seen from outside ---
+
+    def may_acknowledge(self, now_s: float) -> bool:
+        """Whether nobody can have taken this server for dead."""
+        return self.lease.holds(now_s)
+
+    def assignment(self, key: Key) -> ShardAssignment | None:
+        return self._assignments.get(key)
+
+    def known(self, job: str) -> list[Key]:
+        """The shards of a job of which there is a record."""
+        return [key for key in self._assignments if key[0] == job]
+
+    def led(self, key: Key) -> LedShard | None:
+        """The shard, if it is led here in the epoch of its record."""
+        return self.leading.find(key)
+
+    def holds_copy(self, key: Key) -> bool:
+        return self._copies.find(key) is not None
+
+    @property
+    def open_claims(self) -> list[Key]:
+        """What the journal has and others may have too."""
+        return self._claims.open
+
+    def revised(self, key: Key, assignment: ShardAssignment) -> ShardAssignment:
+        """The record as this server wants it to be, from the newest one on."""
+        led = self.leading.find(key)
+        if led is not None and (assignment.primary, assignment.epoch) == (self.me, led.epoch):
+            return led.revised(assignment)
+        primary = assignment.primary
+        if self._watch.is_dead(primary) and self._copies.is_held(key):
+            assignment = promoted(assignment, primary, self.me)
+        return self._claims.revised(key, assignment)
+
+    # --- the record ---
+
+    def _wish(self, key: Key) -> Effects:
+        """Have the record changed if it is not as it should be."""
+        assignment = self._assignments.get(key)
+        if assignment is None or key in self._writing:
+            return
+        if self.revised(key, assignment) != assignment:
+            self._writing.add(key)
+            yield Write(key)
+        else:
+            led = self.leading.find(key)
+            if led is not None:
+                led.written()
+
+    def _written(self, event: ev.Written) -> Effects:
+        self._writing.discard(event.key)
+        led = self.leading.find(event.key)
+        if led is not None:
+            led.written()
+            yield from self._tend(led)
+        else:
+            yield from self._wish(event.key)
+
+    def _not_written(self, event: ev.NotWritten) -> Effects:
+        led = self.leading.find(event.key)
+        if led is not None:
+            yield from led.keep_leading()
+
+    def _refreshed(self, event: ev.Refreshed) -> Effects:
+        yield from self._copies.known(event.key, self._assignments.get(event.key))
+
+    def _assigned(self, event: ev.Assigned) -> Effects:
+        key, new = event.key, event.assignment
+        old = self._assignments.get(key)
+        if new is None:
+            self._assignments.pop(key, None)
+        else:
+            self._assignments[key] = new
+        if old is not None and self.me in old.backups:
+            self._watch.unback(key, old.primary)
+        if old is not None and (new is None or self.me not in new.holders):
+            # Should it be told to follow that primary once more, it begins with nothing.
+            yield from self._tell_of_drop(key, old)
+        yield from self._copies.forget_unwanted_image(key, new)
+        if new is None or self.me not in new.holders:
+            yield from self._let_go(key)
+            if new is None:
+                self._claims.take(key)
+                self._writing.discard(key)
+        elif new.primary == self.me:
+            yield from self._to_lead(key, new)
+        else:
+            yield from self._to_back_up(key, new)
+        if new is not None and new.on_disk != self.me.server_id:
+            self._claims.take(key)
+        yield from self._wish(key)
+
+    def _tell_of_drop(self, key: Key, old: ShardAssignment) -> Effects:
+        if self._copies.find(key) is not None:
+            refusal = Refused(key, old.epoch, Why.NO_COPY, "it was let go of")
+            for link in self._watch.links(old.primary):
+                yield Answer(old.primary, link, refusal)
+
+    def _let_go(self, key: Key) -> Effects:
+        led = self.leading.find(key)
+        if led is not None:
+            yield from self.leading.end(key)
+            yield Drop(key)
+        yield from self._copies.drop(key)
+
+    def _to_lead(self, key: Key, new: ShardAssignment) -> Effects:
+        led, copy = self.leading.find(key), self._copies.find(key)
+        if led is not None and led.epoch == new.epoch:
+            led.assignment = new
+            yield from self._tend(led)
+        elif led is not None:
+            if new.content is not ShardContent.PRESENT:
+                # It was written anew: what is here is of no use to anybody.
+                yield from self._let_go(key)
+            else:
+                yield from self._step_down(led)
+        elif copy is not None:
+            if _is_other_content(copy, new):
+                yield from self._copies.drop(key)
+            elif copy.phase is CopyPhase.HELD:
+                copy.phase = CopyPhase.SETTLING
+                yield Settle(key)
+        elif key in self._claims and new.content is ShardContent.PRESENT:
+            version = self._claims.take(key)
+            if version is not None and new.on_disk == self.me.server_id:
+                yield LoadJournal(key, new.epoch)
+                shard = self.leading.led(key, new, version, origin=0, born=new.epoch)
+                yield from self._begin(shard)
+
+    def _to_back_up(self, key: Key, new: ShardAssignment) -> Effects:
+        led, copy = self.leading.find(key), self._copies.find(key)
+        if led is not None:
+            yield from self._step_down(led)
+        elif copy is not None and _is_other_content(copy, new):
+            yield from self._copies.drop(key)
+        elif copy is not None and copy.epoch == new.epoch:
+            copy.content = new.content
+        if self.me in new.backups:
+            yield from self._watch.back(key, new.primary)
+        if self.me in (new.joining, new.successor):
+            # It will have copies here in return.
+            yield from self.leading.links.connect(new.primary)
+
+    # --- leading ---
+
+    def _begin(self, led: LedShard) -> Effects:
+        self.leading.begin(led)
+        yield Lead(led.key, led.epoch)
+        yield from self._tend(led)
+
+    def _tend(self, led: LedShard) -> Effects:
+        """Do what is due for a shard that is led here, as things stand."""
+        yield from self.leading.follow_as_written(led)
+        yield from led.advanced()
+        yield from self._release(led)
+        yield from led.trimmed()
+        yield from self._wish(led.key)
+
+    def _release(self, led: LedShard) -> Effects:
+        if not led.has_waiters:
+            return
+        holds = self.lease.holds(self._now_s)
+        for token in led.released():
+            yield Acknowledge(token) if holds else Refuse(token, Refusal.FENCED)
+
+    def _step_down(self, led: LedShard) -> Effects:
+        """Another leads it, or this server does in a later epoch: keep it as a copy till then."""
+        content = led.assignment.content
+        yield from self.leading.end(led.key)
+        copy = Copy(led.epoch, led.born, led.version, content, CopyPhase.SETTLING)
+        self._copies.keep(led.key, copy)
+        yield StepDown(led.key, self._assignments[led.key].epoch)
+
+    def _settled(self, event: ev.Settled) -> Effects:
+        key, new = event.key, self._assignments.get(event.key)
+        copy = self._copies.find(key)
+        if copy is None or copy.phase is not CopyPhase.SETTLING:
+            return
+        copy.phase, copy.received = CopyPhase.HELD, event.version
+        if new is not None and _is_other_content(copy, new):
+            yield from self._copies.drop(key)
+        elif new is not None and new.primary == self.me:
+            self._copies.take(key)
+            origin, born = copy.epoch, copy.born
+            yield from self._begin(
+                self.leading.led(key, new, event.version, origin=origin, born=born)
+            )
+        else:
+            yield from self._copies.known(key, new)
+            yield from self._wish(key)
+
+    def _created(self, event: ev.Created) -> Effects:
+        key, new = event.key, self._assignments.get(event.key)
+        if self.leading.find(key) is not None:
+            return
+        if new is None or (new.primary, new.epoch) != (self.me, event.epoch):
+            yield Drop(key)
+            return
+        yield from self._copies.drop(key)
+        yield from self._begin(
+            self.leading.led(key, new, event.version, origin=0, born=event.epoch)
+        )
+
+    def _applied(self, event: ev.Applied) -> Effects:
+        led = self.leading.find(event.key)
+        if led is None or event.version <= led.version:
+            return
+        led.version = event.version
+        yield from self.leading.tell(led, event.version)
+        if not led.followers:
+            yield from self._release(led)
+            yield from led.trimmed()
+
+    def _asked(self, event: ev.Asked) -> Effects:
+        led = self.leading.find(event.key)
+        if led is None or led.epoch != event.epoch:
+            yield Refuse(event.token, Refusal.DEPOSED)
+        elif not self.lease.holds(self._now_s):
+            yield Refuse(event.token, Refusal.FENCED)
+        else:
+            answer = led.asked(event.token, event.version, event.level)
+            if answer is not None:
+                yield answer
+
+    def _abandoned(self, event: ev.Abandoned) -> Effects:
+        led = self.leading.find(event.key)
+        if led is not None:
+            led.abandon(event.token)
+        yield from ()
+
+    def _on_disk(self, event: ev.OnDisk) -> Effects:
+        led = self.leading.find(event.key)
+        if led is not None:
+            led.on_disk(event.version)
+            yield from self._release(led)
+            yield from self._wish(event.key)
+
+    def _disk_failed(self, event: ev.DiskFailed) -> Effects:
+        led = self.leading.find(event.key)
+        if led is not None:
+            yield from led.disk_failed()
+
+    def _stopped(self, event: ev.Stopped) -> Effects:
+        led = self.leading.find(event.key)
+        if led is not None:
+            led.stopped(event.version)
+            yield from self._tend(led)
+
+    def _copy_failed(self, event: ev.CopyFailed) -> Effects:
+        yield Note("copy_failed", key=event.key)
+        yield from self._copies.drop(event.key)
+
+    def _forgotten(self, event: ev.Forget) -> Effects:
+        yield from self._let_go(event.key)
+
+    # --- links from here ---
+
+    def _link_opened(self, event: ev.LinkOpened) -> Effects:
+        links = self.leading.links
+        if not links.is_current(event.peer, event.link):
+            yield CloseLink(event.peer, event.link)
+            return
+        links.came_up(event.peer)
+        for led in self.leading.followed_by(event.peer):
+            yield from self.leading.offer(led, event.peer)
+
+    def _link_broke(self, event: ev.LinkBroke) -> Effects:
+        if not self.leading.links.is_current(event.peer, event.link):
+            return
+        touched = self.leading.link_broke(event, self._now_s)
+        yield from touched.effects
+        for led in touched.shards:
+            yield from self._tend(led)
+
+    def _replied(self, event: ev.Replied) -> Effects:
+        if not self.leading.links.is_current(event.peer, event.link):
+            return
+        self.leading.links.heard(event.peer)
+        touched = self.leading.replied(event.peer, event.reply, self._now_s)
+        yield from touched.effects
+        for led in touched.shards:
+            if led.is_changing:
+                yield from self._tend(led)
+            else:
+                yield from self._release(led)
+                yield from led.trimmed()
+
+    def _image_cut(self, event: ev.ImageCut) -> Effects:
+        yield from self.leading.image_cut(event)
+
+    def _image_not_cut(self, event: ev.ImageNotCut) -> Effects:
+        yield Note("image_not_taken", key=event.key, detail=event.detail)
+        yield from self.leading.image_not_cut(event)
+        led = self.leading.find(event.key)
+        if led is not None:
+            yield from self._tend(led)
+
+    # --- links to here ---
+
+    def _caller_came(self, event: ev.CallerCame) -> Effects:
+        self._watch.came(event.peer, event.link)
+        yield from ()
+
+    def _caller_left(self, event: ev.CallerLeft) -> Effects:
+        yield from self._watch.left(event.peer, event.link)
+
+    def _requested(self, event: ev.Requested) -> Effects:
+        if self._watch.calls(event.peer, event.link):
+            key = event.request.key
+            assignment = self._assignments.get(key)
+            yield from self._copies.requested(event.peer, event.link, event.request, assignment)
+
+    def _chunk_stored(self, event: ev.ChunkStored) -> Effects:
+        yield from self._copies.stored(event.key, event.image, event.index)
+
+    def _image_restored(self, event: ev.ImageRestored) -> Effects:
+        assignment = self._assignments.get(event.key)
+        yield from self._copies.restored(event.key, event.image, assignment)
+        yield from self._wish(event.key)
+
+    def _image_failed(self, event: ev.ImageFailed) -> Effects:
+        why = Why.FULL if event.is_full else Why.FAILED
+        yield from self._copies.failed(event.key, event.image, why, event.detail)
+
+    def _probed(self, event: ev.Probed) -> Effects:
+        yield from self._watch.probed(event.peer, event.answers, self._now_s)
+        if self._watch.is_dead(event.peer):
+            for key in self._watch.backed(event.peer):
+                yield from self._wish(key)
+
+    # --- after a restart ---
+
+    def _journal_has(self, event: ev.JournalHas) -> Effects:
+        self._claims.found(event.key, event.version)
+        yield from self._wish(event.key)
+
+    def _servers_seen(self, event: ev.ServersSeen) -> Effects:
+        keys = self._claims.open
+        known = (self._assignments.get(key) for key in keys)
+        holders = frozenset(h for a in known if a is not None for h in (a.primary, *a.backups))
+        self._claims.seen(event.present, event.ended, holders, self._now_s)
+        for key in keys:
+            yield from self._wish(key)
+
+    # --- time ---
+
+    def _renewed(self, event: ev.LeaseRenewed) -> Effects:
+        self.lease.renewed(event.sent_s)
+        if self._is_fenced and self.lease.holds(self._now_s):
+            self._is_fenced = False
+            yield Note("acknowledges_again")
+
+    def _lease_ended(self, event: ev.LeaseEnded) -> Effects:
+        self.lease.ends_s = self._now_s
+        yield from self._passed()
+
+    def _woken(self, event: ev.Woken) -> Effects:
+        yield from self._watch.due(self._now_s)
+        yield from self.leading.links.due(self._now_s)
+        for led in self.leading.full_again(self._now_s):
+            yield from self._tend(led)
+
+    def _passed(self) -> Effects:
+        """Say no to everybody who waits once this server may have been taken for dead."""
+        if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
+            return
+        self._is_fenced = True
+        yield Note("acknowledges_nothing")
+        for led in self.leading.all():
+            yield from led.refused(Refusal.FENCED)
+
+
+def _is_other_content(copy: Copy, new: ShardAssignment) -> bool:
+    """Whether the shard was written anew since the copy was told of: it is of no use."""
+    return copy.content is ShardContent.PRESENT and new.content is not ShardContent.PRESENT

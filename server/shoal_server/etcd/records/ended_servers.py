@@ -1,0 +1,26 @@
+"""Processes of parameter servers that are known to have ended: nothing they held is acknowledged
+by them any more. Of all others that are gone, only time tells."""
+
+from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore
+
+KEPT_S = 2 * DEAD_AFTER_S
+"""After it, who is gone is taken for dead anyway."""
+
+
+async def note(store: KeyValueStore, ended: Holder) -> None:
+    """To be called by that process once it acknowledges nothing, or by one that has seen its end.
+    Raises what the store raises."""
+    lease = await store.grant(KEPT_S)
+    await store.put(keys.ended_server(ended.server_id, ended.incarnation), b"{}", lease)
+
+
+async def read(store: KeyValueStore) -> frozenset[Holder]:
+    """All that are known. Raises what the store raises."""
+    found = set()
+    for key in await store.keys(keys.ENDED_SERVERS):
+        server_id, _, incarnation = key.removeprefix(keys.ENDED_SERVERS).rpartition("/")
+        found.add(Holder(server_id, incarnation))
+    return frozenset(found)

@@ -1,0 +1,75 @@
+"""Carries what happens to the replication core, and what it wants done to those who do it."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shoal_server.core.replication.protocol.effects import Effect
+from shoal_server.core.replication.protocol.events import Event, Woken
+from shoal_server.core.replication.replication_core import ReplicationCore
+from shoal_server.parameters.replication.wire.frames import Arrived
+
+Handlers = Mapping[type, Callable[[Any], None]]
+"""What to do about each kind of effect. Returns at once: what takes time is told as an event."""
+
+
+class CoreDriver:
+    """Lives on the event loop. One event is dealt with, effects and all, before the next one."""
+
+    def __init__(self, core: ReplicationCore) -> None:
+        self.core = core
+        self.arrived: Arrived | None = None
+        """What came with the request that is being dealt with."""
+        self._loop = asyncio.get_running_loop()
+        self._handlers: dict[type, Callable[[Any], None]] = {}
+        self._waiting: deque[tuple[Event, Arrived | None]] = deque()
+        self._is_stepping = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._wakes_s = float("inf")
+
+    def carry_out(self, handlers: Handlers) -> None:
+        """From now on these effects are done so."""
+        self._handlers.update(handlers)
+
+    def close(self) -> None:
+        """Nothing happens by itself any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def tell(self, event: Event, arrived: Arrived | None = None) -> None:
+        """Something has happened. From within an effect: it is dealt with right behind it."""
+        self._waiting.append((event, arrived))
+        if self._is_stepping:
+            return
+        self._is_stepping = True
+        try:
+            while self._waiting:
+                self._step(*self._waiting.popleft())
+        finally:
+            self._is_stepping = False
+        self._set_timer()
+
+    def _step(self, event: Event, arrived: Arrived | None) -> None:
+        effects: list[Effect] = self.core.step(event, self._loop.time())
+        self.arrived = arrived
+        try:
+            for effect in effects:
+                self._handlers[type(effect)](effect)
+        finally:
+            self.arrived = None
+
+    def _set_timer(self) -> None:
+        wakes_s = self.core.wakes_s()
+        if wakes_s == self._wakes_s and self._timer is not None:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._wakes_s = wakes_s
+        if wakes_s < float("inf"):
+            self._timer = self._loop.call_at(wakes_s, self._wake)
+
+    def _wake(self) -> None:
+        self._timer = None
+        self.tell(Woken())

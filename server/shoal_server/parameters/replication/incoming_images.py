@@ -1,0 +1,122 @@
+"""Shards on their way to here, made of their chunks as these come in."""
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import InternalError, Overloaded, ShoalError
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.replication.protocol.effects import Adopt, BeginImage, DropImage, StoreChunk
+from shoal_server.core.replication.protocol.events import ChunkStored, ImageFailed, ImageRestored
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.outgoing_links import LARGE
+from shoal_server.parameters.replication.wire.frames import Arrived
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.versioned import AnyShard
+from shoal_server.parameters.shard.workers import Runner
+from shoal_server.parameters.tables.builder import ShardBuilder, bytes_to_build
+from shoal_server.serving.tasks import SupervisedTasks
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    key: Key
+    image: int
+    header: pb.CutHeader
+    chunks: "asyncio.Queue[Arrived]" = field(default_factory=asyncio.Queue)
+    state: AnyShard | None = None
+    """Once all of it is there."""
+    is_adopted: bool = False
+    task: "asyncio.Task[None] | None" = None
+
+
+class IncomingImages:
+    """Lives on the event loop. Of each shard at most one; `run` does work without holding the loop
+    up."""
+
+    def __init__(
+        self, driver: CoreDriver, *, catalog: Catalog, memory: Memory, run: Runner
+    ) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._memory = memory
+        self._run = run
+        self._coming: dict[Key, _Incoming] = {}
+        self._tasks = SupervisedTasks()
+        driver.carry_out({BeginImage: self._begin, StoreChunk: self._store, DropImage: self._drop})
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def _begin(self, effect: BeginImage) -> None:
+        arrived = self._driver.arrived
+        assert arrived is not None and arrived.header is not None
+        coming = self._coming[effect.key] = _Incoming(effect.key, effect.image, arrived.header)
+        coming.task = self._tasks.start(self._receive(coming))
+
+    def _store(self, effect: StoreChunk) -> None:
+        coming, arrived = self._coming.get(effect.key), self._driver.arrived
+        assert arrived is not None
+        if coming is not None and coming.image == effect.image:
+            coming.chunks.put_nowait(arrived)
+
+    def _drop(self, effect: DropImage) -> None:
+        coming = self._coming.get(effect.key)
+        if coming is not None and coming.image == effect.image:
+            del self._coming[effect.key]
+            if coming.task is not None:
+                coming.task.cancel()
+
+    async def _receive(self, coming: _Incoming) -> None:
+        try:
+            await self._build(coming)
+        except ShoalError as error:
+            self._failed(coming, str(error), is_full=isinstance(error, Overloaded))
+        except Exception as error:
+            # It is data of another process: whatever is wrong with it concerns this image alone.
+            log.exception("image_failed", job=coming.key[0], shard_id=coming.key[1])
+            self._failed(coming, repr(error), is_full=False)
+
+    def _failed(self, coming: _Incoming, detail: str, *, is_full: bool) -> None:
+        if self._coming.get(coming.key) is coming:
+            del self._coming[coming.key]
+            self._driver.tell(ImageFailed(coming.key, coming.image, is_full, detail))
+
+    async def _build(self, coming: _Incoming) -> None:
+        job, shard_id = coming.key
+        before = self._catalog.find(job, shard_id)
+        more_bytes = bytes_to_build(coming.header)
+        more_bytes -= before.state.memory_bytes if before is not None else 0
+        what = f"a copy of shard {shard_id} of job {job}"
+        with self._memory.reserve(more_bytes, what) as claim:
+            builder = await self._run(LARGE, partial(ShardBuilder, coming.header))
+            while not builder.is_whole:
+                arrived = await coming.chunks.get()
+                index = builder.next_chunk
+                await self._run(LARGE, partial(_add, builder, arrived))
+                if not builder.is_whole:
+                    self._driver.tell(ChunkStored(coming.key, coming.image, index))
+            coming.state = await self._run(LARGE, builder.finish)
+            self._driver.tell(ImageRestored(coming.key, coming.image))
+            if coming.is_adopted:
+                claim.became(more_bytes)
+
+    def take(self, effect: Adopt) -> ShardReplica:
+        """The shard that an image has become, as a copy."""
+        coming = self._coming.pop(effect.key)
+        if coming.state is None:
+            raise InternalError("an image is kept that is not whole", seen=str(effect))
+        coming.is_adopted = True
+        return ShardReplica(effect.key[0], coming.state, Role.BACKUP, effect.epoch)
+
+
+def _add(builder: ShardBuilder, arrived: Arrived) -> None:
+    parts = arrived.parts
+    builder.add(parts[0] if len(parts) == 1 else b"".join(parts))

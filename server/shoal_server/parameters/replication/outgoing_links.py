@@ -1,0 +1,168 @@
+"""The links that this server opens, and the images on their way over them."""
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import InternalError, ShoalError
+from shoal_proto.pieces import Buffer
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.replication.protocol.effects import (
+    CloseImage,
+    CloseLink,
+    CutImage,
+    OpenLink,
+    ReleaseChunks,
+    Send,
+)
+from shoal_server.core.replication.protocol.events import (
+    ImageCut,
+    ImageNotCut,
+    LinkBroke,
+    LinkOpened,
+    Replied,
+)
+from shoal_server.core.replication.protocol.messages import Chunk, Record
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.cluster.server_directory import ServerDirectory
+from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.peer_link import PeerLink
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
+from shoal_server.serving.tasks import SupervisedTasks
+
+log = structlog.get_logger(__name__)
+
+LARGE = INLINE_BYTES + 1
+"""Bytes of work that is always done by a thread."""
+
+
+@dataclass(slots=True)
+class _Cut:
+    cut: ShardCut | None = None
+    """None while it is taken."""
+    released: int = 0
+
+
+class OutgoingLinks:
+    """Lives on the event loop. `run` does work without holding it up."""
+
+    def __init__(
+        self,
+        driver: CoreDriver,
+        *,
+        catalog: Catalog,
+        directory: ServerDirectory,
+        run: Runner,
+        timeouts: PeerTimeouts,
+    ) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._directory = directory
+        self._run = run
+        self._timeouts = timeouts
+        self._links: dict[tuple[Holder, int], PeerLink] = {}
+        self._cuts: dict[int, _Cut] = {}
+        self._tasks = SupervisedTasks()
+        driver.carry_out(
+            {
+                OpenLink: self._open,
+                CloseLink: self._close,
+                Send: self._send,
+                CutImage: self._cut,
+                ReleaseChunks: self._release,
+                CloseImage: self._close_image,
+            }
+        )
+
+    async def close(self) -> None:
+        await self._tasks.close()
+        for link in list(self._links.values()):
+            await link.close()
+        self._links.clear()
+        for image in list(self._cuts):
+            self._close_image(CloseImage(image))
+
+    # --- links ---
+
+    def _open(self, effect: OpenLink) -> None:
+        link = PeerLink(self._driver.core.me, effect.peer, effect.link, self, self._timeouts)
+        self._links[effect.peer, effect.link] = link
+        link.start()
+
+    def _close(self, effect: CloseLink) -> None:
+        link = self._links.pop((effect.peer, effect.link), None)
+        if link is not None:
+            self._tasks.start(link.close())
+
+    def _send(self, effect: Send) -> None:
+        link = self._links.get((effect.peer, effect.link))
+        if link is not None:
+            link.send(effect.request)
+
+    # --- what a link asks ---
+
+    async def reach(self, holder: Holder) -> str | None:
+        return await self._directory.reach(holder)
+
+    def record(self, request: Record) -> UpdateRecord | None:
+        replica = self._catalog.find(*request.key)
+        if replica is None or replica.log is None or replica.epoch != request.epoch:
+            return None
+        return replica.log.get(request.version)
+
+    def header(self, image: int) -> pb.CutHeader | None:
+        kept = self._cuts.get(image)
+        return kept.cut.header if kept is not None and kept.cut is not None else None
+
+    async def chunk(self, request: Chunk) -> Buffer:
+        kept = self._cuts.get(request.image)
+        if kept is None or kept.cut is None:
+            raise InternalError("an image is not wanted any more", seen=f"image {request.image}")
+        return await self._run(LARGE, partial(kept.cut.chunk, request.index))
+
+    def tell(self, event: LinkOpened | LinkBroke | Replied) -> None:
+        if isinstance(event, LinkBroke):
+            self._links.pop((event.peer, event.link), None)
+        self._driver.tell(event)
+
+    # --- images ---
+
+    def _cut(self, effect: CutImage) -> None:
+        self._cuts[effect.image] = _Cut()
+        self._tasks.start(self._take(effect))
+
+    async def _take(self, effect: CutImage) -> None:
+        replica = self._catalog.find(*effect.key)
+        try:
+            if replica is None:
+                raise InternalError("the shard is not here any more", seen=str(effect.key))
+            cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
+        except ShoalError as error:
+            self._cuts.pop(effect.image, None)
+            self._driver.tell(ImageNotCut(effect.key, effect.image, str(error)))
+            return
+        kept = self._cuts.get(effect.image)
+        if kept is None:
+            cut.close()
+            return
+        kept.cut = cut
+        self._driver.tell(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
+
+    def _release(self, effect: ReleaseChunks) -> None:
+        kept = self._cuts.get(effect.image)
+        if kept is not None and kept.cut is not None:
+            for index in range(kept.released, effect.next_chunk):
+                kept.cut.release(index)
+            kept.released = max(kept.released, effect.next_chunk)
+
+    def _close_image(self, effect: CloseImage) -> None:
+        kept = self._cuts.pop(effect.image, None)
+        if kept is not None and kept.cut is not None:
+            # It gives memory back, which takes a while where there is much.
+            asyncio.get_running_loop().run_in_executor(None, kept.cut.close)

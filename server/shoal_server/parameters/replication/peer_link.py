@@ -1,0 +1,210 @@
+"""One link from this server to one that keeps copies of its shards, from its opening to its end.
+
+Two streams: one for what is pushed, and a second one for images, opened once there is one to send.
+A shard may have gigabytes, and nothing waits behind it.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Iterator
+from contextlib import suppress
+from typing import Protocol
+
+import grpc
+import structlog
+import torch
+
+from shoal_proto.errors import InternalError, ShoalError
+from shoal_proto.pieces import Buffer
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.replication.protocol.events import LinkBroke, LinkOpened, Replied
+from shoal_server.core.replication.protocol.messages import (
+    Chunk,
+    Continue,
+    ImageStart,
+    Offer,
+    Record,
+    Request,
+)
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
+from shoal_server.parameters.replication.wire import frames, replies
+from shoal_server.parameters.replication.wire.streams import open_stream
+from shoal_server.parameters.replication.wire.watched_stream import WatchedStream
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.serving.tasks import cancel
+
+log = structlog.get_logger(__name__)
+
+REFUSAL_S = 0.2
+"""A machine that is up refuses at once."""
+
+
+class LinkOwner(Protocol):
+    """What a link asks of those that it belongs to."""
+
+    async def reach(self, holder: Holder) -> str | None:
+        """Where that process is reached; None if it is gone."""
+        ...
+
+    def record(self, request: Record) -> UpdateRecord | None:
+        """The push; None if the shard is not led here any more."""
+        ...
+
+    def header(self, image: int) -> pb.CutHeader | None:
+        """What an image's chunks make up; None if it is not wanted any more."""
+        ...
+
+    def chunk(self, request: Chunk) -> Awaitable[Buffer]:
+        """Its data. Raises InternalError if the image is not wanted any more."""
+        ...
+
+    def tell(self, event: LinkOpened | LinkBroke | Replied) -> None: ...
+
+
+class PeerLink:
+    """Lives on the event loop."""
+
+    def __init__(
+        self, me: Holder, to: Holder, number: int, owner: LinkOwner, timeouts: PeerTimeouts
+    ) -> None:
+        self._me = me
+        self._to = to
+        self._number = number
+        self._owner = owner
+        self._timeouts = timeouts
+        self._pushes: deque[Request] = deque()
+        self._images: deque[Request] = deque()
+        self._wake = asyncio.Event()
+        self._wake_images = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name=f"link-to-{self._to.server_id}")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            await cancel(self._task)
+
+    def send(self, request: Request) -> None:
+        """Arrives in order, or the link breaks."""
+        if isinstance(request, ImageStart | Chunk):
+            self._images.append(request)
+            self._wake_images.set()
+        else:
+            self._pushes.append(request)
+            self._wake.set()
+
+    async def _run(self) -> None:
+        address = await self._owner.reach(self._to)
+        if address is None:
+            self._owner.tell(LinkBroke(self._to, self._number, is_gone=True))
+            return
+        heard, reason = False, f"{address} ended the stream"
+        try:
+            async with open_stream(address) as opened:
+                stream = WatchedStream(opened, address, self._timeouts)
+                try:
+                    await stream.greet(self._hello(for_images=False))
+                    self._owner.tell(LinkOpened(self._to, self._number))
+                    images = self._carry_images(address)
+                    await stream.carry(self._write(stream), self._read(stream), images)
+                finally:
+                    heard = stream.heard_s > 0.0
+        except ShoalError as error:
+            reason = str(error)
+        except grpc.RpcError as error:
+            reason = str(from_rpc_error(error, address))
+        log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
+        gone = await _refuses(address)
+        self._owner.tell(LinkBroke(self._to, self._number, is_gone=gone, was_heard=heard))
+
+    def _hello(self, *, for_images: bool) -> pb.Hello:
+        return pb.Hello(
+            primary=pb.Holder(server_id=self._me.server_id, incarnation=self._me.incarnation),
+            link=self._number,
+            for_images=for_images,
+            torch_version=torch.__version__,
+        )
+
+    async def _write(self, stream: WatchedStream) -> None:
+        while True:
+            while self._pushes:
+                for frame in self._frames(self._pushes.popleft()):
+                    await stream.send(frame)
+            self._wake.clear()
+            await self._await_or_beat(self._wake, stream)
+
+    def _frames(self, request: Request) -> Iterator[frames.Frame]:
+        if isinstance(request, Offer):
+            yield frames.of_offer(request)
+        elif isinstance(request, Continue):
+            yield frames.of_continue(request)
+        elif isinstance(request, Record):
+            record = self._owner.record(request)
+            if record is not None:
+                yield from frames.of_record(*request.key, request.epoch, record)
+
+    async def _await_or_beat(self, wake: asyncio.Event, stream: WatchedStream) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeouts.beat_s):
+                await wake.wait()
+                return
+        await stream.beat()
+
+    async def _read(self, stream: WatchedStream) -> None:
+        async for message in stream.replies():
+            self._owner.tell(Replied(self._to, self._number, replies.decode(message)))
+
+    # --- images ---
+
+    async def _carry_images(self, address: str) -> None:
+        """By a stream of their own, from the first one on. Raises what broke it."""
+        await self._wake_images.wait()
+        async with open_stream(address) as opened:
+            stream = WatchedStream(opened, address, self._timeouts)
+            await stream.greet(self._hello(for_images=True))
+            await stream.carry(self._write_images(stream), _drain(stream))
+
+    async def _write_images(self, stream: WatchedStream) -> None:
+        while True:
+            while self._images:
+                await self._send_image(stream, self._images.popleft())
+            self._wake_images.clear()
+            await self._await_or_beat(self._wake_images, stream)
+
+    async def _send_image(self, stream: WatchedStream, request: Request) -> None:
+        if isinstance(request, ImageStart):
+            header = self._owner.header(request.image)
+            if header is not None:
+                await stream.send(frames.of_image_start(request, header))
+        elif isinstance(request, Chunk):
+            try:
+                data = await self._owner.chunk(request)
+            except InternalError as error:
+                log.info("chunk_not_sent", job=request.key[0], reason=str(error))
+                return
+            for frame in frames.of_chunk(request, data):
+                await stream.send(frame)
+
+
+async def _drain(stream: WatchedStream) -> None:
+    """Nothing is answered by this stream but beats."""
+    async for message in stream.replies():
+        log.error("answer_by_the_wrong_stream", seen=str(message))
+
+
+async def _refuses(address: str) -> bool:
+    """Whether that machine says that nobody listens there: then the process is gone, and to wait
+    for it would hold up every push that it is to receive."""
+    host, _, port = address.rpartition(":")
+    try:
+        async with asyncio.timeout(REFUSAL_S):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except ConnectionRefusedError:
+        return True
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return False

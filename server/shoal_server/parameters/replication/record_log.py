@@ -1,0 +1,41 @@
+"""Pushes that were applied to a shard here and that a backup may still have to be told of."""
+
+from collections import deque
+
+from shoal_proto.errors import InternalError
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.replica import num_bytes_of
+
+
+class RecordLog:
+    """Lives on the event loop. Versions follow one another without a gap."""
+
+    def __init__(self, version: int) -> None:
+        """Empty: what follows on that version is kept."""
+        self._records: deque[UpdateRecord] = deque()
+        self._trimmed = version
+        self.num_bytes = 0
+        """Of all that is kept."""
+
+    def append(self, record: UpdateRecord) -> None:
+        self._records.append(record)
+        self.num_bytes += num_bytes_of(record)
+
+    def trim(self, version: int) -> None:
+        """Nobody needs what came up to that version."""
+        while self._records and self._trimmed < version:
+            self.num_bytes -= num_bytes_of(self._records.popleft())
+            self._trimmed += 1
+        # Of what was not kept at all.
+        self._trimmed = max(self._trimmed, version)
+
+    def get(self, version: int) -> UpdateRecord:
+        """Raises InternalError for one that is not kept."""
+        index = version - self._trimmed - 1
+        if not 0 <= index < len(self._records):
+            raise InternalError(
+                "a push is to be told to a backup that is not kept any more",
+                seen=f"version {version}",
+                expected=f"above {self._trimmed}, {len(self._records)} are kept",
+            )
+        return self._records[index]

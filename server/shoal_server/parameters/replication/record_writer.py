@@ -1,0 +1,70 @@
+"""Changes of the record that the core wants, several at once where they come so."""
+
+import asyncio
+from collections import defaultdict
+from functools import partial
+
+import structlog
+
+from shoal_proto.errors import RetryError, ShoalError
+from shoal_server.core.replication.protocol.effects import Refresh, Write
+from shoal_server.core.replication.protocol.events import NotWritten, Refreshed, Written
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.serving.tasks import SupervisedTasks
+
+log = structlog.get_logger(__name__)
+
+AGAIN_S = 2.0
+"""After a write that was refused for good."""
+
+
+class RecordWriter:
+    """Lives on the event loop."""
+
+    def __init__(self, driver: CoreDriver, table: AssignmentTable) -> None:
+        self._driver = driver
+        self._table = table
+        self._wanted: defaultdict[str, set[int]] = defaultdict(set)
+        self._tasks = SupervisedTasks()
+        driver.carry_out({Write: self._write, Refresh: self._refresh})
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    def _write(self, effect: Write) -> None:
+        job, shard_id = effect.key
+        if job not in self._wanted:
+            # Those that were decided on together are written together.
+            asyncio.get_running_loop().call_soon(self._start, job)
+        self._wanted[job].add(shard_id)
+
+    def _start(self, job: str) -> None:
+        self._tasks.start(self._change(job, self._wanted.pop(job)))
+
+    async def _change(self, job: str, shard_ids: set[int]) -> None:
+        try:
+            await self._table.change(job, shard_ids, partial(self._revised, job))
+        except ShoalError as error:
+            # What etcd may do for this server, an operator may change.
+            log.error("assignments_not_changed", job=job, reason=str(error))
+            for shard_id in sorted(shard_ids):
+                self._driver.tell(NotWritten((job, shard_id)))
+            await asyncio.sleep(AGAIN_S)
+        for shard_id in sorted(shard_ids):
+            self._driver.tell(Written((job, shard_id)))
+
+    def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
+        return self._driver.core.revised((job, assignment.shard_id), assignment)
+
+    def _refresh(self, effect: Refresh) -> None:
+        self._tasks.start(self._look(effect.key))
+
+    async def _look(self, key: Key) -> None:
+        try:
+            await self._table.refresh(key[0])
+        except RetryError as error:
+            log.warning("assignments_not_read", job=key[0], reason=str(error))
+        self._driver.tell(Refreshed(key))

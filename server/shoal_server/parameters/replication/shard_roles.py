@@ -1,0 +1,207 @@
+"""What a shard's part here changes about it: who may push, who is told of pushes, what is kept."""
+
+import asyncio
+import threading
+from collections import deque
+from functools import partial
+
+import structlog
+
+from shoal_server.core.replication.protocol.effects import (
+    Adopt,
+    Drop,
+    EnterEpoch,
+    Lead,
+    LoadJournal,
+    Open,
+    Resume,
+    StepDown,
+    Stop,
+    Trim,
+)
+from shoal_server.core.replication.protocol.events import Applied, Settled, Stopped
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.shard_journal import ShardJournal
+from shoal_server.parameters.replication.acknowledgements import Acknowledgements
+from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.incoming_images import IncomingImages
+from shoal_server.parameters.replication.record_log import RecordLog
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.replica import Role, ShardReplica, num_bytes_of
+from shoal_server.parameters.shard.versioned import AnyShard
+from shoal_server.serving.tasks import SupervisedTasks
+
+log = structlog.get_logger(__name__)
+
+
+class ShardRoles:
+    """Lives on the event loop."""
+
+    def __init__(
+        self,
+        driver: CoreDriver,
+        *,
+        catalog: Catalog,
+        images: IncomingImages,
+        acknowledgements: Acknowledgements,
+    ) -> None:
+        self._driver = driver
+        self._catalog = catalog
+        self._images = images
+        self._acknowledgements = acknowledgements
+        self._loop = asyncio.get_running_loop()
+        self._applied: deque[tuple[ShardReplica, UpdateRecord]] = deque()
+        self._applied_lock = threading.Lock()
+        self._tasks = SupervisedTasks()
+        self.shard_journal: ShardJournal | None = None
+        self.recovered: dict[Key, Recovered[AnyShard]] = {}
+        """What the journal has and nobody leads from it yet."""
+        driver.carry_out(
+            {
+                Lead: self._lead,
+                Open: self._open,
+                Stop: self._stop,
+                Resume: self._resume,
+                StepDown: self._step_down,
+                Drop: self._drop,
+                Trim: self._trim,
+                LoadJournal: self._load,
+                Adopt: self._adopt,
+                EnterEpoch: self._enter_epoch,
+            }
+        )
+
+    async def close(self) -> None:
+        await self._tasks.close()
+
+    # --- pushes ---
+
+    def _pushed(self, replica: ShardReplica, record: UpdateRecord) -> None:
+        """A push was applied. Any thread, within the shard's lock: so the loop gets them in
+        order."""
+        with self._applied_lock:
+            is_first = not self._applied
+            self._applied.append((replica, record))
+        if is_first:
+            self._loop.call_soon_threadsafe(self._tell_all)
+
+    def _tell_all(self) -> None:
+        while self._applied:
+            with self._applied_lock:
+                replica, record = self._applied.popleft()
+            replica.pushed_bytes += num_bytes_of(record)
+            if replica.log is None or self._catalog.find(replica.job, replica.shard_id) is not (
+                replica
+            ):
+                continue
+            replica.log.append(record)
+            if self.shard_journal is not None:
+                self.shard_journal.tell(replica, record)
+            self._driver.tell(Applied((replica.job, replica.shard_id), record.push.version))
+
+    # --- leading ---
+
+    def _lead(self, effect: Lead) -> None:
+        replica = self._found(effect.key)
+        replica.state.enter_epoch(effect.epoch)
+        replica.epoch, replica.role = effect.epoch, Role.PRIMARY
+        replica.is_forming, replica.is_handing_over = True, False
+        replica.log = RecordLog(replica.state.version)
+        replica.wait = partial(self._acknowledgements.wait, replica)
+        replica.check_lease = self._acknowledgements.check_lease
+        replica.state.subscribe(partial(self._pushed, replica))
+        if self.shard_journal is not None:
+            self.shard_journal.lead(replica)
+        log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
+        self._notify()
+
+    def _open(self, effect: Open) -> None:
+        self._found(effect.key).is_forming = False
+        self._notify()
+
+    def _notify(self) -> None:
+        self._tasks.start(self._catalog.notify(), key="notify")
+
+    def _stop(self, effect: Stop) -> None:
+        replica = self._found(effect.key)
+        replica.is_handing_over = True
+        # From here on pushes of this epoch are refused; the next one is the successor's.
+        replica.state.enter_epoch(replica.epoch + 1)
+        self._tell_all()
+        self._driver.tell(Stopped(effect.key, replica.state.version))
+
+    def _resume(self, effect: Resume) -> None:
+        replica = self._found(effect.key)
+        replica.state.enter_epoch(replica.epoch)
+        replica.is_handing_over = False
+
+    def _trim(self, effect: Trim) -> None:
+        replica = self._found(effect.key)
+        if replica.log is not None:
+            replica.log.trim(effect.version)
+
+    # --- copies ---
+
+    def _step_down(self, effect: StepDown) -> None:
+        replica = self._found(effect.key)
+        replica.state.enter_epoch(effect.epoch)
+        self._end(replica)
+        replica.role, replica.epoch = Role.BACKUP, effect.epoch
+        replica.is_handing_over = False
+        log.info("shard_no_longer_led", job=replica.job, shard_id=replica.shard_id)
+        self._driver.tell(Settled(effect.key, replica.state.version))
+
+    def _adopt(self, effect: Adopt) -> None:
+        replica = self._images.take(effect)
+        before = self._catalog.find(*effect.key)
+        if before is not None:
+            self._let_go(before)
+        self._catalog.add(replica)
+
+    def _enter_epoch(self, effect: EnterEpoch) -> None:
+        replica = self._found(effect.key)
+        replica.epoch = effect.epoch
+        replica.state.enter_epoch(effect.epoch)
+
+    def _load(self, effect: LoadJournal) -> None:
+        found = self.recovered.pop(effect.key)
+        replica = ShardReplica(found.job, found.state, Role.BACKUP, effect.epoch)
+        before = self._catalog.find(*effect.key)
+        if before is not None:
+            self._let_go(before)
+        self._catalog.add(replica)
+        log.info(
+            "shard_recovered_from_journal",
+            job=found.job,
+            shard_id=replica.shard_id,
+            version=found.state.version,
+            num_replayed=found.num_replayed,
+        )
+
+    # --- the end ---
+
+    def _drop(self, effect: Drop) -> None:
+        replica = self._catalog.find(*effect.key)
+        if replica is not None:
+            self._let_go(replica)
+
+    def _let_go(self, replica: ShardReplica) -> None:
+        # A push that has been let in already must not be applied to what nobody will see.
+        replica.state.enter_epoch(replica.epoch + 1)
+        self._end(replica)
+        self._catalog.remove(replica)
+
+    def _end(self, replica: ShardReplica) -> None:
+        """It is led here no longer. What was applied is told first."""
+        self._tell_all()
+        replica.state.subscribe(None)
+        replica.log = None
+        if self.shard_journal is not None:
+            self.shard_journal.end(replica)
+
+    def _found(self, key: Key) -> ShardReplica:
+        replica = self._catalog.find(*key)
+        assert replica is not None, key
+        return replica

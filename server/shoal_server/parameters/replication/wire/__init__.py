@@ -1,0 +1,1 @@
+"""Links between servers: what goes over them, and whether anybody is there."""

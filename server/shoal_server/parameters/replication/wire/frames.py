@@ -1,0 +1,243 @@
+"""What servers tell each other as messages of a stream, and back; what is large goes in checked
+pieces."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shoal_proto import pieces
+from shoal_proto.checksum import crc32
+from shoal_proto.errors import ChecksumMismatch, MalformedMessage
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.replication.protocol.messages import (
+    Chunk,
+    Continue,
+    ImageStart,
+    Offer,
+    Record,
+    Request,
+)
+from shoal_server.parameters.shard.image import UpdateRecord
+
+PIECE_BYTES = 1024 * 1024
+INLINE_BYTES = 64 * 1024
+"""A gradient of so many goes with the message that announces it."""
+MAX_RECORD_BYTES = 8 * 1024**3
+MAX_CHUNK_BYTES = 64 * 1024 * 1024
+BYTES = 4
+"""Number of the field `bytes` in FollowRequest."""
+DECODER = pieces.Decoder(BYTES, pb.FollowRequest.FromString)
+Arriving = pb.FollowRequest | pieces.OnlyPiece
+"""What comes in of a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some bytes of the record or chunk that was announced last."""
+
+    offset_bytes: int
+    data: memoryview
+    checksum: int
+
+
+Frame = pb.FollowRequest | Piece
+"""What goes out in a stream."""
+
+
+def of_offer(offer: Offer) -> pb.FollowRequest:
+    job, shard_id = offer.key
+    message = pb.Offer(job=job, shard_id=shard_id, epoch=offer.epoch, born=offer.born)
+    return pb.FollowRequest(offer=message)
+
+
+def of_continue(request: Continue) -> pb.FollowRequest:
+    job, shard_id = request.key
+    message = pb.Continue(job=job, shard_id=shard_id, epoch=request.epoch, version=request.version)
+    return pb.FollowRequest(continuation=message)
+
+
+def of_record(job: str, shard_id: int, epoch: int, record: UpdateRecord) -> Iterator[Frame]:
+    """The messages that tell a backup of a push."""
+    data = memoryview(record.data)
+    start = pb.RecordStart(
+        job=job, shard_id=shard_id, epoch=epoch, record=record.push, num_bytes=len(data)
+    )
+    if len(data) <= INLINE_BYTES:
+        start.first.data = bytes(data)
+        start.first.checksum = crc32(data)
+        data = data[:0]
+    yield pb.FollowRequest(record=start)
+    yield from _pieces(data)
+
+
+def of_image_start(start: ImageStart, header: pb.CutHeader) -> pb.FollowRequest:
+    message = pb.ImageStart(
+        job=start.key[0],
+        epoch=start.epoch,
+        born=start.born,
+        image=start.image,
+        next_chunk=start.next_chunk,
+        num_chunks=start.num_chunks,
+        cut=header,
+    )
+    return pb.FollowRequest(image=message)
+
+
+def of_chunk(chunk: Chunk, data: pieces.Buffer) -> Iterator[Frame]:
+    job, shard_id = chunk.key
+    start = pb.ChunkStart(
+        job=job, shard_id=shard_id, image=chunk.image, index=chunk.index, num_bytes=len(data)
+    )
+    yield pb.FollowRequest(chunk=start)
+    yield from _pieces(memoryview(data))
+
+
+def _pieces(data: memoryview) -> Iterator[Piece]:
+    for at in range(0, len(data), PIECE_BYTES):
+        part = data[at : at + PIECE_BYTES]
+        yield Piece(at, part, crc32(part))
+
+
+def serialize(frame: Frame) -> bytes:
+    """The message for gRPC; each byte of a piece is copied once."""
+    if isinstance(frame, Piece):
+        return pieces.encode(BYTES, 0, frame.offset_bytes, (frame.data,), frame.checksum)
+    return frame.SerializeToString()
+
+
+def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
+    """The bytes. Raises ChecksumMismatch if they are not those that were sent."""
+    data = message.data
+    seen = crc32(data)
+    if seen != message.checksum:
+        raise ChecksumMismatch(
+            "a piece of a shard changed on its way to the backup",
+            seen=f"CRC-32 {seen:#010x} of {len(data)} bytes",
+            expected=f"{message.checksum:#010x}",
+        )
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request with all that belongs to it."""
+
+    request: Request
+    push: pb.PushRecord | None = None
+    """Of a record."""
+    header: pb.CutHeader | None = None
+    """Of an image."""
+    parts: Sequence[pieces.Buffer] = ()
+    """The data of a record or of a chunk."""
+
+    def record(self) -> UpdateRecord:
+        """The push with its gradient; what came in pieces is joined."""
+        assert self.push is not None
+        data = self.parts[0] if len(self.parts) == 1 else b"".join(self.parts)
+        return UpdateRecord(self.push, data)
+
+
+@dataclass(slots=True)
+class _Unfinished:
+    arrived: Arrived
+    left_bytes: int
+    parts: list[pieces.Buffer] = field(default_factory=list)
+
+    def add(self, data: pieces.Buffer) -> None:
+        self.left_bytes -= len(data)
+        if data:
+            self.parts.append(data)
+
+    def whole(self) -> Arrived:
+        arrived = self.arrived
+        return Arrived(arrived.request, arrived.push, arrived.header, self.parts or [b""])
+
+
+class Assembly:
+    """Puts the messages of one stream together again, never holding more than one record or chunk
+    of the size that its start gave."""
+
+    def __init__(self) -> None:
+        self._open: _Unfinished | None = None
+
+    def take(self, request: Arriving) -> Arrived | None:
+        """What has become whole with this message. Raises MalformedMessage, ChecksumMismatch."""
+        if isinstance(request, pieces.OnlyPiece):
+            return self._add(checked(request.piece))
+        kind = request.WhichOneof("part")
+        if kind == "bytes":
+            return self._add(checked(request.bytes))
+        if self._open is not None:
+            raise MalformedMessage(
+                "another record or chunk begins within one",
+                seen=f"{self._open.left_bytes} bytes short",
+                expected="all of its bytes first",
+            )
+        if kind == "record":
+            return self._begin_record(request.record)
+        if kind == "chunk":
+            return self._begin_chunk(request.chunk)
+        return _small(request, kind or "nothing")
+
+    def _begin_record(self, start: pb.RecordStart) -> Arrived | None:
+        _check_size(start.num_bytes, MAX_RECORD_BYTES)
+        key = start.job, start.shard_id
+        record = Record(key, start.epoch, start.record.version)
+        self._open = _Unfinished(Arrived(record, push=start.record), start.num_bytes)
+        return self._add(checked(start.first))
+
+    def _begin_chunk(self, start: pb.ChunkStart) -> Arrived | None:
+        _check_size(start.num_bytes, MAX_CHUNK_BYTES)
+        chunk = Chunk((start.job, start.shard_id), start.image, start.index)
+        self._open = _Unfinished(Arrived(chunk), start.num_bytes)
+        return self._add(b"")
+
+    def _add(self, data: pieces.Buffer) -> Arrived | None:
+        unfinished = self._open
+        if unfinished is None or len(data) > unfinished.left_bytes:
+            raise MalformedMessage(
+                "bytes that nobody announced",
+                seen=f"{len(data)} bytes",
+                expected=f"at most {unfinished.left_bytes if unfinished else 0}",
+            )
+        unfinished.add(data)
+        if unfinished.left_bytes:
+            return None
+        self._open = None
+        return unfinished.whole()
+
+
+def _small(request: pb.FollowRequest, kind: str) -> Arrived:
+    """What comes whole with its message."""
+    if kind == "offer":
+        offer = request.offer
+        return Arrived(Offer((offer.job, offer.shard_id), offer.epoch, offer.born))
+    if kind == "continuation":
+        message = request.continuation
+        key = message.job, message.shard_id
+        return Arrived(Continue(key, message.epoch, message.version))
+    if kind == "image":
+        image = request.image
+        start = ImageStart(
+            (image.job, image.cut.shard_id),
+            image.epoch,
+            image.born,
+            image.image,
+            image.cut.version,
+            image.num_chunks,
+            image.next_chunk,
+        )
+        return Arrived(start, header=image.cut)
+    raise MalformedMessage(
+        "a message that does not belong here",
+        seen=kind,
+        expected="an offer, a record, an image, a chunk, or bytes of one",
+    )
+
+
+def _check_size(num_bytes: int, most_bytes: int) -> None:
+    if num_bytes > most_bytes:
+        raise MalformedMessage(
+            "a record or chunk is too large",
+            seen=f"{num_bytes} bytes",
+            expected=f"at most {most_bytes}",
+        )

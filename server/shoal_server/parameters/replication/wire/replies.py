@@ -1,0 +1,81 @@
+"""What backups answer, as messages and back."""
+
+from shoal_proto.errors import MalformedMessage
+from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.replication.protocol.messages import (
+    ChunkTaken,
+    Holds,
+    Installed,
+    Received,
+    Refused,
+    Reply,
+    Why,
+)
+
+_REASONS = {
+    Why.OTHER_HOLDERS: pb.RefusalReason.REFUSAL_REASON_OTHER_HOLDERS,
+    Why.FULL: pb.RefusalReason.REFUSAL_REASON_FULL,
+    Why.NO_COPY: pb.RefusalReason.REFUSAL_REASON_NO_COPY,
+    Why.FAILED: pb.RefusalReason.REFUSAL_REASON_FAILED,
+}
+_WHY = {number: why for why, number in _REASONS.items()}
+
+
+def encode(reply: Reply) -> pb.FollowReply:
+    job, shard_id = reply.key
+    message = pb.FollowReply(job=job, shard_id=shard_id)
+    if not isinstance(reply, ChunkTaken):
+        message.epoch = reply.epoch
+    match reply:
+        case Received():
+            message.received = reply.version
+        case Holds():
+            message.holds.CopyFrom(
+                pb.Holds(
+                    version=reply.version,
+                    copy_epoch=reply.copy_epoch,
+                    born=reply.born,
+                    image=reply.image,
+                    next_chunk=reply.next_chunk,
+                )
+            )
+        case Installed():
+            message.installed.CopyFrom(pb.Installed(image=reply.image, version=reply.version))
+        case ChunkTaken():
+            message.taken.CopyFrom(pb.ChunkTaken(image=reply.image, next_chunk=reply.next_chunk))
+        case Refused():
+            reason = _REASONS[reply.why]
+            message.refused.CopyFrom(pb.Refused(reason=reason, detail=reply.detail))
+    return message
+
+
+def decode(message: pb.FollowReply) -> Reply:
+    """Raises MalformedMessage for what is no answer."""
+    key = message.job, message.shard_id
+    match message.WhichOneof("answer"):
+        case "received":
+            return Received(key, message.epoch, message.received)
+        case "holds":
+            holds = message.holds
+            return Holds(
+                key,
+                message.epoch,
+                holds.copy_epoch,
+                holds.born,
+                holds.version,
+                holds.image,
+                holds.next_chunk,
+            )
+        case "installed":
+            installed = message.installed
+            return Installed(key, message.epoch, installed.image, installed.version)
+        case "taken":
+            return ChunkTaken(key, message.taken.image, message.taken.next_chunk)
+        case "refused":
+            refused = message.refused
+            why = _WHY.get(refused.reason, Why.FAILED)
+            return Refused(key, message.epoch, why, refused.detail)
+        case other:
+            raise MalformedMessage(
+                "a backup answers what this release does not know", seen=str(other)
+            )
