@@ -16,6 +16,7 @@ from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.shard_journal import ShardJournal
@@ -23,7 +24,6 @@ from shoal_server.parameters.replication import record_writer
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.record_writer import RecordWriter
 from shoal_server.parameters.shard.dense import new_dense_shard
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.replica import Role, ShardReplica
 
 ME = Holder("ps-0", "one")
@@ -79,11 +79,10 @@ class FullJournal:
     """A journal in which one shard's old records always take too much."""
 
     def __init__(self) -> None:
-        self.images: list[Image] = []
+        self.images: list[ShardCut] = []
         self.put = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-
-    failure = None
+        self.failure: None = None
 
     def check_room(self) -> None:
         """There is some."""
@@ -91,7 +90,7 @@ class FullJournal:
     def overdue(self) -> list[tuple[str, int]]:
         return [("job", 0)]
 
-    def put_image(self, job: str, epoch: int, image: Image) -> None:
+    def put_image(self, job: str, epoch: int, image: ShardCut) -> None:
         self.images.append(image)
         if len(self.images) > 1:
             self._loop.call_soon_threadsafe(self.put.set)
@@ -106,10 +105,10 @@ async def test_a_journal_is_shortened_after_a_failure(
     journal, replica = FullJournal(), new_held()
     errors = iter([None, error])
 
-    async def take(_: ShardReplica) -> Image:
+    async def take(_: ShardReplica) -> ShardCut:
         if (failure := next(errors, None)) is not None:
             raise failure
-        return replica.state.image()
+        return replica.state.cut()
 
     with ThreadPoolExecutor(1) as pool:
         kept = ShardJournal(

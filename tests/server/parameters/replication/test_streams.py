@@ -15,7 +15,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.parameters.bulk import places
-from shoal_server.parameters.replication import streams
+from shoal_server.parameters.replication.wire import streams
 from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
 
 NUM_ELEMENTS = 1_500_000
