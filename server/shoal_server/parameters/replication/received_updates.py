@@ -105,9 +105,7 @@ class ReceivedUpdates:
         num_rows = len(arrived.push.row_ids) // ID_BYTES
         num_bytes = work_bytes_of(arrived.push, _num_bytes(arrived))
         num_bytes += replica.state.body.regrown_bytes(num_rows)
-        await replica.in_turn(
-            self._run, num_bytes, lambda: replica.state.replay(arrived.record())
-        )
+        await replica.in_turn(self._run, num_bytes, lambda: replica.state.replay(arrived.record()))
 
     def _settle(self, effect: Settle) -> None:
         replica = self._catalog.find(*effect.key)
