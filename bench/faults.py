@@ -41,6 +41,7 @@ from pathlib import Path
 from statistics import median
 
 import structlog
+import torch
 
 # The checker and the cluster that may be killed are those of the tests.
 sys.path.append(str(Path(__file__).parent.parent / "tests"))
@@ -232,6 +233,8 @@ def rows(measured: Measured) -> list[Row]:
 
 def main() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    # As the servers do: threads within a kernel wait for each other where all cores are busy.
+    torch.set_num_threads(1)
     want = asked()
     measured = Measured()
     rng = random.Random(want.seed)

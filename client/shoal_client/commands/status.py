@@ -271,6 +271,11 @@ def _print_servers(console: Console, view: Json) -> None:
             f" {ago} ago",
             highlight=False,
         )
+    versions = {s["torch_version"]: s["server_id"] for s in view["servers"] if s["torch_version"]}
+    if len(versions) > 1:
+        told = ", ".join(f"{server_id} {version}" for version, server_id in versions.items())
+        text = f"servers run several versions of torch ({told}): copies may differ in the last bits"
+        console.print(escape(text), highlight=False)
     console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
 
 

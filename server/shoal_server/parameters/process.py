@@ -177,7 +177,12 @@ async def running(
         host = config.listen.rpartition(":")[0]
         await stack.enter_async_context(listener.listening(host, config.bulk_port))
         # Last in, first out: known only while it serves, and gone from etcd before it stops.
-        identity = Identity(holder=me, address=address, started_unix_s=time.time())
+        identity = Identity(
+            holder=me,
+            address=address,
+            started_unix_s=time.time(),
+            torch_version=torch.__version__,
+        )
         registration = await stack.enter_async_context(
             Registration(
                 store,

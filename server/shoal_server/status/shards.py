@@ -16,8 +16,8 @@ from shoal_proto.v1.shards_pb2 import Shard
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.loads import ShardMeasure
-from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records import shard_map
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
 from shoal_server.status.views import (
@@ -96,8 +96,8 @@ class ShardReader:
         if found is None:
             return None
         shards, held = found[0].shards, found[1]
-        registered = await self._store.range(keys.SERVERS)
-        present = {item.key.removeprefix(keys.SERVERS) for item in registered.items}
+        listed = await registered.read(self._store)
+        present = {server.holder.server_id: server for server in listed}
         addresses = {shard.server_id: shard.address for shard in shards}
         await self._forget_channels_but(set(addresses.values()))
         answers = await asyncio.gather(
@@ -127,7 +127,11 @@ class ShardReader:
                 await self._channels.pop(address).close()
 
 
-def _view(shards: Sequence[Shard], answers: Sequence[_Answer], present: set[str]) -> ShardsView:
+def _view(
+    shards: Sequence[Shard],
+    answers: Sequence[_Answer],
+    present: Mapping[str, registered.Server],
+) -> ShardsView:
     states = {
         (answer.server_id, state.shard_id): state
         for answer in answers
@@ -188,12 +192,13 @@ def _skew(shards: Sequence[ShardView]) -> float:
     return max(led.values()) * len(led) / total if total else 1.0
 
 
-def _server_view(answer: _Answer, present: set[str]) -> ServerView:
+def _server_view(answer: _Answer, present: Mapping[str, registered.Server]) -> ServerView:
     if answer.reply is not None:
         state = "serving"
     else:
         state = "unreachable" if answer.server_id in present else "gone"
     reply = answer.reply or DescribeReply()
+    server = present.get(answer.server_id)
     return ServerView(
         server_id=answer.server_id,
         address=answer.address,
@@ -206,6 +211,7 @@ def _server_view(answer: _Answer, present: set[str]) -> ServerView:
         partial_pushes=reply.partial_pushes,
         held_bytes=reply.held_bytes,
         memory_limit_bytes=reply.memory_limit_bytes,
+        torch_version="" if server is None else server.torch_version,
         full_peers=tuple(
             FullPeerView(server_id=peer.server_id, reason=peer.reason) for peer in reply.full_peers
         ),

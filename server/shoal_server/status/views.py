@@ -200,6 +200,8 @@ class ServerView(View):
     """Values and optimizer state, of copies too, and unfinished data, of all jobs."""
     memory_limit_bytes: int = 0
     """Of held_bytes: beyond it no shard is created, no copy taken and no table grows."""
+    torch_version: str = ""
+    """What it computes with; empty for one that does not say, or is not registered."""
     full_peers: tuple[FullPeerView, ...] = ()
     """Servers that have no memory for copies of what this one leads; it goes on without them."""
 

@@ -20,6 +20,7 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
+from shoal_server.coordinator.shards.torch_versions import TorchVersions
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
@@ -78,6 +79,7 @@ class ShardController:
         self._due: set[str] = set()
         """Jobs to be looked at."""
         self._wake = asyncio.Event()
+        self._torch_versions = TorchVersions()
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator["ShardController"]:
@@ -166,6 +168,7 @@ class ShardController:
 
     async def _servers(self) -> Servers:
         found = await registered.read(self._store)
+        self._torch_versions.note(found)
         return Servers(
             present=frozenset(server.holder for server in found),
             leaving=frozenset(server.holder for server in found if server.is_leaving),

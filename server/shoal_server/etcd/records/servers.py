@@ -23,6 +23,8 @@ class Server:
     """host:port under which workers and other servers reach it."""
     is_leaving: bool = False
     """It wants to give away what it holds."""
+    torch_version: str = ""
+    """What it computes with; empty for one that does not say."""
 
 
 def parse(key: str, value: bytes) -> Server:
@@ -33,6 +35,7 @@ def parse(key: str, value: bytes) -> Server:
             holder=Holder(key.removeprefix(keys.SERVERS), record.text("incarnation", "")),
             address=record.text("address"),
             is_leaving=record.has("leaving") and record.flag("leaving"),
+            torch_version=record.text("torch", ""),
         )
     except Unreadable as error:
         raise InternalError(

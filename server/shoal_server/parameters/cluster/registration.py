@@ -26,6 +26,7 @@ class Identity:
     address: str
     """host:port under which workers and other servers reach this one."""
     started_unix_s: float
+    torch_version: str = ""
 
     @property
     def server_id(self) -> str:
@@ -38,6 +39,7 @@ class Identity:
                 "incarnation": self.holder.incarnation,
                 "started_unix_s": self.started_unix_s,
                 "leaving": leaving,
+                "torch": self.torch_version,
             }
         ).encode()
 

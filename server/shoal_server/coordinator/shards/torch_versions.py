@@ -1,0 +1,38 @@
+"""Whether all parameter servers compute with the same torch."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import structlog
+
+from shoal_server.etcd.records.servers import Server
+
+log = structlog.get_logger(__name__)
+
+
+class TorchVersions:
+    """Says so in the log when servers of several versions are there, once for each mixture.
+
+    They are not kept apart: servers are upgraded one after the other, and each version computes
+    correctly. But a kernel may round otherwise in another version, so a copy is no longer the same
+    as its primary to the last bit.
+    """
+
+    def __init__(self) -> None:
+        self._told: dict[str, list[str]] = {}
+
+    def note(self, servers: Iterable[Server]) -> None:
+        """All servers that are there now."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for server in servers:
+            if server.torch_version:
+                found[server.torch_version].append(server.holder.server_id)
+        versions = {version: sorted(found[version]) for version in sorted(found)}
+        if len(versions) > 1 and versions != self._told:
+            log.warning(
+                "torch_versions_differ",
+                servers=versions,
+                reason="copies of a shard may differ in the last bits from its primary",
+                fix="Run the same version of torch on every parameter server.",
+            )
+        self._told = versions
