@@ -19,8 +19,8 @@ from shoal_proto.v1.shards_pb2 import ShardMap
 from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
 from shoal_server.coordinator.shards.loss_log import LossLog
+from shoal_server.coordinator.shards.torch_versions import watching_torch_versions
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
-from shoal_server.coordinator.shards.torch_versions import TorchVersions
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
@@ -79,7 +79,6 @@ class ShardController:
         self._due: set[str] = set()
         """Jobs to be looked at."""
         self._wake = asyncio.Event()
-        self._torch_versions = TorchVersions()
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator["ShardController"]:
@@ -92,7 +91,8 @@ class ShardController:
             on_change=self._look_at_all,
             resync=True,
         )
-        async with servers, self._assignments, running(self._work()):
+        versions = watching_torch_versions(self._store)
+        async with servers, self._assignments, versions, running(self._work()):
             try:
                 yield self
             finally:
@@ -168,7 +168,6 @@ class ShardController:
 
     async def _servers(self) -> Servers:
         found = await registered.read(self._store)
-        self._torch_versions.note(found)
         return Servers(
             present=frozenset(server.holder for server in found),
             leaving=frozenset(server.holder for server in found if server.is_leaving),

@@ -1,11 +1,15 @@
 """Whether all parameter servers compute with the same torch."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 
 import structlog
 
-from shoal_server.etcd.records.servers import Server
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import KeyValueStore
+from shoal_server.etcd.mirror import PrefixMirror
+from shoal_server.etcd.records.servers import Server, parse
 
 log = structlog.get_logger(__name__)
 
@@ -36,3 +40,18 @@ class TorchVersions:
                 fix="Run the same version of torch on every parameter server.",
             )
         self._told = versions
+
+
+@asynccontextmanager
+async def watching_torch_versions(store: KeyValueStore) -> AsyncIterator[None]:
+    """Follow who is there, as long as the block runs."""
+    versions = TorchVersions()
+    servers: PrefixMirror[Server] = PrefixMirror(
+        store,
+        keys.SERVERS,
+        lambda item: parse(item.key, item.value),
+        on_change=lambda: versions.note(servers.records.values()),
+        resync=True,
+    )
+    async with servers:
+        yield
