@@ -9,7 +9,7 @@ from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
 from shoal_proto.checksum import crc32
 
 NUM_PLACES = 12
-SMALL_ARENA_BYTES = 4 * 1024 * 1024
+SMALL_ARENA_BYTES = 32 * 1024 * 1024
 """Up to so many, there is a place for each part of a call: then neither end waits for the other."""
 MIN_PLACES = 3
 """A server reads one shard ahead; with fewer places both ends would wait for each other."""

@@ -50,11 +50,19 @@ class BulkWay:
     """For one thread at a time, but for `close`."""
 
     def __init__(
-        self, address: str, open_bulk: Opening, token: Callable[[], Token], *, transport: str
+        self,
+        address: str,
+        open_bulk: Opening,
+        token: Callable[[], Token],
+        *,
+        transport: str,
+        room_for: Callable[[int], int] = int,
     ) -> None:
+        """`room_for`: how large parts are to have room, where one of so many bytes came."""
         self._address = address
         self._open_bulk = open_bulk
         self._token = token
+        self._room_for = room_for
         self._connection: Connection | None = None
         self._largest_bytes = 0
         self._is_local_tried = transport == "auto"
@@ -81,8 +89,8 @@ class BulkWay:
             return None
         if not self._is_local_tried:
             offer.local_name = ""
-        self._connection = connect(offer, self._address, largest_bytes, num_parts)
-        self._largest_bytes = largest_bytes
+        self._largest_bytes = self._room_for(largest_bytes)
+        self._connection = connect(offer, self._address, self._largest_bytes, num_parts)
         if self._connection is None:
             self._not_until_s = time.monotonic() + AGAIN_S
         return self._connection

@@ -36,8 +36,12 @@ from shoal_proto.v1.tables_pb2 import (
 )
 from shoal_proto.v1.tables_pb2_grpc import TablesStub
 
-MIN_PLACE_BYTES = 32 * 1024
-"""How many rows of a shard come differs from step to step: there is to be room for more."""
+MIN_PLACE_BYTES = 16 * 1024
+
+
+def _room_for(num_bytes: int) -> int:
+    """Steps differ in how many rows of a shard they have: there is to be room for more."""
+    return max(num_bytes + num_bytes // 4, MIN_PLACE_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +84,8 @@ class TableCalls:
     ) -> None:
         self._token = token
         self._stub = TablesStub(channel)
-        self._bulk = BulkWay(address, PieceStub(channel).OpenBulk, token, transport=transport)
+        open_bulk = PieceStub(channel).OpenBulk
+        self._bulk = BulkWay(address, open_bulk, token, transport=transport, room_for=_room_for)
 
     @property
     def way(self) -> str:
@@ -93,8 +98,7 @@ class TableCalls:
 
     def _connection(self, sizes: Iterable[int], timeout_s: float) -> Connection | None:
         known = list(sizes)
-        largest_bytes = max(MIN_PLACE_BYTES, 1 << (max(known, default=1) - 1).bit_length())
-        return self._bulk.connection(largest_bytes, len(known), timeout_s)
+        return self._bulk.connection(max(known, default=0), len(known), timeout_s)
 
     def look_up(
         self, asked: Sequence[AskedRows], timeout_s: float
