@@ -1,0 +1,362 @@
+"""What one server decides about its shards, event by event."""
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+import pytest
+
+from shoal_server.core.replication.protocol import events as ev
+from shoal_server.core.replication.protocol.effects import (
+    Acknowledge,
+    Adopt,
+    Answer,
+    CutImage,
+    Drop,
+    Effect,
+    Lead,
+    OpenLink,
+    Refusal,
+    Refuse,
+    Replay,
+    Resume,
+    Send,
+    Settle,
+    Stop,
+    Write,
+)
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.replication.protocol.messages import (
+    Chunk,
+    ChunkTaken,
+    Continue,
+    Holds,
+    ImageStart,
+    Installed,
+    Offer,
+    Received,
+    Record,
+    Refused,
+    Reply,
+    Request,
+    Why,
+)
+from shoal_server.core.replication.replication_core import ReplicationCore
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+
+KEY = ("job", 0)
+ME, B, C = Holder("a", "1"), Holder("b", "1"), Holder("c", "1")
+LIMITS = ReplicationLimits(dead_after_s=100.0)
+E = TypeVar("E")
+
+
+def record(
+    primary: Holder = ME, *backups: Holder, epoch: int = 1, **more: object
+) -> ShardAssignment:
+    fields: dict[str, object] = {"content": ShardContent.PRESENT, **more}
+    return ShardAssignment(  # type: ignore[arg-type]
+        shard_id=0, epoch=epoch, primary=primary, backups=backups, **fields
+    )
+
+
+class World:
+    """The core of one server, and what it wanted done."""
+
+    def __init__(self) -> None:
+        self.core = ReplicationCore(ME, LIMITS)
+        self.now_s = 0.0
+        self.links: dict[Holder, int] = {}
+        self.tell(ev.LeaseRenewed(0.0))
+
+    def tell(self, event: ev.Event) -> list[Effect]:
+        effects = self.core.step(event, self.now_s)
+        self.links.update({e.peer: e.link for e in effects if isinstance(e, OpenLink)})
+        return effects
+
+    def assigned(self, assignment: ShardAssignment | None) -> list[Effect]:
+        return self.tell(ev.Assigned(KEY, assignment))
+
+    def opened(self, peer: Holder) -> list[Effect]:
+        return self.tell(ev.LinkOpened(peer, self.links[peer]))
+
+    def broke(self, peer: Holder, *, gone: bool = True) -> list[Effect]:
+        return self.tell(ev.LinkBroke(peer, self.links[peer], is_gone=gone))
+
+    def answered(self, peer: Holder, reply: Reply) -> list[Effect]:
+        return self.tell(ev.Replied(peer, self.links[peer], reply))
+
+    def asks(self, version: int, level: ev.Level = ev.Level.REPLICATED) -> list[Effect]:
+        return self.tell(ev.Asked("asked", KEY, 1, version, level))
+
+    def led(self, *backups: Holder, **more: object) -> None:
+        """Lead the shard at version 1, with these in step and level."""
+        self.assigned(record(ME, *backups, **more))
+        self.tell(ev.Created(KEY, 1, 1))
+        for backup in backups:
+            self.opened(backup)
+            self.answered(backup, Holds(KEY, 1, 1, 1, 1))
+            self.answered(backup, Installed(KEY, 1, 0, 1))
+
+    def told(self, request: Request, peer: Holder = B, link: int = 7) -> list[Effect]:
+        return self.tell(ev.Requested(peer, link, request))
+
+    def backs(self, version: int = 3) -> None:
+        """Have a copy of what B leads, in step."""
+        self.assigned(record(B, ME))
+        self.tell(ev.CallerCame(B, 7))
+        self.told(ImageStart(KEY, 1, 1, 5, version, 1))
+        self.told(Chunk(KEY, 5, 0))
+        self.tell(ev.ImageRestored(KEY, 5))
+
+
+def only(kind: type[E], effects: Iterable[Effect]) -> list[E]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def replies(effects: Iterable[Effect]) -> list[Reply]:
+    return [answer.reply for answer in only(Answer, effects)]
+
+
+def requests(effects: Iterable[Effect]) -> list[Request]:
+    return [send.request for send in only(Send, effects)]
+
+
+# --- leading ---
+
+
+def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
+    world = World()
+    world.led(B, C)
+    assert requests(world.tell(ev.Applied(KEY, 2))) == [Record(KEY, 1, 2)] * 2
+    assert world.asks(2) == []
+    assert only(Acknowledge, world.answered(B, Received(KEY, 1, 2))) == []
+    assert only(Acknowledge, world.answered(C, Received(KEY, 1, 2))) == [Acknowledge("asked")]
+
+
+@pytest.mark.parametrize("level", list(ev.Level))
+def test_nothing_is_acknowledged_beyond_the_lease(level: ev.Level) -> None:
+    """Counted from the sending of the last renewal; whoever waits is told, a renewal mends it."""
+    world = World()
+    world.core.leading.keeps_journal = True
+    world.led(B, on_disk="a")
+    world.tell(ev.OnDisk(KEY, 1))
+    world.tell(ev.Applied(KEY, 2))
+    world.asks(2)
+    world.now_s = LIMITS.fenced_after_s - 0.01
+    assert only(Refuse, world.tell(ev.Woken())) == []
+    world.now_s = LIMITS.fenced_after_s
+    assert world.core.wakes_s() <= world.now_s
+    assert only(Refuse, world.tell(ev.Woken())) == [Refuse("asked", Refusal.FENCED)]
+    assert only(Refuse, world.asks(1, level)) == [Refuse("asked", Refusal.FENCED)]
+    world.tell(ev.LeaseRenewed(world.now_s - 1.0))
+    assert only(Acknowledge, world.asks(1, level)) == [Acknowledge("asked")]
+
+
+def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
+    """It is gone, and the write is under way: nothing is acknowledged before that is done."""
+    world = World()
+    world.led(B)
+    assert only(Write, world.broke(B)) == [Write(KEY)]
+    world.tell(ev.Applied(KEY, 2))
+    assert world.asks(2) == []
+    assert world.core.revised(KEY, record(ME, B)) == record(ME)
+    done = [*world.assigned(record(ME)), *world.tell(ev.Written(KEY))]
+    assert only(Acknowledge, done) == [Acknowledge("asked")]
+
+
+def joined(world: World) -> None:
+    """B has got the shard, and the write that puts it in step is under way."""
+    world.led(joining=B)
+    world.opened(B)
+    assert only(CutImage, world.answered(B, Holds(KEY, 1))) == [CutImage(KEY, 1)]
+    assert requests(world.tell(ev.ImageCut(KEY, 1, 1, 1))) == [
+        ImageStart(KEY, 1, 1, 1, 1, 1),
+        Chunk(KEY, 1, 0),
+    ]
+    assert only(Write, world.answered(B, Installed(KEY, 1, 1, 1))) == [Write(KEY)]
+    assert world.core.revised(KEY, record(ME, joining=B)) == record(ME, B)
+
+
+def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
+    """It is lost while etcd has not answered: the record may name it any moment, and then it may
+    take over. So it has to have what is acknowledged."""
+    world = World()
+    joined(world)
+    world.broke(B)
+    world.tell(ev.Applied(KEY, 2))
+    assert world.asks(2) == []
+    assert only(Acknowledge, world.assigned(record(ME, B))) == []
+    assert only(Write, world.tell(ev.Written(KEY))) == [Write(KEY)]
+    assert world.core.revised(KEY, record(ME, B)) == record(ME)
+    assert only(Acknowledge, world.assigned(record(ME))) == [Acknowledge("asked")]
+
+
+def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
+    world = World()
+    world.led(joining=B)
+    world.opened(B)
+    world.answered(B, Holds(KEY, 1))
+    sent = requests(world.tell(ev.ImageCut(KEY, 1, 1, 9)))
+    assert sent[1:] == [Chunk(KEY, 1, i) for i in range(LIMITS.window_chunks)]
+    assert requests(world.answered(B, ChunkTaken(KEY, 1, 2))) == [
+        Chunk(KEY, 1, 4),
+        Chunk(KEY, 1, 5),
+    ]
+    world.broke(B, gone=False)
+    world.now_s += LIMITS.reconnect_s / 10
+    world.tell(ev.Woken())
+    assert requests(world.opened(B)) == [Offer(KEY, 1, 1)]
+    again = requests(world.answered(B, Holds(KEY, 1, image=1, next_chunk=3)))
+    assert again == [
+        ImageStart(KEY, 1, 1, 1, 1, 9, 3),
+        *(Chunk(KEY, 1, i) for i in range(3, 3 + LIMITS.window_chunks)),
+    ]
+
+
+def test_pushes_go_on_from_what_the_backup_has() -> None:
+    """What was on its way when the link broke is sent again, and nothing else."""
+    world = World()
+    world.led(B)
+    for version in (2, 3, 4):
+        world.tell(ev.Applied(KEY, version))
+    world.answered(B, Received(KEY, 1, 2))
+    world.broke(B, gone=False)
+    world.now_s += LIMITS.reconnect_s / 10
+    world.tell(ev.Woken())
+    world.opened(B)
+    assert requests(world.answered(B, Holds(KEY, 1, 1, 1, 3))) == [Continue(KEY, 1, 3)]
+    assert requests(world.answered(B, Installed(KEY, 1, 0, 3))) == [Record(KEY, 1, 4)]
+
+
+@pytest.mark.parametrize(
+    "holds",
+    [
+        Holds(KEY, 1, copy_epoch=1, born=9, version=1),
+        Holds(KEY, 1, copy_epoch=9, born=1, version=1),
+        Holds(KEY, 1, copy_epoch=1, born=1, version=2),
+    ],
+    ids=["other first values", "an epoch of another line", "more than the primary has"],
+)
+def test_a_copy_of_another_history_is_replaced(holds: Holds) -> None:
+    world = World()
+    world.led(joining=B)
+    world.opened(B)
+    effects = world.answered(B, holds)
+    assert (requests(effects), only(CutImage, effects)) == ([], [CutImage(KEY, 1)])
+
+
+def test_the_answers_of_a_link_that_is_over_are_none_of_the_next_one() -> None:
+    world = World()
+    world.led(B)
+    old = world.links[B]
+    world.tell(ev.Applied(KEY, 2))
+    world.asks(2)
+    world.broke(B, gone=False)
+    world.now_s += LIMITS.reconnect_s / 10
+    world.tell(ev.Woken())
+    assert world.links[B] != old
+    assert world.tell(ev.Replied(B, old, Received(KEY, 1, 2))) == []
+
+
+def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:
+    world = World()
+    world.led(B)
+    world.tell(ev.Applied(KEY, 2))
+    assert only(Stop, world.assigned(record(ME, B, successor=B))) == []
+    assert only(Stop, world.answered(B, Received(KEY, 1, 2))) == [Stop(KEY)]
+    world.tell(ev.Applied(KEY, 3))
+    assert only(Write, world.tell(ev.Stopped(KEY, 3))) == []
+    assert only(Write, world.answered(B, Received(KEY, 1, 3))) == [Write(KEY)]
+    moved = record(B, ME, epoch=2)
+    assert world.core.revised(KEY, record(ME, B, successor=B)) == moved
+
+
+def test_who_cannot_hand_over_leads_on() -> None:
+    """Pushes of its epoch are taken again: nobody else takes them."""
+    world = World()
+    world.led(B)
+    world.assigned(record(ME, B, successor=B))
+    assert only(Write, world.tell(ev.Stopped(KEY, 1))) == [Write(KEY)]
+    assert only(Resume, world.tell(ev.NotWritten(KEY))) == [Resume(KEY)]
+
+
+def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
+    world = World()
+    world.assigned(record(ME, content=ShardContent.NONE))
+    effects = world.tell(ev.Created(KEY, 1, 1))
+    assert only(Write, effects) == [Write(KEY)]
+    assert [type(effect).__name__ for effect in effects if "Open" in type(effect).__name__] == []
+    assert world.core.revised(KEY, record(ME, content=ShardContent.NONE)) == record(ME)
+
+
+# --- backing up ---
+
+
+def test_a_push_is_received_in_order_and_replayed_once() -> None:
+    world = World()
+    world.backs()
+    effects = world.told(Record(KEY, 1, 4))
+    assert (replies(effects), only(Replay, effects)) == ([Received(KEY, 1, 4)], [Replay(KEY, 4)])
+    effects = world.told(Record(KEY, 1, 4))
+    assert (replies(effects), only(Replay, effects)) == ([Received(KEY, 1, 4)], [])
+    (refused,) = replies(world.told(Record(KEY, 1, 6)))
+    assert isinstance(refused, Refused)
+    assert refused.why is Why.NO_COPY
+
+
+def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> None:
+    """What it leads, and has acknowledged, stays."""
+    world = World()
+    world.backs()
+    world.told(ImageStart(KEY, 1, 1, 6, 9, 1))
+    world.told(Chunk(KEY, 6, 0))
+    assert only(Settle, world.assigned(record(ME, epoch=2))) == [Settle(KEY)]
+    assert only(Lead, world.tell(ev.Settled(KEY, 3))) == [Lead(KEY, 2)]
+    assert only(Adopt, world.tell(ev.ImageRestored(KEY, 6))) == []
+    (refused,) = replies(world.told(Record(KEY, 1, 4)))
+    assert isinstance(refused, Refused)
+    assert refused.why is Why.OTHER_HOLDERS
+
+
+def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> None:
+    world = World()
+    world.backs()
+    world.tell(ev.CallerLeft(B, 7))
+    assert only(Write, world.tell(ev.Probed(B, answers=True))) == []
+    assert only(Write, world.tell(ev.Probed(B, answers=False))) == [Write(KEY)]
+    assert world.core.revised(KEY, record(B, ME)) == record(ME, epoch=2)
+    world.tell(ev.CallerCame(B, 8))
+    assert world.core.revised(KEY, record(B, ME)) == record(B, ME)
+
+
+def test_a_copy_of_what_was_written_anew_is_dropped() -> None:
+    world = World()
+    world.backs()
+    effects = world.assigned(record(ME, epoch=2, content=ShardContent.LOST))
+    assert (only(Drop, effects), only(Settle, effects)) == ([Drop(KEY)], [])
+
+
+# --- the journal ---
+
+
+@pytest.mark.parametrize(
+    ("ended", "away_s", "leads"),
+    [
+        (frozenset(), 0.0, False),
+        (frozenset({B}), 0.0, False),
+        (frozenset({B, C}), 0.0, True),
+        (frozenset(), LIMITS.dead_after_s, True),
+    ],
+    ids=["nobody is known to be dead", "a backup may live", "all have ended", "all are long gone"],
+)
+def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
+    ended: frozenset[Holder], away_s: float, leads: bool
+) -> None:
+    world = World()
+    last = record(B, C, on_disk="a")
+    world.assigned(last)
+    world.tell(ev.JournalHas(KEY, 4))
+    world.tell(ev.ServersSeen(frozenset()))
+    world.now_s += away_s
+    effects = world.tell(ev.ServersSeen(frozenset(), ended))
+    assert bool(only(Write, effects)) == leads
+    assert (world.core.revised(KEY, last).primary == ME) == leads
