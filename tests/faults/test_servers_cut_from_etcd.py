@@ -10,7 +10,6 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import closing
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -69,12 +68,16 @@ def filled(value: float) -> dict[str, memoryview]:
 
 
 def new_client(
-    servers: ParameterServers, level: Acknowledgement.ValueType = LEVELS["replicated"]
+    servers: ParameterServers,
+    level: Acknowledgement.ValueType = LEVELS["replicated"],
+    *,
+    member: str = "w0",
+    timeout_s: float = LIMIT_S,
 ) -> ParameterClient:
     """Of a worker that knows where its shard is led."""
-    token = servers.admit("w0")
+    token = servers.admit(member)
     client = ParameterClient(
-        [servers.coordinator], lambda: token, timeout_s=LIMIT_S, acknowledgement=level
+        [servers.coordinator], lambda: token, timeout_s=timeout_s, acknowledgement=level
     )
     client.place(SCHEMA)
     client.create(SGD, filled(0.0))
@@ -136,10 +139,6 @@ def soon_dead(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, "DEAD_AFTER_S", DEAD_AFTER_S)
 
 
-@pytest.mark.skipif(
-    find_spec("shoal_server.parameters.replication.primary_replicator") is not None,
-    reason="primaries are not fenced by a lease of their own yet",
-)
 @pytest.mark.sampled()
 @pytest.mark.parametrize("level", LEVELS)
 def test_who_may_be_taken_for_dead_acknowledges_nothing(
@@ -148,10 +147,11 @@ def test_who_may_be_taken_for_dead_acknowledges_nothing(
     """Both holders are cut from etcd for good, and a third server is there: no push is acknowledged
     from before the record says that the shard is lost, or another's, and those that come to the old
     pair are refused by name."""
-    with closing(new_client(servers, LEVELS[level])) as client:
+    new_client(servers).close()
+    impatient = new_client(servers, LEVELS[level], member="w1", timeout_s=1.0)
+    with closing(impatient) as client:
         add(servers, wires, "ps-2")
         cut_from_etcd(servers, wires)
-        client._timeout_s = client._servers._timeout_s = 1.0
         pushed, last_s, refusal = 0, 0.0, None
         give_up_s = time.monotonic() + 4 * DEAD_AFTER_S
         while (now := assignment(servers)).primary.server_id in HOLDERS and (
