@@ -254,8 +254,9 @@ class StateLost(CorruptError):
     at all: go on from a checkpoint, or begin anew.
 
     Where members looked at what they hold, `details` maps each step to the first parts that nobody
-    has. Where parameter servers lost a shard, it has `job`, `shard` and `epoch`, and `version`, the
-    newest one that the member has seen, if any.
+    has. Where parameter servers lost a shard, it has `job`, `shard`, `epoch`, `table` for one of a
+    table, `version`, the newest one that the member has seen, if any, and what the coordinator
+    knows: `at_least_version`, `lost_unix_s`, `servers`, `on_disk`, `snapshot`.
     """
 
 

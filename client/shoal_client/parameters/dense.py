@@ -357,6 +357,11 @@ class ParameterClient:
         `unix-socket`, `tcp` or `grpc`."""
         return {address: calls.way for address, calls in self._job.stubs.items()}
 
+    def wait_for_lost(self, wait_s: float) -> None:
+        """Have calls from now on wait so long for lost shards to come back; then they raise
+        StateLost."""
+        self._job.wait_for_lost(wait_s)
+
     def close(self) -> None:
         """Close every connection; a call under way on another thread fails."""
         self._job.close()

@@ -92,6 +92,10 @@ class JobShards(Generic[Stub]):
         the first. See `ShardServers.run`."""
         return self._servers.run(self.known_map, self._refetch_map, attempt, ready_by_s, shard_ids)
 
+    def wait_for_lost(self, wait_s: float) -> None:
+        """Have calls from now on wait so long for lost shards to come back."""
+        self._servers.lost_wait_s = wait_s
+
     @property
     def stubs(self) -> dict[str, Stub]:
         """By address, of the servers that are connected to."""

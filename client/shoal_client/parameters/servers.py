@@ -19,6 +19,7 @@ from shoal_proto.errors import (
     RetryError,
     ShardNotReady,
     ShoalError,
+    StateLost,
     Unavailable,
     WrongEpoch,
 )
@@ -51,6 +52,8 @@ class ShardServers(Generic[Stub]):
         self._stub_of = stub_of
         self._close_stub = close_stub
         self._timeout_s = timeout_s
+        self.lost_wait_s = 0.0
+        """For so long a call waits for shards that are lost to come back."""
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
@@ -69,7 +72,8 @@ class ShardServers(Generic[Stub]):
 
         What may succeed later is attempted again until `timeout_s` has passed, by a newer map
         where the old one may be at fault; room on a full disk is waited for, however long that
-        takes. Shards without values are waited for until `ready_by_s` of the monotonic clock. A
+        takes. Shards without values are waited for until `ready_by_s` of the monotonic clock,
+        those that are lost for `lost_wait_s`. A
         refusal that says where a shard is led now is followed at once:
         the map then names that server, too. Raises the error that ended it.
         """
@@ -82,6 +86,7 @@ class ShardServers(Generic[Stub]):
                 return 0
         retries = 0
         reason: ShoalError | None = None
+        lost_by_s = time.monotonic() + self.lost_wait_s
         while True:
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
             errors = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
@@ -89,11 +94,7 @@ class ShardServers(Generic[Stub]):
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = worst_of(errors) if errors else _incomplete(todo)
-            for full in [error for error in errors if isinstance(error, DiskFull)][:1]:
-                # Once somebody has made room, all goes on from here. To end would help nobody.
-                give_up_s = time.monotonic() + self._timeout_s
-                if not isinstance(reason, DiskFull):
-                    log.warning("waiting_for_room_on_a_disk", reason=str(full))
+            give_up_s = self._later(give_up_s, errors, reason, lost_by_s)
             if _redirected(held, errors) and time.monotonic() < give_up_s:
                 retries += 1
                 continue
@@ -104,15 +105,38 @@ class ShardServers(Generic[Stub]):
             )
             if not isinstance(worst, DeadlineExceeded):
                 reason = worst
-            if not isinstance(worst, RetryError) or out_of_time or self._closed.is_set():
+            may_end_well = isinstance(worst, RetryError) or _comes_back(worst, lost_by_s)
+            if not may_end_well or out_of_time or self._closed.is_set():
                 # That the time of the last attempt was too short explains nothing.
                 raise reason or worst
             retries += 1
             log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
             self._closed.wait(pause_s)
-            if any(isinstance(error, WrongEpoch | Unavailable) for error in errors):
+            if any(isinstance(error, WrongEpoch | Unavailable | StateLost) for error in errors):
                 refetch()
                 self._keep_only({shard.address for shard in shard_map().shards})
+
+    def _later(
+        self,
+        give_up_s: float,
+        errors: Sequence[ShoalError],
+        before: ShoalError | None,
+        lost_by_s: float,
+    ) -> float:
+        """When to give up: later, where something is waited for that a call's time does not bound.
+        `before`: what the call waited for until now."""
+        for error in errors:
+            if isinstance(error, DiskFull):
+                # Once somebody has made room, all goes on from here. To end would help nobody.
+                event = "waiting_for_room_on_a_disk"
+            elif _comes_back(error, lost_by_s):
+                event = "waiting_for_lost_shards"
+            else:
+                continue
+            if type(before) is not type(error):
+                log.warning(event, reason=str(error))
+            return time.monotonic() + self._timeout_s
+        return give_up_s
 
     def _at_each(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
@@ -188,8 +212,21 @@ class ShardServers(Generic[Stub]):
 def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
     """The error that decides what happens next: one that forbids a retry, if there is one, then one
     that does not say where to go instead. One that does says all that the errors together do."""
-    worst = min(errors, key=lambda error: (isinstance(error, RetryError), _has_route(error)))
+    worst = min(
+        errors,
+        key=lambda error: (
+            isinstance(error, RetryError),
+            # May be waited for, unlike the others that forbid a retry.
+            isinstance(error, StateLost),
+            _has_route(error),
+        ),
+    )
     return routes.gather(worst, errors)
+
+
+def _comes_back(error: ShoalError, lost_by_s: float) -> bool:
+    """Whether a shard is lost, and its return is still waited for."""
+    return isinstance(error, StateLost) and time.monotonic() < lost_by_s
 
 
 def _has_route(error: ShoalError) -> bool:

@@ -3,6 +3,7 @@
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -290,6 +291,48 @@ def test_a_journal_that_comes_back_brings_back_what_was_not_given_up_only(
     (event,) = [reason for _, kind, reason in servers.events if kind == "shards_restored"]
     assert "shard 0" in event
     assert "journal of ps-0" in event
+
+
+def test_a_worker_that_is_told_to_waits_for_a_journal(
+    opened: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its push is applied once the shard is back, and counts once."""
+    monkeypatch.setattr(controller, "DEAD_AFTER_S", 0.3)
+    monkeypatch.setattr(controller, "MEASURE_EACH_S", 0.2)
+    servers = cluster(opened, 0)
+    journal = JournalConfig(directory=tmp_path)
+    servers.add("ps-0", journal=journal, lease_ttl_s=0.5)
+    first = client(opened, servers, "w0", durable=True)
+    first.create(SGD, filled(0.0))
+    first.push(filled(-1.0))
+    first.wait_for_lost(60.0)
+    pool = opened.enter_context(ThreadPoolExecutor(1))
+    servers.stop("ps-0")
+    servers.add("ps-1")
+    wait_lost(servers, 2)
+    waiting = pool.submit(first.push, filled(-1.0))
+    servers.add("ps-0", journal=journal, lease_ttl_s=0.5)
+    waiting.result(LIMIT_S)
+    assert pulled(first) == [2.0, 2.0]
+
+
+def test_who_waits_for_a_shard_that_is_given_up_goes_on_with_the_new_one(
+    opened: ExitStack,
+) -> None:
+    """Its push is refused as stale, once somebody has created the shard."""
+    servers = cluster(opened, 1)
+    first = client(opened, servers, "w0")
+    first.create(SGD, filled(0.0))
+    first.push(filled(-1.0))
+    first.wait_for_lost(60.0)
+    pool = opened.enter_context(ThreadPoolExecutor(1))
+    lose(servers, "ps-0")
+    wait_lost(servers, 2)
+    waiting = pool.submit(first.push, filled(-1.0))
+    accept(servers)
+    client(opened, servers, "w1").create(SGD, filled(0.5))
+    assert waiting.result(LIMIT_S).stale.keys() == {0, 1}
+    assert pulled(first) == [0.5, 0.5]
 
 
 def create_only(of: ParameterClient, shard_id: int, value: float) -> None:

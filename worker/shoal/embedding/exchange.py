@@ -84,6 +84,11 @@ class TableExchange:
                 {(s.name, index): b"" for s in self.specs for index in range(s.num_shards)}
             )
 
+    def wait_for_lost(self, wait_s: float) -> None:
+        """Have lookups and pushes wait so long for lost shards to come back."""
+        if self._client is not None:
+            self._client.wait_for_lost(wait_s)
+
     def begin_step(self) -> None:
         with self._lock:
             for rows in self._rows.values():

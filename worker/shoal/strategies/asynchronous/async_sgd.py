@@ -75,6 +75,7 @@ class AsyncSGD(Strategy):
         schedule: LRScheduler | None = None,
         acknowledge: str = "replicated",
         compression: str | Compression | None = None,
+        lost_wait_s: float = 0.0,
     ) -> None:
         """`consistency` and `staleness_bound` (in rounds, for "ssp"): see `StalenessClock`.
 
@@ -93,6 +94,9 @@ class AsyncSGD(Strategy):
         `compression`: how gradients are made small for a slow network, as for `shoal.DDP`. What is
         left out of them is sent with later ones. See docs/compression.md.
 
+        `lost_wait_s`: how long a step waits where a shard is lost, for a server that comes back
+        with its journal; then, and at once by default, it ends with StateLost.
+
         Raises InvalidSpec for options that contradict each other.
         """
         self._options = PushOptions(
@@ -100,6 +104,7 @@ class AsyncSGD(Strategy):
             schedule=schedule,
             acknowledgement=level(acknowledge),
             compression=None if compression is None else find_compression(compression),
+            lost_wait_s=lost_wait_s,
         )
         self._refusals = StepRefusals()
         self._clock = StalenessClock(consistency, staleness_bound)
@@ -188,6 +193,9 @@ class AsyncSGD(Strategy):
             is_broken=lambda: generation.number <= self._cut_generation,
         )
         self._has_state = True
+        # First values are not waited for like this: a generation is brought up within a limit.
+        client.wait_for_lost(self._options.lost_wait_s)
+        self._tables.wait_for_lost(self._options.lost_wait_s)
         if self._num_updates < BEGINNING_UPDATES:
             self._losses = LossMonitor(in_words(self._options.policy))
 

@@ -1,5 +1,6 @@
 """What a script asks of its pushes."""
 
+import math
 from dataclasses import dataclass
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -20,10 +21,16 @@ class PushOptions:
     """Travels with the job; without one the rates go with each push."""
     acknowledgement: Acknowledgement.ValueType
     """What a push waits for."""
+    lost_wait_s: float = 0.0
+    """How long a step waits for shards that are lost to come back."""
     compression: Compression | None = None
     """How gradients are made small before they are pushed."""
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.lost_wait_s < math.inf:
+            raise InvalidSpec(
+                "bad lost_wait_s", seen=str(self.lost_wait_s), expected="0 or more seconds, finite"
+            )
         if self.compression is not None and self.policy.kind == "compensate":
             raise InvalidSpec(
                 "compressed gradients cannot be corrected for delay",
