@@ -491,6 +491,8 @@ class DescribeReply(_message.Message):
     MEMORY_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     FULL_PEERS_FIELD_NUMBER: _builtins.int
     CODECS_FIELD_NUMBER: _builtins.int
+    LOOP_LAG_P99_S_FIELD_NUMBER: _builtins.int
+    LOOP_LAG_MAX_S_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     memory_bytes: _builtins.int
     """Values and optimizer state, of copies too."""
@@ -506,6 +508,11 @@ class DescribeReply(_message.Message):
     """Of all jobs: values and optimizer state, of copies too, and unfinished_bytes."""
     memory_limit_bytes: _builtins.int
     """Beyond it no shard is created, no copy is taken and no table grows."""
+    loop_lag_p99_s: _builtins.float
+    """How late its event loop woke whoever had something to do, in the last ten seconds: the
+    99th percentile, and the longest.
+    """
+    loop_lag_max_s: _builtins.float
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardState]:
         """Of those shards that this server leads."""
@@ -532,10 +539,12 @@ class DescribeReply(_message.Message):
         memory_limit_bytes: _builtins.int = ...,
         full_peers: _abc.Iterable[Global___FullPeer] | None = ...,
         codecs: _abc.Iterable[_builtins.str] | None = ...,
+        loop_lag_p99_s: _builtins.float = ...,
+        loop_lag_max_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "full_peers", b"full_peers", "held_bytes", b"held_bytes", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "full_peers", b"full_peers", "held_bytes", b"held_bytes", "loop_lag_max_s", b"loop_lag_max_s", "loop_lag_p99_s", b"loop_lag_p99_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

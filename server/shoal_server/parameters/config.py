@@ -12,6 +12,7 @@ from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.memory_limit import default_limit_bytes
+from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 from shoal_server.serving.listening import LOOPBACK, listening
 from shoal_server.serving.options import (
     FLAT,
@@ -44,6 +45,9 @@ class ParameterServerConfig:
     """Limit of shards with their optimizer state, copies included, and gradients not applied yet.
     Beyond it no shard is created, no copy taken and no table grows. By default 80 % of the memory
     limit of the cgroup, else of the machine's memory."""
+    max_sessions: Annotated[int, Parameter(metavar="N")] = MAX_SESSIONS
+    """Sessions that a shard remembers the pushes of: as many live members as may push to it. Give
+    all servers of a cluster the same."""
     drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 20.0
     """On SIGTERM, hand the shards over to other servers first, for this long at most."""
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
@@ -68,6 +72,8 @@ class ParameterServerConfig:
             )
         if not self.drain_s >= 0:
             raise InvalidSpec("bad --drain-s", seen=f"{self.drain_s:g}", expected="0 or more")
+        if self.max_sessions < 1:
+            raise InvalidSpec("bad --max-sessions", seen=str(self.max_sessions), expected="above 0")
         if min(self.num_threads, self.max_unfinished_bytes) < 1 or self.lease_ttl_s <= 0:
             raise InvalidSpec(
                 "a limit of the parameter server is out of range",

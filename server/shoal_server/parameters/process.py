@@ -53,6 +53,7 @@ from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving import tasks
 from shoal_server.serving.listening import advertised, warn_of_reach
+from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.rpc import bind, new_server
 
 log = structlog.get_logger(__name__)
@@ -124,7 +125,7 @@ async def running(
         stack.callback(pool.shutdown)
         me = Holder(server_id, new_incarnation())
         run = Workers(pool)
-        catalog = Catalog(store, me)
+        catalog = Catalog(store, me, max_sessions=config.max_sessions)
         budget = Budget(config.max_unfinished_bytes)
         memory = Memory(config.memory_limit_bytes, catalog, budget)
         driver = CoreDriver(ReplicationCore(me, config.timeouts.limits))
@@ -145,6 +146,7 @@ async def running(
             budget=budget,
             memory=memory,
             offers=offers,
+            loop_lag=await stack.enter_async_context(LoopLag()),
         )
         handlers.add_parameters(servicer, server)
         maker = TableMaker(store, catalog, replicas, memory)

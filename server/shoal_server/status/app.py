@@ -4,6 +4,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
+from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.status import api, errors, metrics, page
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.reading import StatusQueries
@@ -24,14 +25,15 @@ def build_app(source: StatusSource, board: StatusBoard) -> FastAPI:
     app = FastAPI(title="Shoal", description=DESCRIPTION, docs_url=None, redoc_url=None)
     reading = StatusQueries(source, board)
     app.state.closing = page.Closing()
+    app.state.loop_lag = LoopLag()
     errors.install(app)
     app.include_router(api.router(reading))
     app.include_router(page.router(reading, app.state.closing))
-    _add_probes(app, reading)
+    _add_probes(app, reading, app.state.loop_lag)
     return app
 
 
-def _add_probes(app: FastAPI, reading: StatusQueries) -> None:
+def _add_probes(app: FastAPI, reading: StatusQueries, loop_lag: LoopLag) -> None:
     @app.get("/healthz", summary="Alive?", tags=["probes"], response_class=PlainTextResponse)
     async def healthz() -> str:
         """200 while the process serves at all."""
@@ -52,4 +54,4 @@ def _add_probes(app: FastAPI, reading: StatusQueries) -> None:
     @app.get("/metrics", summary="Prometheus metrics", tags=["probes"], response_class=Response)
     async def prometheus() -> Response:
         """Computed when asked for; names end in their unit."""
-        return Response(await metrics.render(reading), media_type=CONTENT_TYPE_LATEST)
+        return Response(await metrics.render(reading, loop_lag), media_type=CONTENT_TYPE_LATEST)

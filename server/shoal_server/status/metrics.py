@@ -15,6 +15,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from shoal_proto.errors import ShoalError
+from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.status import shard_metrics
 from shoal_server.status.reading import StatusQueries
 from shoal_server.status.views import JobView, ShardsView
@@ -37,7 +38,7 @@ _HEALTH_GAUGES = (
 )
 
 
-async def render(reading: StatusQueries) -> bytes:
+async def render(reading: StatusQueries, loop_lag: LoopLag) -> bytes:
     """All metrics in Prometheus' text format.
 
     Shards that cannot be read (etcd is away) are left out; everything else is still there.
@@ -53,7 +54,7 @@ async def render(reading: StatusQueries) -> bytes:
         if view is not None:
             shards[job.job] = view
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Snapshot(reading, jobs, shards))
+    registry.register(_Snapshot(reading, jobs, shards, loop_lag))
     return generate_latest(registry)
 
 
@@ -62,6 +63,7 @@ class _Snapshot(Collector):
     reading: StatusQueries
     jobs: tuple[JobView, ...]
     shards: Mapping[str, ShardsView]
+    loop_lag: LoopLag
 
     def collect(self) -> Iterator[Metric]:
         ready = self.reading.source.readiness().ready
@@ -70,6 +72,15 @@ class _Snapshot(Collector):
             "1 while this coordinator leads and reaches etcd.",
             value=float(ready),
         )
+        lag = GaugeMetricFamily(
+            "shoal_coordinator_loop_lag_seconds",
+            "How late this coordinator's event loop woke whoever had something to do, in the last"
+            " ten seconds.",
+            labels=["quantile"],
+        )
+        lag.add_metric(["0.99"], self.loop_lag.p99_s)
+        lag.add_metric(["1"], self.loop_lag.max_s)
+        yield lag
         yield from self._jobs()
         yield from self._members()
         yield from self._samples()

@@ -59,6 +59,7 @@ class StatusServer:
         if not self._server.serving.is_set():
             listener.close()
             await self._task  # raises what kept it from starting
+        await self._app.state.loop_lag.__aenter__()
         return self
 
     async def __aexit__(
@@ -70,6 +71,7 @@ class StatusServer:
         assert self._server is not None and self._task is not None
         self._app.state.closing.event.set()
         self._server.should_exit = True
+        await self._app.state.loop_lag.__aexit__(kind, error, traceback)
         await self._task
 
 

@@ -31,6 +31,11 @@ SERVER_GAUGES = {
     "unfinished_bytes": ("shoal_server_unfinished_bytes", "Pushes received and not yet applied."),
     "num_copies": ("shoal_server_copied_shards", "Shards that it keeps a copy of."),
 }
+LOOP_LAG = (
+    "shoal_ps_loop_lag_seconds",
+    "How late a parameter server's event loop woke whoever had something to do, in the last"
+    " ten seconds.",
+)
 SERVER_COUNTERS = {
     "refused_by_epoch": (
         "shoal_server_refused_by_epoch_pushes",
@@ -51,6 +56,7 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     ]
     yield from _shards(shards)
     yield from _servers(servers)
+    yield _loop_lag(servers)
     skew = GaugeMetricFamily(
         "shoal_job_skew_ratio", "Parameter bytes of the fullest server to the mean.", labels=["job"]
     )
@@ -92,6 +98,15 @@ def _servers(servers: list[tuple[str, ServerView]]) -> Iterator[Metric]:
         for job, server in servers:
             counter.add_metric([job, server.server_id], getattr(server, field))
         yield counter
+
+
+def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
+    """Of each server once, however many jobs it has shards of."""
+    gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "quantile"])
+    for server_id, server in {server.server_id: server for _, server in servers}.items():
+        gauge.add_metric([server_id, "0.99"], server.loop_lag_p99_s)
+        gauge.add_metric([server_id, "1"], server.loop_lag_max_s)
+    return gauge
 
 
 def _staleness(views: Mapping[str, ShardsView]) -> Metric:

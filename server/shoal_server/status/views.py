@@ -202,6 +202,11 @@ class ServerView(View):
     """Of held_bytes: beyond it no shard is created, no copy taken and no table grows."""
     torch_version: str = ""
     """What it computes with; empty for one that does not say, or is not registered."""
+    loop_lag_p99_s: float = 0.0
+    """How late its event loop woke whoever had something to do, in the last ten seconds; 99th
+    percentile."""
+    loop_lag_max_s: float = 0.0
+    """The same; the longest."""
     full_peers: tuple[FullPeerView, ...] = ()
     """Servers that have no memory for copies of what this one leads; it goes on without them."""
 

@@ -358,6 +358,8 @@ async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.A
     server = '{job="digits",server="ps1"}'
     assert series[f"shoal_server_unfinished_bytes{server}"] == 3 << 20
     assert series[f"shoal_server_held_bytes{server}"] == 160 << 20
+    assert series['shoal_ps_loop_lag_seconds{quantile="0.99",server="ps1"}'] == 0.25
+    assert series['shoal_coordinator_loop_lag_seconds{quantile="1"}'] >= 0.0
     assert series[f"shoal_server_memory_limit_bytes{server}"] == 1 << 30
     assert series[f"shoal_server_refused_by_epoch_pushes_total{server}"] == 7
     assert series['shoal_job_skew_ratio{job="digits"}'] == 1.25

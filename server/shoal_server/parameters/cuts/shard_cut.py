@@ -13,6 +13,7 @@ touches, of a dense shard, which has a few MiB, all of it.
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -127,7 +128,7 @@ class ShardCut:
         *,
         content: CutContent,
         rest: CutRest,
-        lock: threading.Lock,
+        lock: AbstractContextManager[bool],
         cuts: OpenCuts[CutContent],
     ) -> None:
         """`header` lacks what is known of the content and the rest; `lock` is that of the content,

@@ -124,7 +124,7 @@ class DensePushKind:
         if part.decoder is not None:
             # Never on the event loop: to read it takes longer than to apply as many bytes.
             num_bytes += INLINE_BYTES
-        applied = asyncio.ensure_future(self._run(num_bytes, work))
+        applied = asyncio.ensure_future(part.replica.work(self._run, num_bytes, work))
         return asyncio.ensure_future(self._once_safe(part.replica, applied))
 
     async def _once_safe(

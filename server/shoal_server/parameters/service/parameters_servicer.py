@@ -58,6 +58,7 @@ from shoal_server.parameters.shard.replica import Role, ShardReplica
 from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
+from shoal_server.serving.loop_lag import LoopLag
 from shoal_server.serving.rpc import Context
 
 MAX_WAIT_S = 60.0
@@ -77,6 +78,7 @@ class ParametersServicer:
         budget: Budget,
         memory: Memory,
         offers: Offers,
+        loop_lag: LoopLag,
     ) -> None:
         self._catalog = catalog
         self._replicas = replicas
@@ -86,6 +88,7 @@ class ParametersServicer:
         self._budget = budget
         self._memory = memory
         self._offers = offers
+        self._loop_lag = loop_lag
         self._tally = PushTally()
 
     async def Create(
@@ -191,7 +194,7 @@ class ParametersServicer:
             num_bytes = shard.body.num_bytes
             writer = reply_writer.writer(replica.shard_id, num_bytes)
             values = partial(shard.body.values, known_version=known_version, writer=writer)
-            read = self._run(num_bytes, partial(shard.read, values))
+            read = replica.work(self._run, num_bytes, partial(shard.read, values))
             pending.append((replica, read))
             if len(pending) == 2:
                 earlier, result = pending.popleft()
@@ -261,6 +264,8 @@ class ParametersServicer:
             held_bytes=self._memory.held_bytes,
             memory_limit_bytes=self._memory.limit_bytes,
             codecs=CODECS,
+            loop_lag_p99_s=self._loop_lag.p99_s,
+            loop_lag_max_s=self._loop_lag.max_s,
             full_peers=[
                 FullPeer(server_id=holder.server_id, reason=reason)
                 for holder, reason in self._replicas.full_peers.items()

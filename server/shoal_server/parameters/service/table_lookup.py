@@ -15,7 +15,7 @@ from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard.chunk_assembler import PieceAssembler
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
-from shoal_server.parameters.shard.workers import Runner
+from shoal_server.parameters.shard.workers import ROWS_COST, Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.parameters.tables.shard import LookedUp, TableShard
 
@@ -28,7 +28,7 @@ async def look_up(
 ) -> LookedUp:
     """Rows that take so many bytes, in an order as they were asked for."""
     work = partial(shard.read, partial(shard.body.look_up, ids))
-    found: LookedUp = await replica.in_turn(run, num_bytes, work)
+    found: LookedUp = await replica.work(run, ROWS_COST * num_bytes, work)
     # What a backup has not got yet may still vanish: nobody is to have seen it.
     await replica.wait_safe(found.version)
     return found
@@ -176,7 +176,7 @@ class LookupKind:
         writer = self._reply_writer.writer(part.number, num_bytes)
         read = partial(_read, part, writer)
         work = partial(guarded, read, self._job, part.item.shard_id, "lookup")
-        answer = await part.replica.in_turn(self._run, num_bytes, work)
+        answer = await part.replica.work(self._run, ROWS_COST * num_bytes, work)
         if isinstance(answer, ShoalError):
             return answer
         try:

@@ -1,7 +1,6 @@
 """The rows of one push as they come in, and what became of them as messages."""
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,7 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import Scope
 from shoal_server.parameters.shard.versioned import PushResult
-from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
+from shoal_server.parameters.shard.workers import INLINE_BYTES, ROWS_COST, Runner
 from shoal_server.parameters.tables.batch import ID_BYTES, gradient_row_bytes
 from shoal_server.parameters.tables.shard import TablePush, TableShard
 
@@ -181,13 +180,14 @@ class TablePushKind:
     async def _applied(self, part: TablePushPart) -> TablePushOutcome | ShoalError:
         """The answer, once what it tells of is as safe as was asked for."""
         self._memory.refresh()
-        num_bytes = part.num_bytes + part.shard.body.regrown_bytes(part.item.num_rows)
+        body = part.shard.body
+        num_bytes = ROWS_COST * part.num_bytes + body.regrown_bytes(part.item.num_rows)
         if part.codec is not None:
             # Never on the event loop: to read it takes longer than to apply as many bytes.
             num_bytes += INLINE_BYTES
-        push = partial(self._push, part, time.time())
+        push = partial(self._push, part, body.now_s())
         work = partial(guarded, push, part.replica.job, part.shard_id)
-        result = await part.replica.in_turn(self._run, num_bytes, work)
+        result = await part.replica.work(self._run, num_bytes, work)
         if isinstance(result, ShoalError):
             return result
         try:

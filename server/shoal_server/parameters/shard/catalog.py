@@ -24,6 +24,7 @@ from shoal_server.etcd.records import shard_map
 from shoal_server.parameters.shard.absence import not_ready, why_absent
 from shoal_server.parameters.shard.dense import is_dense
 from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 
 log = structlog.get_logger(__name__)
 
@@ -45,9 +46,13 @@ def _never_kept(job: str, shard_id: int) -> bool:
 class Catalog:
     """Lives on the event loop; the shards' states may be used from any thread."""
 
-    def __init__(self, store: KeyValueStore, me: Holder) -> None:
+    def __init__(
+        self, store: KeyValueStore, me: Holder, *, max_sessions: int = MAX_SESSIONS
+    ) -> None:
+        """A shard remembers so many sessions."""
         self._store = store
         self._layouts = shard_map.ShardMapReader(store)
+        self._max_sessions = max_sessions
         self._me = me
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
@@ -214,6 +219,7 @@ class Catalog:
         shards = self._shards.setdefault(replica.job, {})
         if replica.shard_id in shards:
             return False
+        replica.state.sessions.max_sessions = self._max_sessions
         shards[replica.shard_id] = replica
         return True
 

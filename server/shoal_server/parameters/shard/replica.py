@@ -1,7 +1,7 @@
 """One shard as this server holds it: its state, this server's part in it, who has what of it."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Protocol, TypeVar
 
@@ -10,6 +10,7 @@ import structlog
 from shoal_proto.errors import InternalError, InvalidSpec, Overloaded, ShoalError, WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.replication_pb2 import PushRecord
+from shoal_server.parameters.shard import workers
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
@@ -48,6 +49,7 @@ class ShardReplica:
 
     def __init__(self, job: str, state: AnyShard, role: Role, epoch: int) -> None:
         self._turn = asyncio.Lock()
+        self._num_queued = 0
         self.job = job
         self.state = state
         self.role = role
@@ -75,11 +77,32 @@ class ShardReplica:
     def shard_id(self) -> int:
         return self.state.shard_id
 
+    def work(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
+        """The result of work on the state, which goes through so many bytes.
+
+        Done at once if it is small and nobody is at work on the shard or waits to be: so nothing
+        on the event loop ever waits for a shard's lock. Else in a thread, one after the other.
+        """
+        is_quiet = not self._num_queued and not self._turn.locked()
+        if num_bytes <= workers.INLINE_BYTES and is_quiet and self.state.try_enter():
+            try:
+                return run(num_bytes, work)
+            finally:
+                self.state.leave()
+        num_bytes = max(num_bytes, workers.INLINE_BYTES + 1)
+        self._num_queued += 1
+        queued = asyncio.ensure_future(self.in_turn(run, num_bytes, work))
+        queued.add_done_callback(self._dequeue)
+        return queued
+
+    def _dequeue(self, queued: "asyncio.Future[T]") -> None:
+        self._num_queued -= 1
+
     async def in_turn(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> T:
         """The result of work on the state of a shard that may be large, one after the other.
 
-        All that takes long goes by here: so what is short never waits on the event loop, or in one
-        of its few threads, for a shard's lock that is held while a gigabyte is copied.
+        All that takes long goes by here, so that it waits in none of the few threads for a shard's
+        lock.
         """
         await self._turn.acquire()
         try:

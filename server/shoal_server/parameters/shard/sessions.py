@@ -13,6 +13,9 @@ from shoal_proto.v1.replication_pb2 import SessionImage, StepScope
 from shoal_server.parameters.shard.step_scope import Scope, to_message
 
 MAX_SESSIONS = 1024
+"""Of a shard, unless the server is started with another number."""
+SESSION_BYTES, OUTCOME_BYTES = 512, 256
+"""What Python takes for each, beside names and the bits of scopes."""
 MAX_OUTCOMES = 8
 """A client keeps at most so many pushes in flight."""
 
@@ -40,9 +43,16 @@ class SessionTable:
     def __init__(
         self, *, max_sessions: int = MAX_SESSIONS, max_outcomes: int = MAX_OUTCOMES
     ) -> None:
-        self._max_sessions = max_sessions
+        self.max_sessions = max_sessions
+        """May be changed: what is remembered already stays."""
         self._max_outcomes = max_outcomes
         self._sessions: dict[str, RememberedSession] = {}
+        self._num_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory it takes. Needs no lock."""
+        return self._num_bytes
 
     def recall(self, session: str, sequence: int) -> RememberedOutcome | None:
         """The first outcome of a push; None if it was never applied.
@@ -69,14 +79,16 @@ class SessionTable:
         Raises Overloaded when every remembered session lives. A copy of the shard has to `forget`
         the same ones: it does not know who lives.
         """
-        if session in self._sessions or len(self._sessions) < self._max_sessions:
+        if session in self._sessions or len(self._sessions) < self.max_sessions:
             return ()
         ended = [name for name in self._sessions if not is_live(name)]
         if not ended:
             raise Overloaded(
                 "the shard remembers as many sessions as it may",
                 seen=f"{len(self._sessions)} live sessions",
-                expected=f"at most {self._max_sessions}",
+                expected=f"at most {self.max_sessions}",
+                fix="Start the parameter servers with a larger --max-sessions, or train with fewer"
+                " members.",
             )
         self.forget(ended)
         return ended
@@ -84,19 +96,25 @@ class SessionTable:
     def forget(self, sessions: Iterable[str]) -> None:
         """Remember nothing of these sessions any more; unknown ones are passed over."""
         for session in sessions:
-            self._sessions.pop(session, None)
+            known = self._sessions.pop(session, None)
+            if known is not None:
+                self._num_bytes -= _bytes_of(session, known)
 
     def remember(
         self, session: str, sequence: int, outcome: RememberedOutcome, scope: Scope | None = None
     ) -> None:
         """Keep the outcome of an applied push, and what else belongs to its step. `make_room` has
         passed for the session."""
-        known = self._sessions.get(session, RememberedSession())
+        known = self._sessions.get(session)
+        if known is None:
+            known = RememberedSession()
+            self._num_bytes += _bytes_of(session, known)
         outcomes, floor = {**known.outcomes, sequence: (outcome, scope)}, known.floor
         while len(outcomes) > self._max_outcomes:
             oldest = min(outcomes)
-            del outcomes[oldest]
+            self._num_bytes -= _outcome_bytes(outcomes.pop(oldest)[1])
             floor = max(floor, oldest)
+        self._num_bytes += _outcome_bytes(scope)
         self._sessions[session] = RememberedSession(floor, outcomes)
 
     def has_applied(self, session: str, sequence: int) -> bool:
@@ -140,9 +158,19 @@ class SessionTable:
                 dict(zip(image.sequences, zip(outcomes, scopes, strict=True), strict=True)),
             )
         self._sessions = restored
+        self._num_bytes = sum(_bytes_of(name, known) for name, known in restored.items())
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+
+def _bytes_of(name: str, session: RememberedSession) -> int:
+    outcomes = sum(_outcome_bytes(scope) for _, scope in session.outcomes.values())
+    return SESSION_BYTES + len(name) + outcomes
+
+
+def _outcome_bytes(scope: Scope | None) -> int:
+    return OUTCOME_BYTES + (0 if scope is None else len(scope.shard_bits))
 
 
 def exported(sessions: Mapping[str, RememberedSession]) -> list[SessionImage]:

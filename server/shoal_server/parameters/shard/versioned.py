@@ -90,7 +90,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """What a push of so many rows copies, at most, to make room; may be asked at any time."""
+        """What a push of so many rows goes through, at most, to make room; may be asked at any
+        time."""
         ...
 
     def describe_push(self, push: PushT_contra, record: PushRecord) -> None:
@@ -159,11 +160,11 @@ class VersionedShard(Generic[BodyT]):
         self._pushes = self._duplicates = self._refused = 0
         self._staleness_counts = [0] * STALENESS_BUCKETS
         self._listener: UpdateListener | None = None
-        self._body_lock = threading.Lock()
-        """For what reads or writes the body; taken before the other one. An image holds it for as
-        long as a gigabyte takes to be copied."""
+        self._body_lock = threading.RLock()
+        """For what reads or writes the body; taken before the other one. It is never held for
+        longer than a push, or one chunk of a cut, takes."""
         self._lock = threading.Lock()
-        """For all else. It is never held for longer than a push."""
+        """For all else; only a push holds it for longer than a moment."""
 
     @classmethod
     def restored(
@@ -193,8 +194,8 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of values and optimizer state."""
-        return self.body.memory_bytes
+        """Bytes of values, optimizer state and memory of pushes."""
+        return self.body.memory_bytes + self._sessions.num_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -321,6 +322,15 @@ class VersionedShard(Generic[BodyT]):
                     expected=f"version {self._version + 1}",
                 )
             self._apply(record, self.body.read_batch(record.push, record.data))
+
+    def try_enter(self) -> bool:
+        """Whether nobody is at work on the body: then nobody else is, until `leave` is called in
+        this thread, which may work on it."""
+        return self._body_lock.acquire(blocking=False)
+
+    def leave(self) -> None:
+        """After a `try_enter` that was true."""
+        self._body_lock.release()
 
     def read(self, work: Callable[[int], T]) -> T:
         """The result of what reads the body as of one version, which it is told."""

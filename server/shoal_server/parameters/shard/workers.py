@@ -10,6 +10,9 @@ T = TypeVar("T")
 INLINE_BYTES = 2 * 1024 * 1024
 """Up to it, the hop to another thread and back costs as much as the work or more: 0.4 ms of
 processor time, in which SGD is through with a MiB."""
+ROWS_COST = 8
+"""To find rows by their ids, to gather them and to put them back takes so many times as long as to
+go through as many bytes in a row."""
 
 
 class Runner(Protocol):

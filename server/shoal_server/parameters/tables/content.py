@@ -28,6 +28,8 @@ DEFAULT_SHARD_BYTES = 1024**3
 MIN_ROWS = 1
 """A shard has room for so many, however small the limits are."""
 SWEEPS_PER_IDLE_TIME = 8
+LOOKED_AT_BYTES = 16
+"""Of each row, where idle or old ones are looked for."""
 EVICTED_AT_A_TIME = 1 / 16
 """Share of a full shard that is taken out at once, so that not every push has to look for the
 oldest rows."""
@@ -104,8 +106,16 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """What is copied, at most, to make room for so many more rows."""
-        return self._rows.moved_bytes(num_rows)
+        """What a push of so many rows goes through, at most, to make room: the index, where it is
+        made anew, and all rows, where old ones are looked for."""
+        is_full = len(self._rows) + num_rows > self.max_rows
+        looks = bool(self._table.eviction.max_idle_s) or is_full
+        return self._rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self._rows) * looks
+
+    @property
+    def now_s(self) -> float:
+        """The time of the newest push, in Unix seconds; 0 before the first."""
+        return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
         """By how much a push at that time may grow what is held, if all its new ids are admitted.
@@ -115,7 +125,7 @@ class TableContent:
         if len(batch.ids) <= self._rows.num_spare:
             return 0
         rows = self._rows.find(batch.ids)
-        idle = self._idle(max(self._now_s, at_unix_s))
+        idle = self._idle(self._time_of(at_unix_s))
         num_live = len(self._rows) - len(idle)
         num_new = int(np.count_nonzero((rows < 0) | np.isin(rows, idle)))
         num_rows = num_live + min(num_new, max(self.max_rows - num_live, 0))
@@ -129,8 +139,7 @@ class TableContent:
         A gradient goes to the row that it was computed on and to no other: where that row was
         taken out since, even if the id has a new one, it is dropped.
         """
-        # A clock that is set back would make rows young again.
-        self._now_s = max(self._now_s, at_unix_s)
+        self._now_s = self._time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)
         self._evict_idle()
         rows = self._rows.find(batch.ids)
@@ -146,6 +155,15 @@ class TableContent:
             self._step(rows[chosen], gradient_rc, lr)
         self.counts.not_admitted += int(np.count_nonzero(fates == NOT_ADMITTED))
         return fates
+
+    def _time_of(self, at_unix_s: float) -> float:
+        """The time of a push that says it came then. A clock that was set back does not make rows
+        young again; one that was set forward does not make a row idle that is in use: a push moves
+        the time by half of what makes a row idle, at most."""
+        max_idle_s = self._table.eviction.max_idle_s
+        if max_idle_s and self._now_s:
+            at_unix_s = min(at_unix_s, self._now_s + max_idle_s / 2)
+        return max(self._now_s, at_unix_s)
 
     def _make(self, batch: RowBatch, rows: Rows, fates: Fates, version: int) -> None:
         """Make rows for those that are admitted, as far as there is room; writes rows and fates."""

@@ -1,5 +1,6 @@
 """What a shard of a table consists of: its rows, and the fates of those in remembered pushes."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -59,6 +60,19 @@ class TableBody:
         self.content = content
         self._table_index = table_index
         self._answers = answers
+        self._ahead_s: float | None = None
+        """Of the monotonic clock, since a push came here first."""
+
+    def now_s(self) -> float:
+        """The time of a push that comes now, in Unix seconds.
+
+        It goes on from the newest push that is in the rows, as fast as the monotonic clock does: if
+        the machine's clock is set, or that of the shard's last primary differed, no row is taken
+        for older than it is. Of a new shard it begins as the machine's clock.
+        """
+        if self._ahead_s is None:
+            self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
+        return time.monotonic() + self._ahead_s
 
     @property
     def num_bytes(self) -> int:

@@ -48,6 +48,32 @@ def test_only_ended_sessions_make_room() -> None:
     table.make_room("live", lambda session: True)
 
 
+def test_how_many_sessions_there_may_be_is_a_setting() -> None:
+    """The refusal says which."""
+    table = SessionTable(max_sessions=1)
+    table.remember("a", 1, RememberedOutcome(2, 0))
+    with pytest.raises(Overloaded, match="--max-sessions"):
+        table.make_room("b", lambda session: True)
+    table.max_sessions = 2
+    assert table.make_room("b", lambda session: True) == ()
+
+
+def test_what_is_remembered_counts_as_memory() -> None:
+    """With the bits of the scopes, whatever comes and goes; and the same after a restart."""
+    table = SessionTable(max_sessions=4)
+    assert table.num_bytes == 0
+    scope = Scope.of(range(5000))
+    for sequence in range(1, 20):
+        for session in "abc":
+            table.remember(session, sequence, RememberedOutcome(sequence + 1, 0), scope)
+    assert 24 * 625 < table.num_bytes < 24 * 1000
+    restored = SessionTable()
+    restored.restore(table.export())
+    assert restored.num_bytes == table.num_bytes
+    table.forget(["a", "b", "c", "never"])
+    assert table.num_bytes == 0
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_random_order_repeats_and_gaps(seed: int) -> None:
     """Against a memory without bounds: no sequence is let through twice, in whatever order pushes

@@ -40,10 +40,14 @@ class Twin:
     counts: dict[int, int] = field(default_factory=dict)
     version: int = 1
     next_sweep_s: float = 0.0
+    now_s: float = 0.0
 
     def push(self, at_s: float, gradients: dict[int, tuple[int, float]]) -> dict[int, Fate]:
         """`gradients` has birth as looked up, and gradient, by id."""
         self.version += 1
+        if self.now_s and self.table.eviction.max_idle_s:
+            at_s = min(at_s, self.now_s + self.table.eviction.max_idle_s / 2)
+        self.now_s = at_s = max(self.now_s, at_s)
         self.sweep(at_s)
         fates: dict[int, Fate] = {}
         admitted = []

@@ -86,12 +86,41 @@ def test_idle_rows_are_taken_out_by_the_clock_of_the_pushes() -> None:
     shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
     shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
     births, _ = look_up(shard, [1])
-    shard.push(new_push([1], ones(1), births=births, sequence=2, at_unix_s=1060.0), live)
-    shard.push(new_push([3], ones(1), sequence=3, at_unix_s=1090.0), live)
+    shard.push(new_push([1], ones(1), births=births, sequence=2, at_unix_s=1040.0), live)
+    shard.push(new_push([3], ones(1), sequence=3, at_unix_s=1070.0), live)
+    shard.push(new_push([5], ones(1), sequence=5, at_unix_s=1090.0), live)
     assert (look_up(shard, [1, 2, 3])[0] > 0).tolist() == [True, False, True]
-    shard.push(new_push([4], ones(1), sequence=4, at_unix_s=500.0), live)
+    shard.push(new_push([4], ones(1), sequence=6, at_unix_s=500.0), live)
     assert (look_up(shard, [1, 2, 3, 4])[0] > 0).tolist() == [True, False, True, True]
     assert shard.body.content.counts.evicted == 1
+
+
+def test_a_clock_that_jumps_makes_no_row_idle_that_is_in_use() -> None:
+    """One push moves the time by half of what makes a row idle, whatever it says."""
+    shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
+    shard.push(new_push([1, 2], ones(2), sequence=1, at_unix_s=1000.0), live)
+    shard.push(new_push([3], ones(1), sequence=2, at_unix_s=1e9), live)
+    assert (look_up(shard, [1, 2, 3])[0] > 0).all()
+    assert shard.body.content.now_s == 1040.0
+
+
+def test_time_goes_on_from_the_newest_push(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fast as the monotonic clock: neither a machine whose clock is set, nor a copy that comes
+    to lead with another clock, makes rows older than they are."""
+    wall_s, steady_s = 5000.0, 70.0
+    monkeypatch.setattr("time.time", lambda: wall_s)
+    monkeypatch.setattr("time.monotonic", lambda: steady_s)
+    shard = new_shard(new_table(eviction=Eviction(max_idle_s=80.0)))
+    assert shard.body.now_s() == 5000.0
+    shard.push(new_push([1], ones(1), sequence=1, at_unix_s=shard.body.now_s()), live)
+    wall_s, steady_s = 1e9, 73.0
+    assert shard.body.now_s() == 5003.0
+    copy = restore(shard.image())
+    assert is_table(copy)
+    steady_s = 12.0
+    assert copy.body.now_s() == 5000.0
+    wall_s, steady_s = 0.0, 14.5
+    assert copy.body.now_s() == 5002.5
 
 
 def test_a_full_shard_without_eviction_makes_no_rows() -> None:

@@ -1,0 +1,55 @@
+"""How long an event loop keeps those waiting who have something to do.
+
+async with LoopLag() as lag:
+    ...
+    lag.p99_s, lag.max_s        of the last ten seconds
+"""
+
+import asyncio
+from collections import deque
+from types import TracebackType
+
+from shoal_server.serving.tasks import cancel
+
+SAMPLE_EACH_S = 0.02
+NUM_SAMPLES = 500
+"""Ten seconds of them."""
+
+
+class LoopLag:
+    """Asks the loop to wake it at a certain time, again and again, and notes how late it does."""
+
+    def __init__(self) -> None:
+        self._lags_s: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> "LoopLag":
+        self._task = asyncio.create_task(self._sample(), name="loop-lag")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._task is not None:
+            await cancel(self._task)
+
+    @property
+    def p99_s(self) -> float:
+        """One time in a hundred it was this or more; 0 before the first sample."""
+        lags_s = sorted(self._lags_s)
+        return lags_s[int(0.99 * len(lags_s))] if lags_s else 0.0
+
+    @property
+    def max_s(self) -> float:
+        """The longest."""
+        return max(self._lags_s, default=0.0)
+
+    async def _sample(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            due_s = loop.time() + SAMPLE_EACH_S
+            await asyncio.sleep(SAMPLE_EACH_S)
+            self._lags_s.append(max(0.0, loop.time() - due_s))
