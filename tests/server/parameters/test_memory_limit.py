@@ -62,7 +62,9 @@ def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
     trained.push(filled(-1.0))
     said = describe(servers)
     assert said.memory_limit_bytes == 9 * MIB
-    assert said.held_bytes == said.memory_bytes == details["held_bytes"]
+    assert said.memory_bytes == details["held_bytes"]
+    # What the shards remember of the push, which may not be counted yet.
+    assert 0 <= said.held_bytes - said.memory_bytes < 16 * 1024
     drop(servers, "first")
     assert other.create(ADAM, filled(0.0)) > 0
     other.push(filled(-1.0))
@@ -140,7 +142,9 @@ def test_rows_that_were_evicted_make_room_without_more_memory() -> None:
     again = shard.push(new_push(range(64), ones, at_unix_s=1.0), live, refuse_all)
     assert again.is_duplicate
     assert again.version == outcome.version
-    shard.push(new_push([64, 65], ones[:2], at_unix_s=20.0, **later), live, refuse_all)
+    shard.push(new_push([], [], at_unix_s=5.0, sequence=3, base_version=2), live, refuse_all)
+    shard.push(new_push([], [], at_unix_s=9.0, sequence=4, base_version=2), live, refuse_all)
+    shard.push(new_push([64, 65], ones[:2], at_unix_s=13.0, **later), live, refuse_all)
     assert (len(shard.body.content), shard.body.num_bytes) == (2, before)
 
 

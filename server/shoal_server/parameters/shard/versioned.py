@@ -194,13 +194,13 @@ class VersionedShard(Generic[BodyT]):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of values, optimizer state and memory of pushes."""
-        return self.body.memory_bytes + self._sessions.num_bytes
+        """Bytes of values and optimizer state."""
+        return self.body.memory_bytes
 
     @property
     def held_bytes(self) -> int:
-        """All the memory that it takes, with what is kept for cuts."""
-        return self.memory_bytes + self.body.cuts.held_bytes
+        """All the memory that it takes, with what it remembers of pushes and keeps for cuts."""
+        return self.memory_bytes + self._sessions.num_bytes + self.body.cuts.held_bytes
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
         """The error for a sender whose view of this shard is not the current one."""
