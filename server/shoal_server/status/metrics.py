@@ -126,6 +126,11 @@ class _Snapshot(Collector):
         steps = GaugeMetricFamily(
             "shoal_member_progress_steps", "Optimizer steps of the member.", labels=labels
         )
+        warned = GaugeMetricFamily(
+            "shoal_member_warned_bool",
+            "1 while the last report tells of an error, such as a loss that does not fall.",
+            labels=["job", "member"],
+        )
         gauges = [
             (GaugeMetricFamily(name, text, labels=labels), field)
             for name, text, field in _HEALTH_GAUGES
@@ -137,11 +142,13 @@ class _Snapshot(Collector):
                 age.add_metric(key, max(0.0, now_s - member.last_seen_unix_s))
                 steps.add_metric(key, self.reading.step(job, member))
                 health = self.reading.member_detail(job, member).health
+                if health is not None:
+                    warned.add_metric(key, float(bool(health.last_error)))
                 for gauge, field in gauges:
                     value = getattr(health, field, None)
                     if value is not None:
                         gauge.add_metric(key, float(value))
-        yield from (age, steps, *(gauge for gauge, _ in gauges))
+        yield from (age, steps, warned, *(gauge for gauge, _ in gauges))
 
     def _samples(self) -> Iterator[Metric]:
         names = ("completed", "returned", "ignored")

@@ -351,6 +351,7 @@ async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.A
     assert series['shoal_job_completed_samples_total{job="digits"}'] == 5000
     assert series['shoal_member_memory_bytes{job="digits",member="w1"}'] == 4096
     assert math.isnan(series['shoal_member_loss_value{job="digits",member="w1"}'])
+    assert series['shoal_member_warned_bool{job="digits",member="w1"}'] == 0
     shard = '{job="digits",server="ps1",shard="1"}'
     assert series[f"shoal_shard_updates_total{shard}"] == 813
     assert series[f"shoal_shard_size_bytes{shard}"] == 3_000_000

@@ -23,10 +23,9 @@ def said(losses: Sequence[float]) -> list[bool]:
         [2.303] * 20,
         [2.4, *[2.35] * 19],
         [2.3, 1.0, 0.5, *[2.31] * 17],
-        [2.3, *[math.nan] * 19],
         [-1.0, *[-1.0] * 19],
     ],
-    ids=["flat", "hardly", "fell and came back", "no number", "below zero"],
+    ids=["flat", "hardly", "fell and came back", "below zero"],
 )
 def test_a_loss_that_does_not_fall_is_told(losses: Sequence[float]) -> None:
     """Once the job has had its number of updates, and not before."""
@@ -61,3 +60,22 @@ def test_it_takes_back_what_it_said() -> None:
     told = said([*[2.3] * 10, *[0.5] * 5])
     assert told[9]
     assert not told[-1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_told_at_once(bad: float) -> None:
+    """However few updates there were."""
+    watch = LossWatch()
+    assert watch.see(2.3, 1) is None
+    told = watch.see(bad, 4)
+    assert told is not None
+    assert told.event == "loss_not_finite"
+    assert str(told).startswith("the loss is not finite: 2.3 at first")
+
+
+def test_a_loss_that_rises_is_told_by_that_name() -> None:
+    watch = LossWatch()
+    told = [watch.see(2.3 + 0.2 * i, 1 + i * 100) for i in range(6)][-1]
+    assert told is not None
+    assert told.event == "loss_rising"
+    assert "has risen: 2.3 at first, 3.1 after" in str(told)

@@ -1,5 +1,6 @@
 """Whether the loss of a job falls: told where members at their own pace undo each other's steps."""
 
+import math
 from dataclasses import dataclass
 
 import structlog
@@ -14,13 +15,20 @@ NUM_RECENT = 3
 """So many windows are compared with the first one."""
 EXPECTED_SHARE = 0.97
 """Of the first window's loss: what the recent ones should be below."""
+RISE_SHARE = 0.1
+"""By so much of the first window's loss it must be higher to be called rising."""
 PATIENCE_UPDATES = 200
-"""Before the job has had so many, by all members, nothing is said."""
+"""Before the job has had so many, by all members, nothing is said of a finite loss."""
+_IN_WORDS = {
+    "loss_not_finite": "is not finite",
+    "loss_rising": "has risen",
+    "loss_not_falling": "has not fallen",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stagnation:
-    """The loss has not fallen."""
+    """The loss has not fallen, has risen, or is not a number."""
 
     first: float
     """Mean of the member's first steps."""
@@ -29,9 +37,17 @@ class Stagnation:
     num_updates: int
     """Of all members, since this one began."""
 
+    @property
+    def event(self) -> str:
+        """What it is, for the log."""
+        if not math.isfinite(self.recent):
+            return "loss_not_finite"
+        is_higher = self.recent > self.first + RISE_SHARE * abs(self.first)
+        return "loss_rising" if is_higher else "loss_not_falling"
+
     def __str__(self) -> str:
         return (
-            f"the loss has not fallen: {self.first:.4g} at first,"
+            f"the loss {_IN_WORDS[self.event]}: {self.first:.4g} at first,"
             f" {self.recent:.4g} after {self.num_updates} updates"
         )
 
@@ -54,6 +70,9 @@ class LossWatch:
             return None
         self._recent = [*self._recent, mean_loss][-NUM_RECENT:]
         since = num_updates - self._began
+        if not math.isfinite(mean_loss):
+            # Waiting would not help.
+            return Stagnation(first=self._first, recent=mean_loss, num_updates=since)
         if len(self._recent) < NUM_RECENT or since < PATIENCE_UPDATES:
             return None
         recent = sum(self._recent) / NUM_RECENT
@@ -90,7 +109,7 @@ class LossMonitor:
         stagnation = self._watch.see(mean, num_updates)
         if stagnation is not None and not self.warning:
             log.warning(
-                "loss_not_falling",
+                stagnation.event,
                 reason=str(stagnation),
                 policy=self._policy,
                 fix="Lower the learning rate or the momentum, or train with fewer members:"
