@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
+from support.network import http
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
@@ -46,7 +46,7 @@ def test_plain_grpc_clients_train_together(tmp_path: Path) -> None:
                 worker.kill()
         assert [worker.returncode for worker in workers] == [0] * NUM_WORKERS
         fitted = [json.loads(output) for output in outputs]
-        shards = httpx.get(f"{cluster.http_url}/api/v1/jobs/line/shards", trust_env=False).json()
+        shards = http.get(f"{cluster.http_url}/api/v1/jobs/line/shards").json()
     assert len({each["member"] for each in fitted}) == NUM_WORKERS
     for each in fitted:
         assert each["line"] == pytest.approx([3.0, -2.0], abs=0.05)

@@ -4,9 +4,9 @@ import os
 import signal
 from pathlib import Path
 
-import httpx
 import pytest
 from support.members.async_members import trained
+from support.network import http
 from support.processes.ranks import Rank, Ranks
 from support.training import rank_bodies
 from support.training.rank_bodies import BATCH_SIZE, EPOCHS, NUM_SAMPLES, Run
@@ -55,7 +55,7 @@ def test_a_killed_member_holds_nobody_up_and_costs_no_sample(
         again.expect("finished")
         found = trained([stays, again, *killed])
         path = f"{cluster.http_url}/api/v1/jobs/{job}"
-        samples = httpx.get(path, trust_env=False).json()["samples"]
+        samples = http.get(path).json()["samples"]
     total = NUM_SAMPLES * EPOCHS
     assert len(found) == total, "a sample was lost"
     assert (samples["completed"], samples["exhausted"]) == (total, True)

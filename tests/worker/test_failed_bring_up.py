@@ -3,8 +3,8 @@
 import time
 from dataclasses import replace
 
-import httpx
 import pytest
+from support.network import http
 from support.processes.load import unhurried
 from support.processes.ranks import Rank, Ranks
 from support.training import state_lost_bodies
@@ -44,7 +44,7 @@ def test_the_others_train_on_and_it_hears_its_own_error(
         after = a.expect("stepped")
         assert after["step"] > step
         assert "raised" not in [*a.kinds(), *b.kinds()]
-    shown = httpx.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
+    shown = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
     told = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
     assert [each["member_id"] for each in told] == ["c"] * 3
     assert "try 3 of 3" in told[-1]["reason"]

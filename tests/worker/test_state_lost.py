@@ -4,8 +4,8 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
+from support.network import http
 from support.processes.ranks import Rank, Ranks
 from support.training import state_lost_bodies
 from support.training.state_lost_bodies import Run
@@ -50,12 +50,12 @@ def test_all_that_come_after_hear_what_is_gone(cluster: LocalCluster, strategy: 
             assert "stepped" not in rank.kinds()
         (late,) = start(ranks, run, "x")
         assert late.expect("raised")["error"] == "StateLost"
-    shown = httpx.get(f"{cluster.http_url}/api/v1/jobs/{run.job}").json()["summary"]
+    shown = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}").json()["summary"]
     assert shown["phase"] == "lost"
     assert "generation 1" in shown["reason"]
-    metrics = httpx.get(f"{cluster.http_url}/metrics").text
+    metrics = http.get(f"{cluster.http_url}/metrics").text
     assert f'shoal_job_phase_bool{{job="{run.job}",phase="lost"}} 1.0' in metrics
-    why = httpx.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/members/a/why")
+    why = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/members/a/why")
     assert why.status_code == 404
     assert "state of job" in why.text
 
@@ -80,7 +80,7 @@ def test_a_checkpoint_brings_the_job_back(
         first = min(rank.expect("stepped")["step"] for rank in again)
         assert 5 < first <= reached + 1
         kill_all(again)
-    events = httpx.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
+    events = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
     told = [each["reason"] for each in events["events"] if each["kind"] == "went_back"]
     assert len(told) <= 1
     if told:  # the step that was heard of last may be that of the checkpoint

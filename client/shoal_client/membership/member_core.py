@@ -260,7 +260,10 @@ class MemberCore:
     # --- calls ---
 
     def _with_stream(self, request: ev.Request, now_s: float) -> ev.Call:
-        return self._calls.new(request, ev.Persistence.WITH_STREAM, self.limits.join_s, now_s)
+        # While the call lasts, the end of the stream is not seen. It lasts less than any wait for
+        # others, which stands still only once it is known that nobody leads.
+        timeout_s = self.limits.collective_s / 2
+        return self._calls.new(request, ev.Persistence.WITH_STREAM, timeout_s, now_s)
 
     def _until_answered(self, request: ev.Request, now_s: float) -> ev.Call:
         return self._calls.new(request, ev.Persistence.UNTIL_ANSWERED, self.limits.join_s, now_s)

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
+from support.network import http
 
 from shoal_client.host.reports import check_reachable
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -34,7 +34,7 @@ def test_all_parts_serve_and_end(tmp_path: Path) -> None:
     config = LocalClusterConfig(directory=tmp_path / "cluster", num_parameter_servers=1)
     with LocalCluster(config, on_exit=ended.put) as cluster:
         check_reachable([cluster.coordinator], DEADLINE_S)
-        assert httpx.get(f"{cluster.http_url}/healthz", timeout=DEADLINE_S).status_code == 200
+        assert http.get(f"{cluster.http_url}/healthz", timeout=DEADLINE_S).status_code == 200
         processes = cluster.processes
         assert set(processes) == {"etcd", "coordinator", "ps-0"}
         processes["ps-0"].send_signal(signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_parts_that_end_are_started_again(tmp_path: Path) -> None:
             + [f"{name} serves again" for name in before]
         )
         check_reachable([cluster.coordinator], DEADLINE_S)
-        assert httpx.get(f"{cluster.http_url}/healthz", timeout=DEADLINE_S).status_code == 200
+        assert http.get(f"{cluster.http_url}/healthz", timeout=DEADLINE_S).status_code == 200
         assert cluster.parameter_servers == addresses
         assert cluster.processes.keys() == before.keys()
         assert not {each.pid for each in before.values()} & {

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Sequence
 
 import pytest
-from support.sim.failover import simulate_failover
+from support.sim.failover import simulate_failover, simulate_outage
 from support.sim.schedule import simulate
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
+from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.member_core import MemberCore
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
@@ -68,6 +69,34 @@ def a_break_of_an_older_generation_is_ignored(patch: Patch) -> None:
     patch.setattr(GenerationTrack, "take_break", take)
 
 
+def time_runs_while_nobody_leads(patch: Patch) -> None:
+    """Members are late for what nobody could tell them."""
+
+    def give_up_s(clock: HeldClock, since_s: float, limit_s: float, now_s: float) -> float:
+        return max(since_s, clock.paused_until_s(now_s)) + limit_s
+
+    patch.setattr(HeldClock, "give_up_s", give_up_s)
+
+
+def a_call_outlasts_the_stream_that_gave_rise_to_it(patch: Patch) -> None:
+    """For longer than members wait for others: that nobody leads is not seen meanwhile."""
+
+    def with_stream(core: MemberCore, request: ev.Request, now_s: float) -> ev.Call:
+        return core._calls.new(request, ev.Persistence.WITH_STREAM, core.limits.join_s, now_s)
+
+    patch.setattr(MemberCore, "_with_stream", with_stream)
+
+
+def a_later_step_is_offered_than_need_be(patch: Patch) -> None:
+    """The old generation trains on for longer than it takes to agree."""
+    real = GenerationTrack._offer_request
+
+    def offer(track: GenerationTrack, own: int, generation: int, step: int) -> pb.OfferRequest:
+        return real(track, own, generation, step + 1)
+
+    patch.setattr(GenerationTrack, "_offer_request", offer)
+
+
 def a_fenced_member_goes_on(patch: Patch) -> None:
     def fail(core: MemberCore, error: ShoalError) -> Sequence[ev.Effect]:
         return []
@@ -83,6 +112,9 @@ FAULTS: Sequence[tuple[Callable[[Patch], None], Callable[[int], None]]] = (
     (a_new_leader_is_not_told_of_a_failed_collective, simulate_failover),
     (a_new_leader_is_not_asked_to_drain, simulate),
     (a_break_of_an_older_generation_is_ignored, simulate),
+    (time_runs_while_nobody_leads, simulate_outage),
+    (a_call_outlasts_the_stream_that_gave_rise_to_it, simulate_outage),
+    (a_later_step_is_offered_than_need_be, simulate),
     (a_fenced_member_goes_on, simulate),
 )
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.coordinator_world import FIELDS
 from support.clusters.etcd_fixture import etcd_processes, running_etcd
+from support.network import http
 
 from shoal_client.local.process import Command, Supervisor
 from shoal_client.membership.member import Member
@@ -58,11 +58,11 @@ def form(members: list[MemberSession]) -> pb.GenerationRecord:
         return list(threads.map(join, members)).pop()
 
 
-def job_when_running(http: str, within_s: float) -> dict[str, Any]:
+def job_when_running(url: str, within_s: float) -> dict[str, Any]:
     """The job as the replica shows it, as soon as that says that it runs."""
     deadline_s = time.monotonic() + within_s
     while True:
-        answer = httpx.get(f"{http}/api/v1/jobs/j")
+        answer = http.get(f"{url}/api/v1/jobs/j")
         if answer.status_code == 200 and answer.json()["summary"]["phase"] == "running":
             return dict(answer.json())
         assert time.monotonic() < deadline_s, answer.text
@@ -83,8 +83,8 @@ def test_a_killed_leader_is_succeeded_and_training_does_not_notice(tmp_path: Pat
     with running_etcd(tmp_path) as etcd, Supervisor() as supervisor:
         first = replica(supervisor, tmp_path, "first", etcd)
         second = replica(supervisor, tmp_path, "second", etcd)
-        assert httpx.get(f"{first.http}/readyz").status_code == 200
-        assert httpx.get(f"{second.http}/readyz").status_code == 503
+        assert http.get(f"{first.http}/readyz").status_code == 200
+        assert http.get(f"{second.http}/readyz").status_code == 503
         addresses = [first.grpc, second.grpc]
         with closing([member(name, addresses, 2) for name in ("a", "b")]) as members:
             form(members)
@@ -131,7 +131,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
         assert first.process.stop(10) == 0, first.log_path.read_text()
         started_s = time.monotonic()
         second = replica(supervisor, tmp_path, "second", etcd)
-        assert httpx.get(f"{second.http}/readyz").status_code == 200
+        assert http.get(f"{second.http}/readyz").status_code == 200
         assert time.monotonic() - started_s < START_S
 
 

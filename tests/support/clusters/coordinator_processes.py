@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+from support.network import http
 from support.network.gates import Network, Wire
 from support.processes.served_process import ServedProcess, awaited
 
@@ -51,8 +52,7 @@ class CoordinatorProcess(ServedProcess):
 
     def _readyz(self) -> httpx.Response | None:
         try:
-            # Asked often, and to read the certificates that plain HTTP has no use for takes 30 ms.
-            return httpx.get(f"{self.http}/readyz", timeout=1.0, trust_env=False, verify=False)
+            return http.get(f"{self.http}/readyz", timeout=1.0)
         except httpx.HTTPError:
             return None
 

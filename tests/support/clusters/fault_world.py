@@ -11,6 +11,7 @@ import pytest
 from support.clusters.coordinator_processes import Replicas
 from support.clusters.coordinator_world import FIELDS
 from support.members.scripted_member import MemberProcess, Script, ScriptedMember
+from support.network import http
 from support.processes.ranks import Ranks
 from support.processes.served_process import awaited
 
@@ -127,7 +128,7 @@ class Cast:
 
     def _runs(self, generation: int) -> bool | None:
         try:
-            answer = httpx.get(f"{self.replicas.leader().http}/api/v1/jobs/{self.job}")
+            answer = http.get(f"{self.replicas.leader().http}/api/v1/jobs/{self.job}")
         except httpx.HTTPError:
             return None
         if answer.status_code != httpx.codes.OK:

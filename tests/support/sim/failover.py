@@ -14,6 +14,9 @@ from shoal_server.core.generations.roster import JobSpec
 FORMED_S, AGAIN_S = 4.0, 4.0
 """Less than any limit by which members agree, stop or come up: see `shoal_server.core.limits`."""
 
+LATER_S = 10.0
+"""The same after an outage: nobody's launcher tells of a loss any more, silence does."""
+
 
 def joins(world: SimWorld) -> None:
     """A planned change, in which nobody is lost."""
@@ -69,4 +72,35 @@ def simulate_failover(seed: int) -> None:
         raise AssertionError(f"{error}\nfailover seed {seed}\n{story}") from error
 
 
-__all__ = ["simulate_failover"]
+def simulate_outage(seed: int) -> None:
+    """The same where nobody leads for longer than any member would wait for others.
+
+    No time passes for the members meanwhile: what they wait for nobody could tell them.
+    """
+    chance = random.Random(f"outage {seed}")
+    change = CHANGES[seed % len(CHANGES)]
+    spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
+    world = SimWorld(spec, seed=seed)
+    world.faulty = world.store.loses_answers = False
+    world.leaderless_times_s = [2 * world.limits.join_s + 20.0]
+    try:
+        for name in ("a", "b", "c"):
+            world.join(name)
+        assert world.run(FORMED_S, until=world.at_rest), "it does not form"
+        change(world)
+        world.run(chance.choice([0.0, 0.1, 0.3]))
+        world.crash_leader(after_effects=chance.randint(0, 25))
+        world.run(1.0)
+        world.leader.effects_left = None
+        away_s = max(world.leaderless_s - world.clock.now_s, 0.0)
+        rested = world.run(away_s + LATER_S, until=world.at_rest)
+        # One that nobody has admitted does not wait for ever.
+        ended = [n for n, member in world.members.items() if member.failed and member.core.admitted]
+        assert not ended, f"{change.__name__}: {ended} ended"
+        assert rested, f"{change.__name__}: not at rest: {world.leader.job.reason}"
+    except AssertionError as error:
+        story = "\n".join(world.story[-60:])
+        raise AssertionError(f"{error}\noutage seed {seed}\n{story}") from error
+
+
+__all__ = ["simulate_failover", "simulate_outage"]

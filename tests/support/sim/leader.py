@@ -109,9 +109,11 @@ class Leader:
         self.pending: dict[Box, None] = {}
         """Calls whose callers wait."""
         self.check: Callable[[], None] = lambda: None
-        self.log: Callable[[str], None] = lambda line: None
+        self.log: Callable[[events.Log], None] = lambda log: None
         self.heard: Callable[[events.Event], None] = lambda event: None
         """Told of each event that the job took in."""
+        self.told: Callable[[events.Notice], None] = lambda notice: None
+        """Of each notice that leaves it."""
         self.heartbeats: Callable[[], Iterable[tuple[events.Heartbeat, int]]] = lambda: ()
         """Of all members whose processes run, with their steps."""
         self.effects_left: int | None = None
@@ -263,6 +265,7 @@ class Leader:
                 self.process.start(self._persist(action.write))
             case Send():
                 self._check_told(action.notice)
+                self.told(action.notice)
                 action.stream.put(action.notice)
             case CloseStream():
                 self.connections.pop(action.stream, None)
@@ -270,7 +273,7 @@ class Leader:
             case Reply():
                 action.call.set(action.error)
             case events.Log():
-                self.log(f"{action.kind}: {action.reason}")
+                self.log(action)
             case Publish():
                 assert action.record in self.etcd.written(action.record), "published too early"
             case MemberGone():

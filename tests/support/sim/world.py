@@ -64,6 +64,8 @@ class SimWorld:
         self.checkpoints: list[int] = []
         self.checkpoint_every = 0
         """Steps; 0: no checkpoints are written."""
+        self.leaderless_times_s = [0.05, 0.5, 2.0]
+        """How long it may take until another leads."""
         self.cut: set[tuple[str, str]] = set()
         self.troubled_s = 0.0
         self.leaderless_s = 0.0
@@ -212,9 +214,10 @@ class SimWorld:
             self._accepted.add((event.generation, event.incarnation, event.digest))
 
     def _heartbeats(self) -> Iterator[tuple[events.Heartbeat, int]]:
-        """Of everybody whose process runs."""
+        """Of everybody whose process runs and has been admitted."""
         for member in self.members.values():
-            if member.process.alive and not member.process.halted and not self.lose():
+            beats = member.core.admitted and member.process.alive and not member.process.halted
+            if beats and not self.lose():
                 yield events.Heartbeat(**member.who), member.step
 
     # --- the line of leaders ---
@@ -222,9 +225,10 @@ class SimWorld:
     def _elect(self) -> Leader:
         leader = Leader(self.clock, self.store, self.spec, self.limits)
         leader.check = lambda: self._check_job(leader)
-        leader.log = self.note
+        leader.log = self._logged
         leader.heartbeats = self._heartbeats
         leader.heard = self._heard
+        leader.told = lambda notice: self._check_boundary(leader, notice)
         leader.take_over()
         return leader
 
@@ -243,7 +247,7 @@ class SimWorld:
         for stream in list(leader.connections):
             stream.break_off()
         leader.end()
-        away_s = self.random.choice([0.05, 0.5, 2.0])
+        away_s = self.random.choice(self.leaderless_times_s)
         self.troubled_s = max(self.troubled_s, self.clock.now_s + away_s)
         self.leaderless_s = max(self.leaderless_s, self.clock.now_s + away_s)
         if self.store.leader is leader:
@@ -365,6 +369,16 @@ class SimWorld:
         if leader is not None and not leader.process.halted and self.random.random() < 0.1:
             leader.job.heard_of_step(member.name, member.incarnation, Step(member.step))
 
+    def _check_boundary(self, leader: Leader, notice: events.Notice) -> None:
+        """The old generation stops at the first step that nobody has begun, and no later."""
+        running = leader.job.running
+        if isinstance(notice, events.StopAtNotice) and running is not None:
+            group = self.groups[running.generation]
+            begun = max(group.highest_begun, group.source_step - 1)
+            assert not group.up or notice.step <= begun + 1, (
+                f"{running.generation} stops at {notice.step}, and {begun} has begun"
+            )
+
     def crosses(self, member: SimMember, old: int, step: int) -> None:
         group = self.groups[old]
         who = f"{member.name} leaves {old} at {step}"
@@ -423,6 +437,14 @@ class SimWorld:
 
     def note(self, line: str) -> None:
         self.story.append(f"{self.clock.now_s:8.3f} {line}")
+
+    def _logged(self, log: events.Log) -> None:
+        self.note(f"{log.kind}: {log.reason}")
+        if log.kind == "member_removed" and "no heartbeat for" in log.reason:
+            # Of two processes of one name the first is silent.
+            named = [each for each in self.everybody if each.name == log.member_id]
+            runs = [each for each in named if each.living and not each.process.was_halted]
+            assert runs != named, f"{log.member_id} is called silent, and beats"
 
     def _written(self, record: Record) -> None:
         roster = record.roster

@@ -107,7 +107,7 @@ def test_a_model_that_was_not_distributed_is_told_from_one_that_was() -> None:
         shoal.data_share(new_model())
 
 
-@pytest.mark.sampled()
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_the_example_runs_under_torchrun(strategy: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:

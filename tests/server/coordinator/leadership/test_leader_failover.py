@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.coordinator_world import FIELDS
 from support.clusters.etcd_fixture import running_etcd
+from support.network import http
 from support.network.etcd_gate import open_gate
 from support.processes.served_process import awaited
 
@@ -64,7 +64,7 @@ def test_a_killed_leader_is_succeeded_long_before_its_lease_ends(tmp_path: Path)
         first = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
         second = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
         third = started(supervisor, tmp_path, etcd, LONG_LEASE_S)
-        assert first.leads()
+        awaited(first.leads, DEADLINE_S, "the first leads")
         assert [health(each, LEADER) == serving for each in (first, second)] == [True, False]
         assert health(second, "") == serving
         awaited(
@@ -149,7 +149,7 @@ def _member(coordinators: list[str]) -> MemberSession:
 
 
 def _runs(replica: CoordinatorProcess) -> bool:
-    answer = httpx.get(f"{replica.http}/api/v1/jobs/j", timeout=DEADLINE_S, trust_env=False)
+    answer = http.get(f"{replica.http}/api/v1/jobs/j", timeout=DEADLINE_S)
     return answer.status_code == 200 and answer.json()["summary"]["phase"] == "running"
 
 

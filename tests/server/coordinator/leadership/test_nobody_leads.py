@@ -4,10 +4,10 @@ import signal
 from pathlib import Path
 
 import grpc
-import httpx
 import pytest
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import etcd_processes
+from support.network import http
 from support.processes.served_process import awaited
 
 from shoal_proto.errors import NotLeader
@@ -36,12 +36,12 @@ def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
         awaited(first.leads, WITHIN_S, "the first leads")
         second = CoordinatorProcess(supervisor, tmp_path, "second", etcd.endpoint).ready()
         assert refused(second).details["leader"] == first.grpc
-        assert httpx.get(f"{second.http}{JOBS}").json()["kind"] == "NotLeader"
+        assert http.get(f"{second.http}{JOBS}").json()["kind"] == "NotLeader"
         etcd.process.send_signal(signal.SIGSTOP)
         try:
             awaited(lambda: not first.leads(), WITHIN_S, "the first knows that it leads no more")
             awaited(
-                lambda: "etcd does not answer" in httpx.get(f"{first.http}/readyz").text,
+                lambda: "etcd does not answer" in http.get(f"{first.http}/readyz").text,
                 WITHIN_S,
                 "it says why",
             )
@@ -49,7 +49,7 @@ def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
             assert told.details["leader"] == ""
             assert first.grpc not in told.seen + told.expected
             assert "etcd" in told.seen
-            answer = httpx.get(f"{first.http}{JOBS}")
+            answer = http.get(f"{first.http}{JOBS}")
             assert (answer.status_code, answer.json()["kind"]) == (503, "NotLeader")
         finally:
             etcd.process.send_signal(signal.SIGCONT)

@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from support.clusters.coordinator_processes import CoordinatorProcess
 from support.clusters.etcd_fixture import running_etcd
 from support.clusters.garbage import Garbage, all_garbage
 from support.members.scripted_member import Script, ScriptedMember
+from support.network import http
 from support.processes.served_process import ServedProcess, awaited
 
 from shoal_client.connection.coordinators import Coordinators
@@ -97,12 +97,12 @@ def test_other_jobs_train(coordinator: CoordinatorProcess) -> None:
 
 
 def test_people_see_which_job_is_set_aside_and_why(coordinator: CoordinatorProcess) -> None:
-    jobs = {each["job"]: each for each in httpx.get(f"{coordinator.http}/api/v1/jobs").json()}
+    jobs = {each["job"]: each for each in http.get(f"{coordinator.http}/api/v1/jobs").json()}
     for garbage in GARBAGE:
         if garbage.is_fatal:
             assert jobs[garbage.job]["phase"] == "set_aside"
             assert garbage.key in jobs[garbage.job]["reason"]
-    assert httpx.get(f"{coordinator.http}/metrics", timeout=CALL_S).status_code == 200
+    assert http.get(f"{coordinator.http}/metrics", timeout=CALL_S).status_code == 200
 
 
 def test_a_parameter_server_starts_amid_garbage(

@@ -1,16 +1,19 @@
 """The simulation steps the code that ships: a fault that is put into it is found."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 from support.sim.schedule import simulate
 
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.core.driver.effect_queue import Carried, EffectQueue
+from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import PendingWrite
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.job.arrivals import Arrivals
-from shoal_server.core.membership.events import Effect, Event, Refused, Tell, Write
+from shoal_server.core.membership.events import Effect, Event, Lost, Refused, Tell, Write
 from shoal_server.core.membership.member import Member
 from shoal_server.etcd.api import Operation
 
@@ -89,6 +92,20 @@ def a_deadline_runs_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(EffectQueue, "postpone", lambda queue, now_s: None)
 
 
+def silence_counts_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
+    """Who waits to be admitted cannot beat yet."""
+    real = JobDriver._silent
+
+    def silent(driver: JobDriver[object, object], now_s: float) -> list[Lost]:
+        queue, driver._queue = driver._queue, SimpleNamespace(begun_s=math.inf)
+        try:
+            return real(driver, now_s)
+        finally:
+            driver._queue = queue
+
+    patch.setattr(JobDriver, "_silent", silent)
+
+
 def a_commit_without_all_answers(patch: pytest.MonkeyPatch) -> None:
     """The first that accepts decides for all."""
     real = Agreement.accept
@@ -112,6 +129,7 @@ FAULTS: Iterable[Fault] = (
     a_refused_event_changes_the_state,
     a_lost_member_is_heard,
     a_deadline_runs_while_etcd_is_away,
+    silence_counts_while_etcd_is_away,
     a_commit_without_all_answers,
     that_it_has_trained_is_forgotten,
 )
