@@ -57,12 +57,14 @@ class BulkWay:
         *,
         transport: str,
         room_for: Callable[[int], int] = int,
+        is_for_tables: bool = False,
     ) -> None:
         """`room_for`: how large parts are to have room, where one of so many bytes came."""
         self._address = address
         self._open_bulk = open_bulk
         self._token = token
         self._room_for = room_for
+        self._is_for_tables = is_for_tables
         self._connection: Connection | None = None
         self._largest_bytes = 0
         self._is_local_tried = transport == "auto"
@@ -86,6 +88,10 @@ class BulkWay:
                 raise
             log.info("no_bulk_transport", address=self._address, reason=error.details())
             self._not_until_s = float("inf")
+            return None
+        if self._is_for_tables and not offer.has_tables:
+            log.info("no_bulk_transport", address=self._address, reason="not for tables")
+            self._not_until_s = time.monotonic() + AGAIN_S
             return None
         if not self._is_local_tried:
             offer.local_name = ""

@@ -85,7 +85,14 @@ class TableCalls:
         self._token = token
         self._stub = TablesStub(channel)
         open_bulk = PieceStub(channel).OpenBulk
-        self._bulk = BulkWay(address, open_bulk, token, transport=transport, room_for=_room_for)
+        self._bulk = BulkWay(
+            address,
+            open_bulk,
+            token,
+            transport=transport,
+            room_for=_room_for,
+            is_for_tables=True,
+        )
 
     @property
     def way(self) -> str:
