@@ -7,10 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from history import faults
 from history.campaign import Campaign, campaign, judge
 from history.workers import OPTIMIZERS, Work
 from support.clusters.parameter_cluster import ParameterCluster
 from support.network.gates import Network
+from support.network.namespaces import RoutedHosts, why_unavailable
 
 NUM_SERVERS, NUM_WORKERS = 3, 3
 NUM_KILLS = 30
@@ -189,3 +191,29 @@ def test_no_fault_in_any_order_loses_anything(
 ) -> None:
     """The same in other orders."""
     strike(wired, kind, tmp_path, seed)
+
+
+@pytest.fixture
+def hosts() -> Iterator[RoutedHosts]:
+    if why := why_unavailable():
+        pytest.skip(why)
+    with RoutedHosts() as hosts:
+        yield hosts
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_partition_pause_or_outage_loses_anything(
+    hosts: RoutedHosts, seed: int, tmp_path: Path
+) -> None:
+    """Every kind once, of a length and in an order that the seed gives: servers that are cut from
+    etcd only, from each other only, from workers only; several that are halted; an etcd that is
+    away."""
+    with ParameterCluster(tmp_path, NUM_SERVERS, hosts=hosts) as cluster:
+        work = new_work(cluster, KINDS[seed % len(KINDS)], tmp_path)
+        with campaign(cluster, work, seed, NUM_WORKERS) as run:
+            run.await_spread()
+            for fault in faults.plan(list(faults.Kind), len(faults.Kind), run.rng):
+                faults.strike(run, hosts, fault)
+        assert_nothing_lost(work, seed)
