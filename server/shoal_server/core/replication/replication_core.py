@@ -206,9 +206,15 @@ class ReplicationCore:
     def _let_go(self, key: Key) -> Effects:
         led = self.leading.find(key)
         if led is not None:
+            self._leave_on_disk(led)
             yield from self.leading.end(key)
             yield Drop(key)
         yield from self._copies.drop(key)
+
+    def _leave_on_disk(self, led: LedShard) -> None:
+        """As long as the record names this disk, it may be all that is left of it one day."""
+        if led.disk_version is not None:
+            self._claims.found(led.key)
 
     def _to_lead(self, key: Key, new: ShardAssignment) -> Effects:
         led, copy = self.leading.find(key), self._copies.find(key)
@@ -228,11 +234,9 @@ class ReplicationCore:
                 copy.phase = CopyPhase.SETTLING
                 yield Settle(key)
         elif key in self._claims and new.content is ShardContent.PRESENT:
-            version = self._claims.take(key)
-            if version is not None and new.on_disk == self.me.server_id:
+            self._claims.take(key)
+            if new.on_disk == self.me.server_id:
                 yield LoadJournal(key, new.epoch)
-                shard = self.leading.led(key, new, version, origin=0, born=new.epoch)
-                yield from self._begin(shard)
 
     def _to_back_up(self, key: Key, new: ShardAssignment) -> Effects:
         led, copy = self.leading.find(key), self._copies.find(key)
@@ -251,6 +255,7 @@ class ReplicationCore:
     # --- leading ---
 
     def _begin(self, led: LedShard) -> Effects:
+        self._claims.take(led.key)
         self.leading.begin(led)
         yield Lead(led.key, led.epoch)
         yield from self._tend(led)
@@ -273,6 +278,7 @@ class ReplicationCore:
     def _step_down(self, led: LedShard) -> Effects:
         """Another leads it, or this server does in a later epoch: keep it as a copy till then."""
         content = led.assignment.content
+        self._leave_on_disk(led)
         yield from self.leading.end(led.key)
         copy = Copy(led.epoch, led.born, led.version, content, CopyPhase.SETTLING)
         self._copies.keep(led.key, copy)
@@ -438,7 +444,7 @@ class ReplicationCore:
     # --- after a restart ---
 
     def _journal_has(self, event: ev.JournalHas) -> Effects:
-        self._claims.found(event.key, event.version)
+        self._claims.found(event.key)
         yield from self._wish(event.key)
 
     def _servers_seen(self, event: ev.ServersSeen) -> Effects:

@@ -42,11 +42,22 @@ class JournalIndex:
         self.segments: list[JournalSegment] = []
         self._images: dict[Key, Kept] = {}
         self._ended: dict[Key, int] = {}
+        self._only: Key | None = None
+        """The one shard that this is of, if it is of one alone."""
 
     @property
     def images(self) -> Mapping[Key, Kept]:
         """Of the shards that are kept here."""
         return self._images
+
+    def of(self, key: Key) -> "JournalIndex":
+        """What is known of one shard, as of now."""
+        one = JournalIndex()
+        one.segments = list(self.segments)
+        one._images = {each: kept for each, kept in self._images.items() if each == key}
+        one._ended = dict(self._ended)
+        one._only = key
+        return one
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +87,7 @@ class JournalIndex:
 
     def is_needed(self, key: Key, place: EntryLocation) -> bool:
         """Whether the entry at that place is more than its shard's image holds."""
-        if place.number <= self._ended.get(key, 0):
+        if self._only not in (None, key) or place.number <= self._ended.get(key, 0):
             return False
         image = self._images.get(key)
         return image is None or (place.epoch, place.version) > (image.epoch, image.version)

@@ -94,6 +94,16 @@ class Journal:
         """
         return replay(self._config.directory, self._images, self._index, make)
 
+    def read(
+        self, job: str, shard_id: int, make: Callable[[Image], State]
+    ) -> Recovered[State] | None:
+        """One shard of which nothing is appended meanwhile, as it is on disk; None: it is not
+        there. Blocks. Raises JournalDamaged, naming the file."""
+        with self._wake:
+            index = self._index.of((job, shard_id))
+        found = replay(self._config.directory, self._images, index, make)
+        return found[0] if found else None
+
     def __enter__(self) -> "Journal":
         """Raises DiskFull or Unavailable where nothing can be written."""
         try:

@@ -13,14 +13,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
-from shoal_proto.errors import ShoalError
+from shoal_proto.errors import JournalDamaged, ShoalError
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
+from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.serving.backoff import ExponentialBackOff
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -237,6 +240,19 @@ class ShardJournal:
     def keep(self, keys: Iterable[Key]) -> None:
         """Shards that the last process of this server left in the journal."""
         self._for_others.update(keys)
+
+    async def read(
+        self, job: str, shard_id: int, make: Callable[[Image], AnyShard]
+    ) -> Recovered[AnyShard] | None:
+        """A shard that is not led here, as the journal has it; None if it has not, or cannot be
+        read."""
+        loop = asyncio.get_running_loop()
+        read = partial(self._journal.read, job, shard_id, make)
+        try:
+            return await loop.run_in_executor(self._pool, read)
+        except (JournalDamaged, OSError) as error:
+            log.error("journal_not_read", job=job, shard_id=shard_id, reason=str(error))
+            return None
 
     def let_go(self, job: str, but: Collection[int]) -> None:
         """Forget the job's shards that are not led here, but these."""

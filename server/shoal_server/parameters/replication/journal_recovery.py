@@ -60,11 +60,13 @@ class JournalRecovery:
         log.info("journal_recovered", num_led=num_led, num_open=num_open)
 
     async def later(self) -> None:
-        """Go on for as long as others that had a shard may turn out to be gone."""
-        while self._replicas.open_claims:
+        """Go on as long as this server runs: others that had a shard may turn out to be gone, of
+        which this journal has something."""
+        while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
-                await self._look()
+                if self._replicas.open_claims:
+                    await self._look()
             except RetryError as error:
                 log.warning("journal_not_compared", reason=str(error))
 

@@ -268,8 +268,8 @@ class ShardReplicas:
         assert shard_journal is not None
         shard_journal.keep(recovered)
         self._roles.recovered.update(recovered)
-        for key, found in recovered.items():
-            self._driver.tell(ev.JournalHas(key, found.state.version))
+        for key in recovered:
+            self._driver.tell(ev.JournalHas(key))
         for job in {job for job, _ in recovered}:
             self._let_journal_go(job)
 

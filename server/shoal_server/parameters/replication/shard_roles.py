@@ -19,7 +19,7 @@ from shoal_server.core.replication.protocol.effects import (
     Stop,
     Trim,
 )
-from shoal_server.core.replication.protocol.events import Applied, Settled, Stopped
+from shoal_server.core.replication.protocol.events import Applied, Created, Forget, Settled, Stopped
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.journal.shard_journal import ShardJournal
@@ -31,6 +31,7 @@ from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.replica import Role, ShardReplica, num_bytes_of
 from shoal_server.parameters.shard.versioned import AnyShard
+from shoal_server.parameters.tables.restore import restore
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
@@ -166,11 +167,23 @@ class ShardRoles:
         replica.state.enter_epoch(effect.epoch)
 
     def _load(self, effect: LoadJournal) -> None:
-        found = self.recovered.pop(effect.key)
-        replica = ShardReplica(found.job, found.state, Role.BACKUP, effect.epoch)
-        before = self._catalog.find(*effect.key)
-        if before is not None:
-            self._let_go(before)
+        self._tasks.start(self._made_of_journal(effect))
+
+    async def _made_of_journal(self, effect: LoadJournal) -> None:
+        found = self.recovered.pop(effect.key, None)
+        if found is None and self.shard_journal is not None:
+            # This process led it, and let go of it, since it was started.
+            found = await self.shard_journal.read(*effect.key, restore)
+        if found is None:
+            log.error("shard_not_in_journal", job=effect.key[0], shard_id=effect.key[1])
+            return
+        self._load_found(effect, found)
+
+    def _load_found(self, effect: LoadJournal, found: Recovered[AnyShard]) -> None:
+        replica = ShardReplica(found.job, found.state, Role.PRIMARY, effect.epoch)
+        replica.is_forming = True
+        found.state.enter_epoch(effect.epoch)
+        self._driver.tell(Forget(effect.key))
         self._catalog.add(replica)
         log.info(
             "shard_recovered_from_journal",
@@ -179,6 +192,7 @@ class ShardRoles:
             version=found.state.version,
             num_replayed=found.num_replayed,
         )
+        self._driver.tell(Created(effect.key, effect.epoch, found.state.version))
 
     # --- the end ---
 

@@ -354,7 +354,7 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
     world = World()
     last = record(B, C, on_disk="a")
     world.assigned(last)
-    world.tell(ev.JournalHas(KEY, 4))
+    world.tell(ev.JournalHas(KEY))
     world.tell(ev.ServersSeen(frozenset()))
     world.now_s += away_s
     effects = world.tell(ev.ServersSeen(frozenset(), ended))

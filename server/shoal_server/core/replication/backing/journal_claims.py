@@ -14,25 +14,26 @@ class JournalClaims:
     def __init__(self, me: Holder, dead_after_s: float) -> None:
         self._me = me
         self._dead_after_s = dead_after_s
-        self._versions: dict[Key, int] = {}
-        """Of what the journal has and others may have too."""
+        self._keys: set[Key] = set()
+        """What the journal has and others may have too."""
         self._absences = Absences[Holder]()
         self._dead: frozenset[Holder] = frozenset()
 
-    def found(self, key: Key, version: int) -> None:
-        self._versions[key] = version
+    def found(self, key: Key) -> None:
+        """The journal has it, and it is not led here."""
+        self._keys.add(key)
 
     @property
     def open(self) -> list[Key]:
         """What the journal has and nobody leads from it yet."""
-        return sorted(self._versions)
+        return sorted(self._keys)
 
     def __contains__(self, key: Key) -> bool:
-        return key in self._versions
+        return key in self._keys
 
-    def take(self, key: Key) -> int | None:
-        """The shard's version: it is led from the journal, or the record names another disk."""
-        return self._versions.pop(key, None)
+    def take(self, key: Key) -> None:
+        """It is led here, or the record names another disk."""
+        self._keys.discard(key)
 
     def seen(
         self,
@@ -49,4 +50,4 @@ class JournalClaims:
 
     def revised(self, key: Key, a: ShardAssignment) -> ShardAssignment:
         """The record as this server wants it."""
-        return led_from_disk(a, self._me, self._dead) if key in self._versions else a
+        return led_from_disk(a, self._me, self._dead) if key in self._keys else a

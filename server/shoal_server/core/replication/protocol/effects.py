@@ -220,7 +220,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Lead the shard that the journal has, in this epoch; it needs no `Created`."""
+    """Make the shard that the journal has, to lead it in this epoch; then `Created`."""
 
     key: Key
     epoch: int

@@ -257,10 +257,9 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class JournalHas:
-    """The last process of this server left the shard in the journal, as of this version."""
+    """The last process of this server left the shard in the journal."""
 
     key: Key
-    version: int
 
 
 @dataclass(frozen=True, slots=True)
