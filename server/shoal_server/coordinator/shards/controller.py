@@ -131,17 +131,14 @@ class ShardController:
                 self._wake.set()
 
     async def _reconcile_due(self) -> None:
-        if not self._due:
-            return
-        # After the assignments, so that whoever these name is seen if it is there.
-        present = await self._servers()
-        while self._due:
-            job = self._due.pop()
+        due, self._due = self._due, set()
+        while due:
+            job = due.pop()
             try:
-                await self._reconcile(job, present)
+                await self._reconcile(job)
                 self._troubles.pop(job, None)
             except RetryError:
-                self._due.add(job)
+                self._look_at([job, *due])
                 raise
             except Exception as error:  # noqa: BLE001 - one job's trouble is to harm no other
                 self._note_trouble(job, error)
@@ -174,7 +171,7 @@ class ShardController:
             dead=await ended_servers.read(self._store),
         )
 
-    async def _reconcile(self, job: str, seen: Servers) -> None:
+    async def _reconcile(self, job: str) -> None:
         if await self._is_finished(job):
             await self._store.delete(keys.assignments(job), prefix=True)
             return
@@ -182,6 +179,8 @@ class ShardController:
         before = self._assignments.assembled(job)
         if before is None:
             return
+        # After the assignments, so that whoever these name is seen if it is there.
+        seen = await self._servers()
         servers = replace(
             seen,
             dead=self._dead(before, seen),
@@ -197,7 +196,9 @@ class ShardController:
             tried = outcome
         elif not losses.lost(before):
             self._restores.forget(job)
-        after = self._losses.noted(before, rebalance(before, servers, weights), tried.told)
+        # Of thousands of shards it takes a while, in which heartbeats are heard.
+        wished = await asyncio.to_thread(rebalance, before, servers, weights)
+        after = self._losses.noted(before, wished, tried.told)
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
         }

@@ -1,0 +1,155 @@
+"""Who holds which shard, at scale: 100 servers, a real etcd, the coordinator's own code.
+
+    make bench NAME=placement
+
+Two jobs, each on an etcd of its own: `dense_1tb`, a transformer of 1 TB, and `tables`, 100 tables
+of 64 shards. Servers have no parameters here, and are in this process: they only do to the records
+in etcd what servers do, as soon as a copy would have arrived. Everything shares this machine.
+
+`place_call`: the call of the member that places. `place`: from that call to every shard having its
+backup. `fail_over`: one server dies, and its peers know it at once; until each of its shards has
+another primary. `whole_again`: until each has its copies again. `move`: a server is to be
+emptied; until it holds nothing. `..._written`: bytes of keys and values put into etcd meanwhile.
+`largest_request`, `most_operations`: of all transactions; etcd takes 1.5 MiB and 128. `map`: the
+answer to a worker that asks for the shard map, and `map_call` how long it takes.
+"""
+
+import asyncio
+import logging
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+# Servers without parameters are those of the tests.
+sys.path.append(str(Path(__file__).parent.parent / "tests"))
+
+from rows import Row, publish
+from support.clusters.record_keepers import (
+    CountedClient,
+    RecordKeepers,
+    holds_nothing,
+    is_whole,
+    leads_nothing,
+    record_keepers,
+)
+from support.models.large_jobs import hundred_tables, transformer_of_a_terabyte
+
+from shoal_client.local.etcd import start_etcd
+from shoal_client.local.process import Supervisor
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2 import GetMapRequest, PlaceRequest
+from shoal_server.coordinator.shards.controller import ShardController
+from shoal_server.coordinator.shards.service import ShardsService
+from shoal_server.core.shards.assignments import Holder, JobAssignments
+from shoal_server.etcd.remote.config import EtcdConfig
+
+NUM_SERVERS = 100
+LIMIT_S = 300.0
+JOBS: Mapping[str, Callable[[str], PlaceRequest]] = {
+    "dense_1tb": transformer_of_a_terabyte,
+    "tables": hundred_tables,
+}
+
+
+async def anybody(token: Token) -> None:
+    """Here nobody is a member."""
+
+
+async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
+    """Here nobody listens at these addresses."""
+    return addresses
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """Of one job."""
+
+    job: str
+    cluster: RecordKeepers
+    rows: list[Row] = field(default_factory=list)
+    start_s: float = 0.0
+
+    def begin(self) -> None:
+        """Count and take the time from here on."""
+        self.start_s = time.monotonic()
+        self.cluster.tally.written_bytes = 0
+
+    def add(self, metric: str, value: float, unit: str) -> None:
+        self.rows.append(Row(metric=f"{self.job}_{metric}", value=value, unit=unit, runs=1))
+        print(f"{self.job}_{metric}: {value:.4g} {unit}", flush=True)
+
+    def add_time(self, metric: str) -> None:
+        """From the beginning to now."""
+        self.add(metric, time.monotonic() - self.start_s, "s")
+
+    async def until(self, metric: str, is_so: Callable[[JobAssignments], bool]) -> None:
+        """Wait for it; how long it took, and what was written."""
+        await self.cluster.until(self.job, is_so, LIMIT_S)
+        self.add_time(metric)
+        self.add(f"{metric}_written", self.cluster.tally.written_bytes, "bytes")
+
+
+async def measure(measured: Measurement, request: PlaceRequest) -> None:
+    cluster = measured.cluster
+    service = ShardsService(cluster.store, anybody, choose=whoever_is_listed)
+    measured.begin()
+    await service.Place(request, None)  # type: ignore[arg-type]
+    measured.add_time("place_call")
+    await measured.until("place", is_whole)
+    measured.begin()
+    shard_map = await service.GetMap(GetMapRequest(token=request.token), None)  # type: ignore[arg-type]
+    measured.add_time("map_call")
+    measured.add("map", shard_map.ByteSize(), "bytes")
+    measured.add("shards", len(shard_map.shards), "shards")
+
+    lost = cluster.servers[NUM_SERVERS // 2]
+    measured.begin()
+    killing = asyncio.create_task(cluster.kill(lost))
+    await measured.until("fail_over", leads_nothing(lost.me))
+    await killing
+    await measured.until(
+        "whole_again", lambda held: is_whole(held) and holds_nothing(lost.me)(held)
+    )
+
+    leaving = cluster.servers[0]
+    measured.begin()
+    await leaving.register(leaving=True)
+    await measured.until("move", holds_nothing(leaving.me))
+
+    tally = cluster.tally
+    measured.add("largest_value", tally.largest_value_bytes, "bytes")
+    measured.add("largest_request", tally.largest_request_bytes, "bytes")
+    measured.add("most_operations", tally.most_operations, "operations")
+    measured.add("transactions", tally.num_transactions, "transactions")
+    measured.add("transactions_refused", tally.num_refused, "transactions")
+
+
+async def measure_on(endpoint: str, job: str) -> list[Row]:
+    config = EtcdConfig(endpoints=(endpoint,))
+    async with AsyncExitStack() as stack:
+        keepers = record_keepers(lambda: CountedClient(config), NUM_SERVERS)
+        cluster = await stack.enter_async_context(keepers)
+        await stack.enter_async_context(ShardController(cluster.store).working())
+        measured = Measurement(job=job, cluster=cluster)
+        await measure(measured, JOBS[job](job))
+        return measured.rows
+
+
+def main() -> None:
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    rows = []
+    for job in JOBS:
+        with tempfile.TemporaryDirectory() as directory, Supervisor() as supervisor:
+            (etcd,) = start_etcd(supervisor.spawn, Path(directory) / "etcd")
+            rows += asyncio.run(measure_on(etcd.endpoint, job))
+    publish("placement", rows)
+
+
+if __name__ == "__main__":
+    main()
