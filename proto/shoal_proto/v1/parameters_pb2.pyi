@@ -493,6 +493,8 @@ class DescribeReply(_message.Message):
     CODECS_FIELD_NUMBER: _builtins.int
     LOOP_LAG_P99_S_FIELD_NUMBER: _builtins.int
     LOOP_LAG_MAX_S_FIELD_NUMBER: _builtins.int
+    COMPARED_PIECES_FIELD_NUMBER: _builtins.int
+    DIFFERING_PIECES_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     memory_bytes: _builtins.int
     """Values and optimizer state, of copies too."""
@@ -513,6 +515,11 @@ class DescribeReply(_message.Message):
     99th percentile, and the longest.
     """
     loop_lag_max_s: _builtins.float
+    compared_pieces: _builtins.int
+    """Pieces of copies kept here that were compared with their primaries' since the server started;
+    and those that were not the same: the copies were dropped, and are made anew.
+    """
+    differing_pieces: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardState]:
         """Of those shards that this server leads."""
@@ -541,10 +548,12 @@ class DescribeReply(_message.Message):
         codecs: _abc.Iterable[_builtins.str] | None = ...,
         loop_lag_p99_s: _builtins.float = ...,
         loop_lag_max_s: _builtins.float = ...,
+        compared_pieces: _builtins.int = ...,
+        differing_pieces: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "full_peers", b"full_peers", "held_bytes", b"held_bytes", "loop_lag_max_s", b"loop_lag_max_s", "loop_lag_p99_s", b"loop_lag_p99_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["codecs", b"codecs", "compared_pieces", b"compared_pieces", "differing_pieces", b"differing_pieces", "full_peers", b"full_peers", "held_bytes", b"held_bytes", "loop_lag_max_s", b"loop_lag_max_s", "loop_lag_p99_s", b"loop_lag_p99_s", "memory_bytes", b"memory_bytes", "memory_limit_bytes", b"memory_limit_bytes", "num_copies", b"num_copies", "partial_pushes", b"partial_pushes", "refused_by_epoch", b"refused_by_epoch", "server_id", b"server_id", "shards", b"shards", "unfinished_bytes", b"unfinished_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -687,6 +687,7 @@ class FollowRequest(_message.Message):
     OFFER_FIELD_NUMBER: _builtins.int
     CONTINUATION_FIELD_NUMBER: _builtins.int
     CHUNK_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -705,6 +706,8 @@ class FollowRequest(_message.Message):
     def continuation(self) -> Global___Continue: ...
     @_builtins.property
     def chunk(self) -> Global___ChunkStart: ...
+    @_builtins.property
+    def digest(self) -> Global___Digest: ...
     def __init__(
         self,
         *,
@@ -716,16 +719,67 @@ class FollowRequest(_message.Message):
         offer: Global___Offer | None = ...,
         continuation: Global___Continue | None = ...,
         chunk: Global___ChunkStart | None = ...,
+        digest: Global___Digest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "chunk", b"chunk", "continuation", b"continuation", "hello", b"hello", "image", b"image", "offer", b"offer", "part", b"part", "record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "chunk", b"chunk", "continuation", b"continuation", "digest", b"digest", "hello", b"hello", "image", b"image", "offer", b"offer", "part", b"part", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "chunk", b"chunk", "continuation", b"continuation", "hello", b"hello", "image", b"image", "offer", b"offer", "part", b"part", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "bytes", b"bytes", "chunk", b"chunk", "continuation", b"continuation", "digest", b"digest", "hello", b"hello", "image", b"image", "offer", b"offer", "part", b"part", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "record", "image", "bytes", "beat", "offer", "continuation", "chunk"]  # noqa: Y015
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["hello", "record", "image", "bytes", "beat", "offer", "continuation", "chunk", "digest"]  # noqa: Y015
     _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
 
 Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class Digest(_message.Message):
+    """What a piece of the shard is at its primary, right after the push that made the version: it comes
+    behind that push's record. Not answered; a copy that is not the same is dropped.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PART_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    STOP_FIELD_NUMBER: _builtins.int
+    ROW_IDS_FIELD_NUMBER: _builtins.int
+    CHECKSUM_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    shard_id: _builtins.int
+    epoch: _builtins.int
+    version: _builtins.int
+    part: _builtins.str
+    """A tensor's name, "sessions" or "rows"."""
+    start: _builtins.int
+    """Of a tensor in bytes; of sessions, how many come before."""
+    stop: _builtins.int
+    row_ids: _builtins.bytes
+    """Of rows: which, as little-endian int64."""
+    checksum: _builtins.int
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        shard_id: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        part: _builtins.str = ...,
+        start: _builtins.int = ...,
+        stop: _builtins.int = ...,
+        row_ids: _builtins.bytes = ...,
+        checksum: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "job", b"job", "part", b"part", "row_ids", b"row_ids", "shard_id", b"shard_id", "start", b"start", "stop", b"stop", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Digest: _TypeAlias = Digest  # noqa: Y015
 
 @_typing.final
 class Hello(_message.Message):
@@ -1107,18 +1161,22 @@ class Refused(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    NEWEST_EPOCH_FIELD_NUMBER: _builtins.int
     reason: Global___RefusalReason.ValueType
     detail: _builtins.str
     """For people."""
+    newest_epoch: _builtins.int
+    """Of the shard, as far as the backup knows. Above the primary's: that one is deposed."""
     def __init__(
         self,
         *,
         reason: Global___RefusalReason.ValueType = ...,
         detail: _builtins.str = ...,
+        newest_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "newest_epoch", b"newest_epoch", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,10 @@ LOOP_LAG = (
     "How late a parameter server's event loop woke whoever had something to do, in the last"
     " ten seconds.",
 )
+COMPARISONS = (
+    "shoal_ps_compared_pieces",
+    "Pieces of copies that were compared with their primaries', by whether they were the same.",
+)
 SERVER_COUNTERS = {
     "refused_by_epoch": (
         "shoal_server_refused_by_epoch_pushes",
@@ -57,6 +61,7 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
     yield from _shards(shards)
     yield from _servers(servers)
     yield _loop_lag(servers)
+    yield _comparisons(servers)
     skew = GaugeMetricFamily(
         "shoal_job_skew_ratio", "Parameter bytes of the fullest server to the mean.", labels=["job"]
     )
@@ -107,6 +112,16 @@ def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
         gauge.add_metric([server_id, "0.99"], server.loop_lag_p99_s)
         gauge.add_metric([server_id, "1"], server.loop_lag_max_s)
     return gauge
+
+
+def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
+    """Of each server once, however many jobs it has copies of."""
+    counter = CounterMetricFamily(*COMPARISONS, labels=["server", "result"])
+    for server_id, server in {server.server_id: server for _, server in servers}.items():
+        same = server.compared_pieces - server.differing_pieces
+        counter.add_metric([server_id, "same"], same)
+        counter.add_metric([server_id, "different"], server.differing_pieces)
+    return counter
 
 
 def _staleness(views: Mapping[str, ShardsView]) -> Metric:

@@ -214,6 +214,8 @@ def _server_view(answer: _Answer, present: Mapping[str, registered.Server]) -> S
         torch_version="" if server is None else server.torch_version,
         loop_lag_p99_s=reply.loop_lag_p99_s,
         loop_lag_max_s=reply.loop_lag_max_s,
+        compared_pieces=reply.compared_pieces,
+        differing_pieces=reply.differing_pieces,
         full_peers=tuple(
             FullPeerView(server_id=peer.server_id, reason=peer.reason) for peer in reply.full_peers
         ),

@@ -207,6 +207,10 @@ class ServerView(View):
     percentile."""
     loop_lag_max_s: float = 0.0
     """The same; the longest."""
+    compared_pieces: int = 0
+    """Of copies kept here: compared with their primaries' since the server started."""
+    differing_pieces: int = 0
+    """Those that were not the same: the copies were dropped, and are made anew."""
     full_peers: tuple[FullPeerView, ...] = ()
     """Servers that have no memory for copies of what this one leads; it goes on without them."""
 

@@ -361,6 +361,9 @@ class ReplicationCore:
 
     def _copy_failed(self, event: ev.CopyFailed) -> Effects:
         yield Note("copy_failed", key=event.key)
+        assignment = self._assignments.get(event.key)
+        if assignment is not None:
+            yield from self._tell_of_drop(event.key, assignment)
         yield from self._copies.drop(event.key)
 
     def _forgotten(self, event: ev.Forget) -> Effects:

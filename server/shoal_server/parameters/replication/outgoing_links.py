@@ -9,6 +9,7 @@ import structlog
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.replication.protocol.effects import (
     CloseImage,
     CloseLink,
@@ -28,11 +29,14 @@ from shoal_server.core.replication.protocol.messages import Chunk, Record
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
+from shoal_server.parameters.comparison.digest import PieceDigest
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.peer_link import PeerLink
+from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -104,6 +108,22 @@ class OutgoingLinks:
         link = self._links.get((effect.peer, effect.link))
         if link is not None:
             link.send(effect.request)
+
+    def is_followed(self, replica: ShardReplica) -> bool:
+        """Whether any server has, or is getting, a copy of it from here."""
+        led = self._driver.core.led((replica.job, replica.shard_id))
+        return led is not None and bool(led.followers)
+
+    def compare(self, replica: ShardReplica, told: PieceDigest) -> None:
+        """Have every follower compare a piece, if none has been told of a later push yet."""
+        led = self._driver.core.led((replica.job, replica.shard_id))
+        if led is None or led.version != told.version or led.epoch != replica.epoch:
+            return
+        digest = frames.of_digest(led.key, led.epoch, told)
+        for peer, follower in led.followers.items():
+            link = self._driver.core.leading.links.opened(peer)
+            if link is not None and follower.phase is FollowerPhase.FOLLOWING:
+                self._links[peer, link.number].compare(digest)
 
     # --- what a link asks ---
 

@@ -74,7 +74,7 @@ class PeerLink:
         self._number = number
         self._owner = owner
         self._timeouts = timeouts
-        self._pushes: deque[Request] = deque()
+        self._pushes: deque[Request | pb.FollowRequest] = deque()
         self._images: deque[Request] = deque()
         self._wake = asyncio.Event()
         self._wake_images = asyncio.Event()
@@ -95,6 +95,11 @@ class PeerLink:
         else:
             self._pushes.append(request)
             self._wake.set()
+
+    def compare(self, digest: pb.FollowRequest) -> None:
+        """Behind what was sent before."""
+        self._pushes.append(digest)
+        self._wake.set()
 
     async def _run(self) -> None:
         address = await self._owner.reach(self._to)
@@ -136,8 +141,10 @@ class PeerLink:
             self._wake.clear()
             await self._await_or_beat(self._wake, stream)
 
-    def _frames(self, request: Request) -> Iterator[frames.Frame]:
-        if isinstance(request, Offer):
+    def _frames(self, request: Request | pb.FollowRequest) -> Iterator[frames.Frame]:
+        if isinstance(request, pb.FollowRequest):
+            yield request
+        elif isinstance(request, Offer):
             yield frames.of_offer(request)
         elif isinstance(request, Continue):
             yield frames.of_continue(request)

@@ -3,17 +3,20 @@
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
 from shoal_server.core.replication.protocol.effects import Replay, Settle
 from shoal_server.core.replication.protocol.events import CopyFailed, Settled
 from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.outgoing_links import LARGE
 from shoal_server.parameters.replication.wire.frames import Arrived
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
-from shoal_server.parameters.shard.replica import ShardReplica, work_bytes_of
+from shoal_server.parameters.shard.replica import Role, ShardReplica, work_bytes_of
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
 from shoal_server.serving.tasks import SupervisedTasks
@@ -29,7 +32,8 @@ class _Backlog:
     """What was received for one copy and is still to be applied, in order."""
 
     replica: ShardReplica
-    records: deque[Arrived] = field(default_factory=deque)
+    records: deque[Arrived | PieceDigest] = field(default_factory=deque)
+    """And what they are to come to, right behind one of them."""
     applied: "asyncio.Task[None] | None" = None
 
 
@@ -47,6 +51,8 @@ class ReceivedUpdates:
         self._unapplied_bytes = 0
         self._room = asyncio.Condition()
         self._tasks = SupervisedTasks()
+        self.num_compared = self.num_different = 0
+        """Pieces of copies that were compared with their primaries', and that were not the same."""
         driver.carry_out({Replay: self._take, Settle: self._settle})
 
     async def close(self) -> None:
@@ -70,22 +76,35 @@ class ReceivedUpdates:
     def _take(self, effect: Replay) -> None:
         arrived, replica = self._driver.arrived, self._catalog.find(*effect.key)
         assert arrived is not None and replica is not None
-        backlog = self._backlogs.get(effect.key)
+        self._put(effect.key, replica, arrived)
+
+    def compare(self, key: Key, epoch: int, told: PieceDigest) -> None:
+        """See whether the copy is what its primary is, once what came before is applied."""
+        replica = self._catalog.find(*key)
+        if replica is None or replica.role is not Role.BACKUP or replica.epoch != epoch:
+            return
+        self._put(key, replica, told)
+
+    def _put(self, key: Key, replica: ShardReplica, item: Arrived | PieceDigest) -> None:
+        backlog = self._backlogs.get(key)
         if backlog is None or backlog.replica is not replica:
-            backlog = self._backlogs[effect.key] = _Backlog(replica)
-        self._unapplied_bytes += _num_bytes(arrived)
-        backlog.records.append(arrived)
+            backlog = self._backlogs[key] = _Backlog(replica)
+        self._unapplied_bytes += _num_bytes(item)
+        backlog.records.append(item)
         if backlog.applied is None or backlog.applied.done():
-            backlog.applied = self._tasks.start(self._apply(effect.key, backlog))
+            backlog.applied = self._tasks.start(self._apply(key, backlog))
 
     async def _apply(self, key: Key, backlog: _Backlog) -> None:
         """Replay until nothing is left; a copy that fails to is given up."""
         replica = backlog.replica
         while backlog.records:
-            arrived = backlog.records.popleft()
-            size = _num_bytes(arrived)
+            item = backlog.records.popleft()
+            size = _num_bytes(item)
             try:
-                await self._replay(replica, arrived)
+                if isinstance(item, PieceDigest):
+                    await self._compare(key, replica, item)
+                else:
+                    await self._replay(replica, item)
             except Exception:
                 # It is not what its primary has, whatever the reason is.
                 log.exception("copy_failed", job=key[0], shard_id=key[1])
@@ -99,6 +118,25 @@ class ReceivedUpdates:
                     self._room.notify_all()
         if self._backlogs.get(key) is backlog and not backlog.records:
             del self._backlogs[key]
+
+    async def _compare(self, key: Key, replica: ShardReplica, told: PieceDigest) -> None:
+        seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, told))
+        if seen is Comparison.ANOTHER_VERSION:
+            return
+        self.num_compared += 1
+        if seen is Comparison.DIFFERENT:
+            self.num_different += 1
+            log.error(
+                "copy_differs",
+                job=key[0],
+                shard_id=key[1],
+                version=told.version,
+                part=told.piece.part,
+                start=told.piece.start,
+            )
+            if self._catalog.find(*key) is replica:
+                # It is made anew; until then the primary goes on without it.
+                self._driver.tell(CopyFailed(key))
 
     async def _replay(self, replica: ShardReplica, arrived: Arrived) -> None:
         assert arrived.push is not None
@@ -126,8 +164,10 @@ class ReceivedUpdates:
         await asyncio.wait({backlog.applied})
 
 
-def _num_bytes(arrived: Arrived) -> int:
+def _num_bytes(arrived: Arrived | PieceDigest) -> int:
     """What a record takes up while it waits."""
+    if isinstance(arrived, PieceDigest):
+        return len(arrived.piece.row_ids)
     push = arrived.push
     own = len(push.row_ids) + len(push.row_births) if push is not None else 0
     return own + sum(map(len, arrived.parts))

@@ -20,7 +20,7 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
-from shoal_server.parameters.replication.wire import replies
+from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.replication.wire.bounded_queue import BoundedQueue
 from shoal_server.parameters.replication.wire.frames import Arrived, Arriving, Assembly
 from shoal_server.serving.rpc import Context
@@ -192,6 +192,11 @@ class ReplicationServicer:
                 return
             if not isinstance(request, OnlyPiece) and request.HasField("beat"):
                 await answers.queue.put(pb.FollowReply())
+                continue
+            if not isinstance(request, OnlyPiece) and request.HasField("digest"):
+                digest = request.digest
+                key = digest.job, digest.shard_id
+                self._received.compare(key, digest.epoch, frames.to_digest(digest))
                 continue
             arrived = assembly.take(request)
             if arrived is not None:

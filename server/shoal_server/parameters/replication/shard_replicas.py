@@ -28,6 +28,7 @@ from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.replay import Recovered
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
+from shoal_server.parameters.replication.comparing import Comparing
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
@@ -74,6 +75,7 @@ class ShardReplicas:
         links = OutgoingLinks(
             driver, catalog=catalog, directory=self._directory, run=run, timeouts=timeouts
         )
+        self._comparing = Comparing(catalog, links, run)
         self._tasks = SupervisedTasks()
         writer = RecordWriter(driver, self._record)
         self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
@@ -85,6 +87,7 @@ class ShardReplicas:
     async def __aenter__(self) -> "ShardReplicas":
         await self._directory.__aenter__()
         await self._record.__aenter__()
+        self._tasks.start(self._comparing.run_for_ever(), name="comparing")
         return self
 
     async def __aexit__(self, *exc: object) -> None:

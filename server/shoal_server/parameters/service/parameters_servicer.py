@@ -266,6 +266,8 @@ class ParametersServicer:
             codecs=CODECS,
             loop_lag_p99_s=self._loop_lag.p99_s,
             loop_lag_max_s=self._loop_lag.max_s,
+            compared_pieces=self._replicas.received.num_compared,
+            differing_pieces=self._replicas.received.num_different,
             full_peers=[
                 FullPeer(server_id=holder.server_id, reason=reason)
                 for holder, reason in self._replicas.full_peers.items()

@@ -257,6 +257,18 @@ def test_the_answers_of_a_link_that_is_over_are_none_of_the_next_one() -> None:
     assert world.tell(ev.Replied(B, old, Received(KEY, 1, 2))) == []
 
 
+def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
+    """It may be cut from etcd for long: its workers are not to wait for that."""
+    world = World()
+    world.led(B)
+    world.tell(ev.Applied(KEY, 2))
+    world.asks(2)
+    effects = world.answered(B, Refused(KEY, 1, Why.OTHER_HOLDERS, "", 2))
+    assert only(Refuse, effects) == [Refuse("asked", Refusal.DEPOSED)]
+    assert only(Stop, effects) == [Stop(KEY)]
+    assert only(Refuse, world.asks(1)) == [Refuse("asked", Refusal.DEPOSED)]
+
+
 def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:
     world = World()
     world.led(B)
@@ -301,6 +313,16 @@ def test_a_push_is_received_in_order_and_replayed_once() -> None:
     (refused,) = replies(world.told(Record(KEY, 1, 6)))
     assert isinstance(refused, Refused)
     assert refused.why is Why.NO_COPY
+
+
+def test_a_copy_that_fails_is_told_to_its_primary() -> None:
+    """Else it would count on a copy that is not there."""
+    world = World()
+    world.backs()
+    effects = world.tell(ev.CopyFailed(KEY))
+    (refused,) = replies(effects)
+    assert isinstance(refused, Refused)
+    assert (refused.why, only(Drop, effects)) == (Why.NO_COPY, [Drop(KEY)])
 
 
 def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> None:

@@ -33,6 +33,7 @@ from shoal_server.core.replication.protocol.messages import (
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.assignments import ShardContent as Content
 from shoal_server.etcd.memory import MemoryStore
+from shoal_server.parameters.comparison.digest import PieceWalk
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.shard.catalog import Catalog
@@ -265,6 +266,31 @@ async def test_a_copy_goes_on_behind_a_link_that_broke(world: World) -> None:
         (holds,) = await link.ask([OFFER])
         assert holds == Holds(KEY, EPOCH, EPOCH, 1, 2)
         assert told(await link.ask(world.primary.told(world.primary.push()))) == [3]
+    await world.assert_same()
+
+
+async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> None:
+    """Its primary tells what a piece is there; what is the same stays."""
+    walk = PieceWalk()
+    async with Link(world) as link:
+        assert told(await link.ask(world.primary.image())) == [1]
+        for _ in range(3):
+            digest = frames.of_digest(KEY, EPOCH, walk.next(world.primary.shard))
+            await link.write([digest])
+        assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
+        await world.settle()
+        received = world.server.replicas.received
+        assert (received.num_compared, received.num_different) == (3, 0)
+        copy = world.copy().state
+        assert is_dense(copy)
+        copy.body.flat_tensors()["values"][5] += 1.0
+        walk = PieceWalk()
+        for _ in range(9):
+            digest = frames.of_digest(KEY, EPOCH, walk.next(world.primary.shard))
+            await link.write([digest])
+        assert told(await link.answers(1)) == [Why.NO_COPY]
+        assert (received.num_different, world.version) == (1, 0)
+        assert told(await link.ask(world.primary.image())) == [2]
     await world.assert_same()
 
 

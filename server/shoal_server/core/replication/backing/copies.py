@@ -108,8 +108,7 @@ class Copies:
                 yield from self._chunk(peer, link, request)
             case Continue() | Record() | ImageStart():
                 if not self._may_tell(assignment, peer, request.epoch):
-                    refusal = Refused(key, request.epoch, Why.OTHER_HOLDERS, str(assignment))
-                    yield Answer(peer, link, refusal)
+                    yield Answer(peer, link, _other_holders(key, request.epoch, assignment))
                 elif isinstance(request, ImageStart):
                     yield from self._image(peer, link, request)
                 elif isinstance(request, Continue):
@@ -161,8 +160,7 @@ class Copies:
             if self._may_tell(assignment, peer, offer.epoch):
                 yield from self._offered(peer, link, offer, assignment)
             else:
-                refusal = Refused(key, offer.epoch, Why.OTHER_HOLDERS, str(assignment))
-                yield Answer(peer, link, refusal)
+                yield Answer(peer, link, _other_holders(key, offer.epoch, assignment))
 
     def _continued(
         self, peer: Holder, link: int, request: Continue, assignment: ShardAssignment | None
@@ -240,7 +238,7 @@ class Copies:
         copy = self._held.get(key)
         if assignment is None or not self._may_tell(assignment, peer, start.epoch):
             yield from self._forget_image(key)
-            yield Answer(peer, link, Refused(key, start.epoch, Why.OTHER_HOLDERS, str(assignment)))
+            yield Answer(peer, link, _other_holders(key, start.epoch, assignment))
         elif copy is not None and copy.epoch == start.epoch and copy.received > start.version:
             # What a primary was told to be received here must not be replaced by less.
             yield from self._forget_image(key)
@@ -269,3 +267,10 @@ class Copies:
         coming = self._coming.pop(key, None)
         if coming is not None:
             yield DropImage(key, coming.start.image)
+
+
+def _other_holders(key: Key, epoch: int, assignment: ShardAssignment | None) -> Refused:
+    """The answer to one that the record does not name as that epoch's primary, or that it does not
+    name this server to."""
+    newest = assignment.epoch if assignment is not None else 0
+    return Refused(key, epoch, Why.OTHER_HOLDERS, str(assignment), newest)

@@ -61,6 +61,8 @@ class LedShard:
         self.lost: set[Holder] = set()
         """Holders that are gone, or refuse the shard: to be taken out of the record."""
         self.is_open = False
+        self.is_deposed = False
+        """A backup knows of a later epoch, of which this server has not heard yet."""
         self.handover = HandoverPhase.NONE
         self._origin = origin
         self._began_at = version
@@ -114,6 +116,8 @@ class LedShard:
 
     def asked(self, token: Token, version: int, level: Level) -> Effect | None:
         """The answer, if there is one yet."""
+        if self.is_deposed:
+            return Refuse(token, Refusal.DEPOSED)
         if level is Level.APPLIED:
             return Acknowledge(token)
         if level is Level.DURABLE and not self._keeps:
@@ -277,6 +281,13 @@ class LedShard:
         if self.handover is HandoverPhase.LEVELLING and self.is_safe(self.version):
             self.handover = HandoverPhase.STOPPING
             yield Stop(self.key)
+
+    def told_of(self, epoch: int) -> Iterator[Effect]:
+        """A backup knows of that epoch: whoever waits need not wait until etcd tells so here."""
+        if epoch > self.epoch and not self.is_deposed:
+            self.is_deposed = True
+            yield Stop(self.key)
+            yield from self.refused(Refusal.DEPOSED)
 
     def keep_leading(self) -> Iterator[Effect]:
         """It cannot be handed over: nobody else takes its pushes."""

@@ -204,6 +204,7 @@ class Leading:
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
+            touched.effects += led.told_of(reply.newest_epoch)
             detail = f"{reply.why.value}: {reply.detail}"
             touched.effects.append(Note("copy_refused", led.key, peer, detail))
         self._lose(touched, led, peer)

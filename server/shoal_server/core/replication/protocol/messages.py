@@ -121,6 +121,8 @@ class Refused:
     epoch: int
     why: Why
     detail: str = ""
+    newest_epoch: int = 0
+    """Of the shard, as far as the backup knows; above the primary's, it is deposed."""
 
 
 Reply = Holds | Installed | Received | ChunkTaken | Refused

@@ -12,10 +12,12 @@ from shoal_server.core.replication.protocol.messages import (
     Chunk,
     Continue,
     ImageStart,
+    Key,
     Offer,
     Record,
     Request,
 )
+from shoal_server.parameters.comparison import digest as comparison
 from shoal_server.parameters.shard.image import UpdateRecord
 
 PIECE_BYTES = 1024 * 1024
@@ -89,6 +91,32 @@ def of_chunk(chunk: Chunk, data: pieces.Buffer) -> Iterator[Frame]:
     )
     yield pb.FollowRequest(chunk=start)
     yield from _pieces(memoryview(data))
+
+
+def of_digest(key: Key, epoch: int, digest: comparison.PieceDigest) -> pb.FollowRequest:
+    """What a piece of the shard is, for whoever has a copy of it."""
+    job, shard_id = key
+    piece = digest.piece
+    message = pb.Digest(
+        job=job,
+        shard_id=shard_id,
+        epoch=epoch,
+        version=digest.version,
+        part=piece.part,
+        start=piece.start,
+        stop=piece.stop,
+        row_ids=piece.row_ids,
+        checksum=digest.checksum,
+    )
+    return pb.FollowRequest(digest=message)
+
+
+def to_digest(message: pb.Digest) -> comparison.PieceDigest:
+    """What `of_digest` was given."""
+    piece = comparison.Piece(
+        part=message.part, start=message.start, stop=message.stop, row_ids=message.row_ids
+    )
+    return comparison.PieceDigest(version=message.version, piece=piece, checksum=message.checksum)
 
 
 def _pieces(data: memoryview) -> Iterator[Piece]:

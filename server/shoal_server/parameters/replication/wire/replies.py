@@ -45,7 +45,9 @@ def encode(reply: Reply) -> pb.FollowReply:
             message.taken.CopyFrom(pb.ChunkTaken(image=reply.image, next_chunk=reply.next_chunk))
         case Refused():
             reason = _REASONS[reply.why]
-            message.refused.CopyFrom(pb.Refused(reason=reason, detail=reply.detail))
+            message.refused.CopyFrom(
+                pb.Refused(reason=reason, detail=reply.detail, newest_epoch=reply.newest_epoch)
+            )
     return message
 
 
@@ -74,7 +76,7 @@ def decode(message: pb.FollowReply) -> Reply:
         case "refused":
             refused = message.refused
             why = _WHY.get(refused.reason, Why.FAILED)
-            return Refused(key, message.epoch, why, refused.detail)
+            return Refused(key, message.epoch, why, refused.detail, refused.newest_epoch)
         case other:
             raise MalformedMessage(
                 "a backup answers what this release does not know", seen=str(other)

@@ -1,0 +1,53 @@
+"""Having copies compared with what is led here, a piece every now and then."""
+
+import asyncio
+from collections.abc import Iterator
+
+import structlog
+
+from shoal_proto.errors import ShoalError
+from shoal_server.parameters.comparison.digest import PieceWalk
+from shoal_server.parameters.replication.outgoing_links import LARGE, OutgoingLinks
+from shoal_server.parameters.shard.catalog import Catalog
+from shoal_server.parameters.shard.replica import Role, ShardReplica
+from shoal_server.parameters.shard.workers import Runner
+
+log = structlog.get_logger(__name__)
+
+COMPARE_EACH_S = 0.25
+"""One piece of a MiB, of one shard after the other: 14 GB an hour and server."""
+
+
+class Comparing:
+    """Lives on the event loop. What is pushed to all the time is looked at between two pushes."""
+
+    def __init__(self, catalog: Catalog, links: OutgoingLinks, run: Runner) -> None:
+        self._catalog = catalog
+        self._links = links
+        self._run = run
+        self._walks: dict[ShardReplica, PieceWalk] = {}
+
+    async def run_for_ever(self) -> None:
+        while True:
+            replicas = list(self._led())
+            self._walks = {each: self._walks.get(each, PieceWalk()) for each in replicas}
+            for replica in replicas:
+                await asyncio.sleep(COMPARE_EACH_S)
+                try:
+                    await self._look(replica)
+                except ShoalError as error:
+                    log.warning("copies_not_compared", job=replica.job, reason=str(error))
+            if not replicas:
+                await asyncio.sleep(COMPARE_EACH_S)
+
+    def _led(self) -> Iterator[ShardReplica]:
+        for replica in self._catalog.shards():
+            if replica.role is Role.PRIMARY and not replica.is_forming:
+                yield replica
+
+    async def _look(self, replica: ShardReplica) -> None:
+        if not self._links.is_followed(replica):
+            return
+        walk = self._walks[replica]
+        told = await replica.in_turn(self._run, LARGE, lambda: walk.next(replica.state))
+        self._links.compare(replica, told)
