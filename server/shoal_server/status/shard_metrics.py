@@ -109,8 +109,8 @@ def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
     """Of each server once, however many jobs it has shards of."""
     gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "quantile"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
-        gauge.add_metric([server_id, "0.99"], server.loop_lag_p99_s)
-        gauge.add_metric([server_id, "1"], server.loop_lag_max_s)
+        gauge.add_metric([server_id, "0.99"], server.loop_lag.p99_s)
+        gauge.add_metric([server_id, "1"], server.loop_lag.max_s)
     return gauge
 
 
@@ -118,9 +118,8 @@ def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
     """Of each server once, however many jobs it has copies of."""
     counter = CounterMetricFamily(*COMPARISONS, labels=["server", "result"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
-        same = server.compared_pieces - server.differing_pieces
-        counter.add_metric([server_id, "same"], same)
-        counter.add_metric([server_id, "different"], server.differing_pieces)
+        counter.add_metric([server_id, "same"], server.compared.same)
+        counter.add_metric([server_id, "different"], server.compared.different)
     return counter
 
 

@@ -22,8 +22,10 @@ from shoal_server.etcd.records import shard_map
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
 from shoal_server.status.views import (
     AcceptedLossView,
+    ComparedPiecesView,
     CopyView,
     FullPeerView,
+    LoopLagView,
     LostShardView,
     ServerView,
     ShardsView,
@@ -212,10 +214,11 @@ def _server_view(answer: _Answer, present: Mapping[str, registered.Server]) -> S
         held_bytes=reply.held_bytes,
         memory_limit_bytes=reply.memory_limit_bytes,
         torch_version="" if server is None else server.torch_version,
-        loop_lag_p99_s=reply.loop_lag_p99_s,
-        loop_lag_max_s=reply.loop_lag_max_s,
-        compared_pieces=reply.compared_pieces,
-        differing_pieces=reply.differing_pieces,
+        loop_lag=LoopLagView(p99_s=reply.loop_lag_p99_s, max_s=reply.loop_lag_max_s),
+        compared=ComparedPiecesView(
+            same=reply.compared_pieces - reply.differing_pieces,
+            different=reply.differing_pieces,
+        ),
         full_peers=tuple(
             FullPeerView(server_id=peer.server_id, reason=peer.reason) for peer in reply.full_peers
         ),

@@ -178,6 +178,25 @@ class FullPeerView(View):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoopLagView(View):
+    """How late a server's event loop woke whoever had something to do, in the last ten seconds."""
+
+    p99_s: float = 0.0
+    """99th percentile."""
+    max_s: float = 0.0
+    """The longest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedPiecesView(View):
+    """Pieces of copies kept here, compared with their primaries' since the server started."""
+
+    same: int = 0
+    different: int = 0
+    """The copies were dropped, and are made anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerView(View):
     """A parameter server, and whether it answers."""
 
@@ -202,15 +221,8 @@ class ServerView(View):
     """Of held_bytes: beyond it no shard is created, no copy taken and no table grows."""
     torch_version: str = ""
     """What it computes with; empty for one that does not say, or is not registered."""
-    loop_lag_p99_s: float = 0.0
-    """How late its event loop woke whoever had something to do, in the last ten seconds; 99th
-    percentile."""
-    loop_lag_max_s: float = 0.0
-    """The same; the longest."""
-    compared_pieces: int = 0
-    """Of copies kept here: compared with their primaries' since the server started."""
-    differing_pieces: int = 0
-    """Those that were not the same: the copies were dropped, and are made anew."""
+    loop_lag: LoopLagView = field(default_factory=LoopLagView)
+    compared: ComparedPiecesView = field(default_factory=ComparedPiecesView)
     full_peers: tuple[FullPeerView, ...] = ()
     """Servers that have no memory for copies of what this one leads; it goes on without them."""
 
