@@ -14,6 +14,7 @@ from shoal_server.status.views import (
     GenerationView,
     HealthView,
     JobView,
+    LoopLagView,
     MemberView,
     Readiness,
     RosterEntryView,
@@ -148,7 +149,7 @@ def shards(*, silent: str = "") -> ShardsView:
                 refused_by_epoch=0 if down else 7,
                 partial_pushes=0 if down else 1,
                 held_bytes=0 if down else 160 << 20,
-                loop_lag_p99_s=0.25,
+                loop_lag=LoopLagView(p99_s=0.25),
                 memory_limit_bytes=0 if down else 1 << 30,
                 full_peers=() if down else (FullPeerView(server_id="ps1", reason=FULL),),
             )
