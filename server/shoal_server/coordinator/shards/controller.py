@@ -5,11 +5,9 @@ each other without it. So nothing is lost while no coordinator leads.
 """
 
 import asyncio
-import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 
 import structlog
 
@@ -20,12 +18,12 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.torch_versions import watching_torch_versions
-from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
+from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, ReplicationLimits
 from shoal_server.core.shards import loads, losses
-from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
-from shoal_server.core.shards.rebalance import Servers, gone_on_without, num_lost, rebalance
+from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
+from shoal_server.core.shards.sightings import Sightings
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Revision
 from shoal_server.etcd.mirror import PrefixMirror
@@ -39,7 +37,8 @@ log = structlog.get_logger(__name__)
 Measure = Callable[[str], Awaitable[Mapping[int, loads.ShardMeasure]]]
 
 RETRY_PAUSE_S = 0.5
-SUSPECT_S = 3.0
+LOOK_AGAIN_S = 1.0
+"""At a job with a server that is gone, or was suspected: often enough for an absence to go on."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
@@ -68,16 +67,16 @@ class ShardController:
         self._num_bytes: dict[str, dict[int, int]] = {}
         self._pushed: dict[str, Mapping[int, int]] = {}
         self._weights: dict[str, dict[int, int]] = {}
-        self._gone: dict[str, Absences[Holder]] = defaultdict(Absences)
-        """By job: holders of its shards."""
-        self._gone_disks: dict[str, Absences[str]] = defaultdict(Absences)
-        """By job: ids of servers on whose disk its shards are."""
-        self._suspect_until_s: dict[Holder, float] = {}
+        self._sightings: defaultdict[str, Sightings] = defaultdict(
+            lambda: Sightings(ReplicationLimits(dead_after_s=DEAD_AFTER_S))
+        )
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
         """By job: why its shards are left as they are, which is logged once."""
         self._due: set[str] = set()
         """Jobs to be looked at."""
+        self._again: set[str] = set()
+        """Those that will be before long."""
         self._wake = asyncio.Event()
 
     @asynccontextmanager
@@ -101,6 +100,16 @@ class ShardController:
     def _look_at(self, jobs: Iterable[str]) -> None:
         self._due.update(jobs)
         self._wake.set()
+
+    def _look_again(self, job: str) -> None:
+        """A little later, however often that is asked for until then."""
+        if job not in self._again:
+            self._again.add(job)
+            asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_now, job)
+
+    def _look_now(self, job: str) -> None:
+        self._again.discard(job)
+        self._look_at([job])
 
     def _look_at_all(self) -> None:
         self._look_at(self._assignments.jobs)
@@ -157,10 +166,9 @@ class ShardController:
             self._num_bytes,
             self._pushed,
             self._weights,
+            self._sightings,
         ):
             known_of_it.pop(job, None)
-        for gone in (self._gone, self._gone_disks):
-            gone.pop(job, None)
         self._losses.forget(job)
 
     async def _servers(self) -> Servers:
@@ -180,13 +188,13 @@ class ShardController:
         if before is None:
             return
         # After the assignments, so that whoever these name is seen if it is there.
+        loop = asyncio.get_running_loop()
+        asked_s = loop.time()
         seen = await self._servers()
-        servers = replace(
-            seen,
-            dead=self._dead(before, seen),
-            suspects=self._suspects(before, seen),
-            disks=self._disks(before, seen),
-        )
+        last, sightings = self._last.get(job, before), self._sightings[job]
+        servers = sightings.judged(last, before, seen, asked_s=asked_s, now_s=loop.time())
+        if sightings.is_due_soon:
+            self._look_again(job)
         lost = num_lost(before, servers)
         tried = losses.RestoreAttempt(is_restored=False)
         if lost:
@@ -219,42 +227,6 @@ class ShardController:
         last = self._last.get(assignments.job)
         self._losses.tell(last, assignments)
         self._last[assignments.job] = assignments
-
-    def _dead(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:
-        """Holders that will not come back with what they held: they are known to have ended, or
-        were away for so long that they acknowledge nothing any more. That another process has their
-        name says nothing: they may be cut off, and serve."""
-        held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
-        away_s = self._gone[assignments.job].away_s(held_by - seen.present, time.monotonic())
-        return seen.dead | frozenset(
-            holder for holder, for_s in away_s.items() if for_s >= DEAD_AFTER_S
-        )
-
-    def _disks(self, assignments: JobAssignments, seen: Servers) -> frozenset[str]:
-        """Servers whose journals are not given up yet. One that is back and found nothing in its
-        own has said so in the record."""
-        present = {holder.server_id for holder in seen.present}
-        disks = {h.on_disk for h in assignments.shards if h.on_disk}
-        away_s = self._gone_disks[assignments.job].away_s(disks - present, time.monotonic())
-        return frozenset(disks & present) | {
-            server_id for server_id, for_s in away_s.items() if for_s < DEAD_AFTER_S
-        }
-
-    def _suspects(self, assignments: JobAssignments, seen: Servers) -> frozenset[Holder]:
-        """Those whose peers went on without them. If they live after all, they are given shards
-        again a little later."""
-        now_s = time.monotonic()
-        before = self._last.get(assignments.job, assignments)
-        dropped = gone_on_without(before, assignments) & seen.present
-        self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
-        self._suspect_until_s = {
-            holder: until_s
-            for holder, until_s in self._suspect_until_s.items()
-            if until_s > now_s and holder in seen.present
-        }
-        if dropped:
-            asyncio.get_running_loop().call_later(SUSPECT_S, self._look_at_all)
-        return frozenset(self._suspect_until_s)
 
     async def _is_finished(self, job: str) -> bool:
         state = await self._store.get(keys.job_state(job))

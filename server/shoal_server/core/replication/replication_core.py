@@ -55,7 +55,7 @@ class ReplicationCore:
         self.leading = Leading(limits)
         self._copies = Copies(me)
         self._watch = PrimaryWatch(limits.probe_s)
-        self._claims = JournalClaims(me, limits.dead_after_s)
+        self._claims = JournalClaims(me, limits)
         self._assignments: dict[Key, ShardAssignment] = {}
         self._writing: set[Key] = set()
         self._is_fenced = False
@@ -454,7 +454,9 @@ class ReplicationCore:
         keys = self._claims.open
         known = (self._assignments.get(key) for key in keys)
         holders = frozenset(h for a in known if a is not None for h in (a.primary, *a.backups))
-        self._claims.seen(event.present, event.ended, holders, self._now_s)
+        self._claims.seen(
+            event.present, event.ended, holders, asked_s=event.asked_s, now_s=self._now_s
+        )
         for key in keys:
             yield from self._wish(key)
 

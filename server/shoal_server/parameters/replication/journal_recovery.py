@@ -71,8 +71,9 @@ class JournalRecovery:
                 log.warning("journal_not_compared", reason=str(error))
 
     async def _look(self) -> None:
+        asked_s = asyncio.get_running_loop().time()
         present = frozenset(await shard_map.servers(self._store))
-        self._replicas.servers_seen(present, await ended_servers.read(self._store))
+        self._replicas.servers_seen(present, asked_s, await ended_servers.read(self._store))
 
     def _is_own(self, key: Key) -> bool:
         assignment = self._replicas.assignment(*key)

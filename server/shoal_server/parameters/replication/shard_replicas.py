@@ -281,9 +281,12 @@ class ShardReplicas:
         """What the journal has and others may have too."""
         return self._driver.core.open_claims
 
-    def servers_seen(self, present: frozenset[Holder], ended: frozenset[Holder]) -> None:
-        """The servers that etcd lists now, and processes that are known to have ended."""
-        self._driver.tell(ev.ServersSeen(present, ended))
+    def servers_seen(
+        self, present: frozenset[Holder], asked_s: float, ended: frozenset[Holder]
+    ) -> None:
+        """The servers that etcd listed when it was asked, by the clock of the event loop, and
+        processes that are known to have ended."""
+        self._driver.tell(ev.ServersSeen(present, asked_s, ended))
 
     def _let_journal_go(self, job: str) -> None:
         """Of what the record names another disk for."""

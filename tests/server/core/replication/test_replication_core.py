@@ -377,8 +377,11 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
     last = record(B, C, on_disk="a")
     world.assigned(last)
     world.tell(ev.JournalHas(KEY))
-    world.tell(ev.ServersSeen(frozenset()))
+    world.tell(ev.ServersSeen(frozenset(), world.now_s))
+    while away_s >= 1.0:
+        world.now_s, away_s = world.now_s + 1.0, away_s - 1.0
+        world.tell(ev.ServersSeen(frozenset(), world.now_s))
     world.now_s += away_s
-    effects = world.tell(ev.ServersSeen(frozenset(), ended))
+    effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, ended))
     assert bool(only(Write, effects)) == leads
     assert (world.core.revised(KEY, last).primary == ME) == leads

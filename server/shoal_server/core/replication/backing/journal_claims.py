@@ -5,18 +5,19 @@ process may have led the shard to the end; or a backup took over from it and end
 was on a disk of its own.
 """
 
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, led_from_disk
 
 
 class JournalClaims:
-    def __init__(self, me: Holder, dead_after_s: float) -> None:
+    def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me
-        self._dead_after_s = dead_after_s
+        self._dead_after_s = limits.dead_after_s
         self._keys: set[Key] = set()
         """What the journal has and others may have too."""
-        self._absences = Absences[Holder]()
+        self._absences = Absences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
 
     def found(self, key: Key) -> None:
@@ -40,11 +41,13 @@ class JournalClaims:
         present: frozenset[Holder],
         ended: frozenset[Holder],
         holders: frozenset[Holder],
+        *,
+        asked_s: float,
         now_s: float,
     ) -> None:
         """The servers that etcd lists now, and those known to have ended; `holders`: of the
         shards that the journal has."""
-        away_s = self._absences.away_s(holders - present, now_s)
+        away_s = self._absences.away_s(holders - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)
 

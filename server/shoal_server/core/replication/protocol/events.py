@@ -264,9 +264,10 @@ class JournalHas:
 
 @dataclass(frozen=True, slots=True)
 class ServersSeen:
-    """The servers that etcd lists, as of now: asked for, not remembered."""
+    """The servers that etcd listed when it was asked; not remembered ones."""
 
     present: frozenset[Holder]
+    asked_s: float
     ended: frozenset[Holder] = frozenset()
     """Processes that are known to have come to their end."""
 

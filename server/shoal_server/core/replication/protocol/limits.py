@@ -23,6 +23,9 @@ class ReplicationLimits:
     """A server without memory for a copy is offered none for so long; each time twice as long."""
     max_full_s: float = 32.0
     dead_after_s: float = DEAD_AFTER_S
+    longest_gap_s: float = 4.0
+    """Between two looks at the servers that etcd lists, for an absence to go on. Less than any
+    lease lasts: else one that was back in between may be taken for dead."""
     transfer_attempts: int = 3
     """Links that may break under an image without a chunk of it getting through."""
     window_chunks: int = 4

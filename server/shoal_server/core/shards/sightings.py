@@ -1,0 +1,85 @@
+"""Who of the servers that a job's shards are on may be given shards, and who is dead. Pure: what
+etcd lists and the time are arguments."""
+
+from dataclasses import replace
+
+from shoal_server.core.replication.protocol.limits import ReplicationLimits
+from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.assignments import Holder, JobAssignments
+from shoal_server.core.shards.rebalance import Servers, gone_on_without
+
+SUSPECT_S = 3.0
+
+
+class Sightings:
+    """Of one job, as one coordinator has seen them since it leads."""
+
+    def __init__(self, limits: ReplicationLimits) -> None:
+        self._dead_after_s = limits.dead_after_s
+        self._gone = Absences[Holder](limits.longest_gap_s)
+        self._gone_disks = Absences[str](limits.longest_gap_s)
+        self._suspect_until_s: dict[Holder, float] = {}
+        self._is_missing = False
+
+    def judged(
+        self,
+        last: JobAssignments,
+        assignments: JobAssignments,
+        seen: Servers,
+        *,
+        asked_s: float,
+        now_s: float,
+    ) -> Servers:
+        """What is known of the servers that etcd listed when it was asked; `seen.dead` are those
+        known to have ended. `last`: the record as
+        it was when they were looked at before."""
+        return replace(
+            seen,
+            dead=self._dead(assignments, seen, asked_s, now_s),
+            suspects=self._suspects(last, assignments, seen, now_s),
+            disks=self._disks(assignments, seen, asked_s, now_s),
+        )
+
+    @property
+    def is_due_soon(self) -> bool:
+        """Whether it is to be looked again before long: somebody is gone, or has been suspected."""
+        return bool(self._suspect_until_s) or self._is_missing
+
+    def _dead(
+        self, assignments: JobAssignments, seen: Servers, asked_s: float, now_s: float
+    ) -> frozenset[Holder]:
+        """Holders that will not come back with what they held: they are known to have ended, or
+        were away for so long that they acknowledge nothing any more. That another process has their
+        name says nothing: they may be cut off, and serve."""
+        held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
+        self._is_missing = not held_by <= seen.present
+        away_s = self._gone.away_s(held_by - seen.present, now_s, asked_s=asked_s)
+        return seen.dead | frozenset(
+            holder for holder, for_s in away_s.items() if for_s >= self._dead_after_s
+        )
+
+    def _disks(
+        self, assignments: JobAssignments, seen: Servers, asked_s: float, now_s: float
+    ) -> frozenset[str]:
+        """Servers whose journals are not given up yet. One that is back and found nothing in its
+        own has said so in the record."""
+        present = {holder.server_id for holder in seen.present}
+        disks = {h.on_disk for h in assignments.shards if h.on_disk}
+        away_s = self._gone_disks.away_s(disks - present, now_s, asked_s=asked_s)
+        return frozenset(disks & present) | {
+            server_id for server_id, for_s in away_s.items() if for_s < self._dead_after_s
+        }
+
+    def _suspects(
+        self, last: JobAssignments, assignments: JobAssignments, seen: Servers, now_s: float
+    ) -> frozenset[Holder]:
+        """Those whose peers went on without them. If they live after all, they are given shards
+        again a little later."""
+        dropped = gone_on_without(last, assignments) & seen.present
+        self._suspect_until_s.update(dict.fromkeys(dropped, now_s + SUSPECT_S))
+        self._suspect_until_s = {
+            holder: until_s
+            for holder, until_s in self._suspect_until_s.items()
+            if until_s > now_s and holder in seen.present
+        }
+        return frozenset(self._suspect_until_s)

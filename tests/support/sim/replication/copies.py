@@ -1,0 +1,261 @@
+"""The shards of one process: applying, replaying, images, and its journal."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from support.sim.replication.machine import Lane
+from support.sim.replication.setting import Setting
+from support.sim.replication.shard import ArrivingImage, Copy, Image, OnDiskCopy, Update
+
+from shoal_server.core.replication.protocol import effects as fx
+from shoal_server.core.replication.protocol import events as ev
+from shoal_server.core.replication.protocol.messages import ImageStart, Key, Record, Request
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
+
+if TYPE_CHECKING:
+    from support.sim.replication.server import SimServer
+
+FLUSH_S = 0.05
+USUAL_S = 0.004
+
+
+class ServerCopies:
+    def __init__(self, server: "SimServer", setting: Setting) -> None:
+        self._server = server
+        self._setting = setting
+        self._chance = setting.chance
+        self.found: dict[Key, Copy] = {}
+        self.images: dict[int, Image] = {}
+        """On their way to others."""
+        self._arriving: dict[tuple[Key, int], ArrivingImage] = {}
+        self._arriving_lanes: dict[tuple[Key, int], Lane] = {}
+        self._flushing: set[Key] = set()
+        self.incoming: tuple[Request, Any] | None = None
+        """The request that is being handled, and its data."""
+        self.handlers: Mapping[type, Callable[[Any], None]] = {
+            fx.Lead: self._lead,
+            fx.Open: self._open,
+            fx.Stop: self._stop,
+            fx.Resume: self._resume,
+            fx.StepDown: self._step_down,
+            fx.Drop: lambda effect: self._drop(effect.key),
+            fx.Settle: lambda effect: self._settle(self.found[effect.key]),
+            fx.Trim: self._trim,
+            fx.CutImage: self._cut_image,
+            fx.ReleaseChunks: lambda effect: None,
+            fx.CloseImage: lambda effect: self.images.pop(effect.image, None),
+            fx.Replay: self._replay,
+            fx.BeginImage: self._begin_image,
+            fx.StoreChunk: self._store_chunk,
+            fx.Adopt: self._adopt,
+            fx.DropImage: lambda effect: self._arriving.pop((effect.key, effect.image), None),
+            fx.EnterEpoch: self._enter_epoch,
+            fx.LoadJournal: self._load_journal,
+        }
+
+    def _takes_s(self, *, long: bool = False) -> float:
+        usual_s = self._chance.random() * USUAL_S
+        return usual_s + self._chance.random() * self._setting.slow_s if long else usual_s
+
+    def _new(self, key: Key, epoch: int) -> Copy:
+        return Copy(key, epoch, Lane(self._server.process))
+
+    # --- leading ---
+
+    def create(self, key: Key, update: Update, record: ShardAssignment | None) -> None:
+        """First values, if the shard has none as far as is known here."""
+        if (
+            record is None
+            or record.primary != self._server.me
+            or record.content is not ShardContent.NONE
+            or key in self.found
+        ):
+            return
+        copy = self.found[key] = self._new(key, record.epoch)
+        copy.fill([update])
+        self._server.tell(ev.Created(key, record.epoch, copy.version))
+
+    def _lead(self, effect: fx.Lead) -> None:
+        copy = self.found[effect.key]
+        assert copy.num_applied == copy.version, f"{effect.key} is led before it has settled"
+        copy.epoch, copy.leads = effect.epoch, True
+        copy.is_open = copy.is_stopped = False
+        self._setting.ledger.leads(self._server.me, copy)
+        self._flush_later(copy)
+
+    def _open(self, effect: fx.Open) -> None:
+        copy = self.found[effect.key]
+        copy.is_open = True
+        self._setting.ledger.opened(copy)
+
+    def _stop(self, effect: fx.Stop) -> None:
+        copy = self.found[effect.key]
+
+        def stop() -> None:
+            copy.is_stopped = True
+            if not copy.is_dropped and copy.leads:
+                self._server.post(ev.Stopped(copy.key, copy.version))
+
+        copy.lane.put(self._takes_s(), stop)
+
+    def _resume(self, effect: fx.Resume) -> None:
+        copy = self.found[effect.key]
+        copy.lane.put(self._takes_s(), lambda: setattr(copy, "is_stopped", False))
+
+    def _step_down(self, effect: fx.StepDown) -> None:
+        copy = self.found[effect.key]
+        copy.leads = False
+        self._setting.ledger.leads_no_longer(copy)
+        self._settle(copy)
+
+    def _drop(self, key: Key) -> None:
+        copy = self.found.pop(key, None)
+        if copy is not None:
+            copy.is_dropped = True
+            if copy.leads:
+                self._setting.ledger.leads_no_longer(copy)
+            copy.leads = False
+
+    def _trim(self, effect: fx.Trim) -> None:
+        copy = self.found[effect.key]
+        for version in [each for each in copy.log if each <= effect.version]:
+            del copy.log[version]
+
+    # --- following ---
+
+    def _settle(self, copy: Copy) -> None:
+        def settled() -> None:
+            if not copy.is_dropped:
+                self._server.post(ev.Settled(copy.key, copy.num_applied))
+
+        copy.lane.put(self._takes_s(long=True), settled)
+
+    def _replay(self, effect: fx.Replay) -> None:
+        request, update = self._incoming()
+        assert isinstance(request, Record) and request.version == effect.version, request
+        copy = self.found.get(effect.key)
+        assert copy is not None, f"{effect.key} is replayed into nothing"
+        assert copy.version + 1 == effect.version, f"{effect.key}: {effect} on {copy.version}"
+        copy.add(update)
+        self._setting.ledger.follows(self._server.me, copy)
+
+        def apply() -> None:
+            if not copy.is_dropped:
+                copy.num_applied += 1
+
+        copy.lane.put(self._takes_s(), apply)
+
+    def _enter_epoch(self, effect: fx.EnterEpoch) -> None:
+        copy = self.found[effect.key]
+        copy.epoch = effect.epoch
+        self._setting.ledger.follows(self._server.me, copy)
+
+    def _incoming(self) -> tuple[Request, Any]:
+        assert self.incoming is not None, "nothing has just come"
+        return self.incoming
+
+    # --- images ---
+
+    def _cut_image(self, effect: fx.CutImage) -> None:
+        copy = self.found[effect.key]
+
+        def cut() -> None:
+            if copy.is_dropped or self._chance.random() < 0.005:
+                self._server.post(ev.ImageNotCut(copy.key, effect.image, "no memory"))
+                return
+            num_chunks = self._chance.randint(1, 12)
+            updates = tuple(copy.updates[: copy.num_applied])
+            self.images[effect.image] = Image(copy.key, updates, num_chunks)
+            self._server.post(ev.ImageCut(copy.key, effect.image, len(updates), num_chunks))
+
+        copy.lane.put(self._takes_s(long=True), cut)
+
+    def _begin_image(self, effect: fx.BeginImage) -> None:
+        request, _ = self._incoming()
+        assert isinstance(request, ImageStart), request
+        if self._server.me.server_id in self._setting.full:
+            failed = ev.ImageFailed(effect.key, effect.image, True, "no memory")
+            self._server.process.act(self._takes_s(), lambda: self._server.tell(failed))
+            return
+        place = effect.key, effect.image
+        self._arriving[place] = ArrivingImage(request.num_chunks, request.version)
+        self._arriving_lanes[place] = Lane(self._server.process)
+
+    def _store_chunk(self, effect: fx.StoreChunk) -> None:
+        _, data = self._incoming()
+        place = effect.key, effect.image
+        image = self._arriving.get(place)
+        if image is None:
+            return  # It had no room, and that is being told.
+        image.chunks[effect.index] = data
+
+        def stored() -> None:
+            if self._arriving.get(place) is image:
+                self._server.tell(ev.ChunkStored(effect.key, effect.image, effect.index))
+                image.num_stored += 1
+                if image.num_stored == image.num_chunks:
+                    self._arriving_lanes[place].put(self._takes_s(long=True), restored)
+
+        def restored() -> None:
+            if self._arriving.get(place) is image:
+                image.is_restored = True
+                self._server.tell(ev.ImageRestored(effect.key, effect.image))
+
+        self._arriving_lanes[place].put(self._takes_s(), stored)
+
+    def _adopt(self, effect: fx.Adopt) -> None:
+        image = self._arriving.pop((effect.key, effect.image))
+        assert image.is_restored, f"{effect} of what has not been restored"
+        before = self.found.get(effect.key)
+        assert before is None or not before.leads, f"{effect} over what is led here"
+        self._drop(effect.key)
+        copy = self.found[effect.key] = self._new(effect.key, effect.epoch)
+        copy.fill(image.updates)
+        assert copy.version == effect.version, f"{effect} of version {copy.version}"
+        self._setting.ledger.follows(self._server.me, copy)
+
+    # --- the journal ---
+
+    def on_applied(self, copy: Copy) -> None:
+        self._flush_later(copy)
+
+    def _flush_later(self, copy: Copy) -> None:
+        if not self._server.core.leading.keeps_journal or copy.key in self._flushing:
+            return
+        self._flushing.add(copy.key)
+
+        def flush() -> None:
+            self._flushing.discard(copy.key)
+            disk = self._server.disk
+            if copy.is_dropped or not copy.leads:
+                return
+            if disk is None or disk.fails:
+                self._server.post(ev.DiskFailed(copy.key))
+                return
+            version = copy.num_applied
+            chain = tuple(copy.chain[: version + 1])
+            disk.shards[copy.key] = OnDiskCopy(tuple(copy.updates[:version]), chain)
+            self._server.post(ev.OnDisk(copy.key, version))
+
+        self._server.process.act(self._chance.random() * FLUSH_S, flush)
+
+    def let_journal_go(self, key: Key, record: ShardAssignment) -> None:
+        """What the record names another disk for is kept no longer, unless it is led here."""
+        disk, copy = self._server.disk, self.found.get(key)
+        leads = copy is not None and copy.leads
+        if disk is not None and record.on_disk != self._server.me.server_id and not leads:
+            disk.shards.pop(key, None)
+
+    def _load_journal(self, effect: fx.LoadJournal) -> None:
+        key = effect.key
+
+        def load() -> None:
+            disk = self._server.disk
+            kept = (self._server.recovered if disk is None else disk.shards).get(key)
+            if kept is None or key in self.found:
+                return
+            copy = self.found[key] = self._new(key, effect.epoch)
+            copy.fill(kept.updates)
+            self._server.tell(ev.Created(key, effect.epoch, copy.version))
+
+        self._server.process.act(self._takes_s(long=True), load)

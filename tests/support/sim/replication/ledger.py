@@ -1,0 +1,171 @@
+"""What must hold at every moment, whatever fails: raises AssertionError where it does not.
+
+A row of updates is named by its length and by the last link of its chain (`shard.chained`), so that
+"this copy has all that was acknowledged" is one comparison.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from support.sim.replication.shard import NOTHING, Copy, Disk
+from support.sim.virtual_time import Clock
+
+from shoal_server.core.replication.protocol.events import Level
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+
+Row = tuple[int, int]
+"""Length and last link."""
+EMPTY: Row = (0, NOTHING)
+
+
+@dataclass(eq=False)
+class Promise:
+    """Of one shard: what somebody outside knows to be there."""
+
+    replicated: Row = EMPTY
+    durable: Row = EMPTY
+    opened: Row = EMPTY
+    """Its first values, once anybody may have read them."""
+
+
+class Ledger:
+    """`find` gives the copy that a process has of a shard, if it lives and has one."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        records: Mapping[Key, ShardAssignment],
+        disks: Mapping[str, Disk],
+        find: Callable[[Holder, Key], Copy | None],
+    ) -> None:
+        self._clock = clock
+        self._records = records
+        self._disks = disks
+        self._find = find
+        self.promises: defaultdict[Key, Promise] = defaultdict(Promise)
+        self._led: dict[tuple[Key, int], list[int]] = {}
+        """The chain of whoever leads a shard in an epoch, by then."""
+        self._acknowledged_by: dict[tuple[Key, int], Holder] = {}
+        self._chunks_taken: dict[tuple[Holder, int], int] = {}
+        self.may_be_dead: Callable[[Holder], bool] = lambda holder: True
+        """Whether it has been away for so long, or is dead."""
+        self.is_fenced: Callable[[Holder], bool] = lambda holder: False
+        """Whether others may take it for dead by now."""
+        self.num_acknowledged = 0
+
+    # --- the record ---
+
+    def recorded(self, key: Key, old: ShardAssignment | None, new: ShardAssignment) -> None:
+        promise = self.promises[key]
+        if old is not None and new.epoch == old.epoch:
+            assert new.primary == old.primary, f"{key}: two primaries in epoch {new.epoch}"
+        if old is not None and new.epoch != old.epoch:
+            assert new.epoch == old.epoch + 1, f"{key}: {old} to {new}"
+            if new.primary not in (old.primary, *old.backups):
+                self._given_away(key, old, new, promise)
+        if old is not None and old.content is not new.content is ShardContent.NONE:
+            assert promise.opened == EMPTY, f"{key}: {old} is to be created anew, by {new}"
+        self.check(key)
+
+    def _given_away(
+        self, key: Key, old: ShardAssignment, new: ShardAssignment, promise: Promise
+    ) -> None:
+        """To a server that was none of its holders: they are gone."""
+        for holder in (old.primary, *old.backups):
+            has_it = self._find(holder, key) is not None
+            assert not has_it or self.may_be_dead(holder), f"{key}: {holder} lives; {old} to {new}"
+        promise.replicated = promise.durable
+        if new.content is ShardContent.PRESENT:
+            assert new.primary.server_id == old.on_disk, f"{key}: {new.primary} has nothing of it"
+
+    def given_up(self, key: Key) -> None:
+        """An operator accepted that the shard is lost."""
+        self.promises[key] = Promise()
+
+    def disk_lost(self, server_id: str) -> None:
+        for key, record in self._records.items():
+            if record.on_disk == server_id:
+                self.promises[key].durable = EMPTY
+
+    # --- what is promised ---
+
+    def opened(self, copy: Copy) -> None:
+        promise, row = self.promises[copy.key], (1, copy.chain[1])
+        assert promise.opened in (EMPTY, row), f"{copy.key} was created anew"
+        promise.opened = row
+
+    def acknowledged(self, who: Holder, key: Key, epoch: int, row: Row, level: Level) -> None:
+        """Somebody is told of a version, and so of all before it."""
+        self.num_acknowledged += 1
+        assert not self.is_fenced(who), f"{who} acknowledges {key} although it may be dead"
+        if level is Level.APPLIED:
+            return
+        before = self._acknowledged_by.setdefault((key, epoch), who)
+        assert before == who, f"{key}: {who} and {before} acknowledge in epoch {epoch}"
+        promise = self.promises[key]
+        promise.replicated = self._longer(key, epoch, promise.replicated, row)
+        if level is Level.DURABLE:
+            promise.durable = self._longer(key, epoch, promise.durable, row)
+        self.check(key)
+
+    def _longer(self, key: Key, epoch: int, before: Row, row: Row) -> Row:
+        chain = self._led[key, epoch]
+        shorter = min(before, row)
+        assert chain[shorter[0]] == shorter[1], f"{key}: {row} does not go on from {before}"
+        return max(before, row)
+
+    def check(self, key: Key) -> None:
+        """Whoever may lead next has all that was promised, in order."""
+        record, promise = self._records.get(key), self.promises[key]
+        if record is None:
+            return
+        for holder in (record.primary, *record.backups):
+            copy = self._find(holder, key)
+            if copy is not None:
+                assert copy.has(*promise.replicated), (
+                    f"{key}: {holder} has {copy.version} updates, not all of the"
+                    f" {promise.replicated[0]} acknowledged ones; {record}"
+                )
+        if promise.durable != EMPTY:
+            disk = self._disks.get(record.on_disk)
+            on_disk = disk.shards.get(key) if disk is not None else None
+            assert on_disk is not None and on_disk.has(*promise.durable), (
+                f"{key}: the disk that {record} names has"
+                f" {len(on_disk.updates) if on_disk else 0} updates,"
+                f" not all of the {promise.durable[0]} durable ones"
+            )
+
+    # --- what servers do to their copies ---
+
+    def leads(self, who: Holder, copy: Copy) -> None:
+        key = copy.key
+        self._led[key, copy.epoch] = copy.chain
+        if self._records[key].primary == who and self._records[key].epoch == copy.epoch:
+            replicated = self.promises[key].replicated
+            assert copy.has(*replicated), f"{who} leads {key} without {replicated[0]} updates"
+
+    def leads_no_longer(self, copy: Copy) -> None:
+        self._led[copy.key, copy.epoch] = list(copy.chain)
+
+    def follows(self, who: Holder, copy: Copy) -> None:
+        """It is a copy of that epoch, up to here."""
+        assert not copy.leads, f"{who} leads {copy.key}, and something is installed on it"
+        chain = self._led.get((copy.key, copy.epoch))
+        assert chain is not None, f"nobody led {copy.key} in epoch {copy.epoch}"
+        assert copy.version < len(chain) and chain[copy.version] == copy.chain[-1], (
+            f"{copy.key} at {who} is another one than its primary's of epoch {copy.epoch},"
+            f" at version {copy.version}"
+        )
+        self.check(copy.key)
+
+    # --- images ---
+
+    def chunk_sent(self, who: Holder, image: int, index: int) -> None:
+        taken = self._chunks_taken.get((who, image), 0)
+        assert index >= taken, f"{who} sends chunk {index} of image {image} again"
+
+    def chunk_taken(self, who: Holder, image: int, next_chunk: int) -> None:
+        taken = self._chunks_taken.get((who, image), 0)
+        self._chunks_taken[who, image] = max(taken, next_chunk)

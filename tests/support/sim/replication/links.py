@@ -1,0 +1,133 @@
+"""Connections between servers: in order each way, until one end or the network breaks them."""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from support.sim.replication.machine import Network, SimProcess
+from support.sim.virtual_time import Clock
+
+SILENCE_S = 2.0
+"""After which one end that hears nothing takes the link for broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangUp:
+    """The other end closed it, or its process is gone."""
+
+
+@dataclass(eq=False)
+class End:
+    """One end, as its process has it."""
+
+    process: SimProcess
+    receive: Callable[[object], None]
+    broken: Callable[[], None]
+    is_open: bool = True
+    was_heard: bool = False
+    last_s: float = 0.0
+    """When the last of what is on its way to here arrives."""
+    coming: deque[object] = field(default_factory=deque)
+
+
+class Link:
+    """Whoever opened it has the first end."""
+
+    def __init__(self, clock: Clock, network: Network, opener: End, acceptor: End) -> None:
+        self._clock = clock
+        self._network = network
+        self.ends = (opener, acceptor)
+        self._watched = False
+
+    @property
+    def is_over(self) -> bool:
+        return not any(end.is_open and end.process.alive for end in self.ends)
+
+    def other(self, end: End) -> End:
+        return self.ends[1] if end is self.ends[0] else self.ends[0]
+
+    def send(self, end: End, message: object) -> None:
+        if end.is_open:
+            self._put(self.other(end), message)
+
+    def close(self, end: End) -> None:
+        """What is on its way to the other end gets there, or the last of it does not."""
+        if not end.is_open:
+            return
+        end.is_open = False
+        other = self.other(end)
+        chance = self._clock.random
+        if other.coming and chance.random() < 0.5:
+            for _ in range(chance.randint(0, len(other.coming))):
+                other.coming.pop()
+        self._put(other, HangUp())
+
+    def process_died(self, end: End) -> None:
+        end.is_open = False
+        self._put(self.other(end), HangUp())
+
+    def _put(self, to: End, message: object) -> None:
+        now_s = self._clock.now_s
+        delay_s = self._network.delay_s(*(end.process.name for end in self.ends))
+        to.last_s = max(to.last_s, now_s + delay_s)
+        to.coming.append(message)
+        self._clock.later(to.last_s - now_s, lambda: self._arrive(to))
+
+    def _arrive(self, end: End) -> None:
+        if not self._is_cut():
+            end.process.do(lambda: self._deliver(end))
+
+    def _deliver(self, end: End) -> None:
+        """The first of what has come: each arrival delivers one, whichever arrival it is."""
+        if not end.coming or not end.is_open:
+            return
+        message = end.coming.popleft()
+        if isinstance(message, HangUp):
+            self._break(end)
+        else:
+            end.was_heard = True
+            end.receive(message)
+
+    def _is_cut(self) -> bool:
+        return self._network.is_cut(*(end.process.name for end in self.ends))
+
+    def _break(self, end: End) -> None:
+        if end.is_open:
+            self.close(end)
+            end.broken()
+
+    # --- silence ---
+
+    def troubled(self) -> None:
+        """An end is paused, or the network is cut: the ends look after each other for a while."""
+        if self._watched:
+            return
+        self._watched = True
+        self._clock.later(SILENCE_S / 4, self._look)
+
+    def _look(self) -> None:
+        self._watched = False
+        if self.is_over:
+            return
+        troubled = False
+        for end in self.ends:
+            silent_s = self._silent_s(end)
+            troubled |= silent_s > 0.0
+            if silent_s >= SILENCE_S and end.process.paused_since_s is None and end.is_open:
+                self._break(end)
+        if troubled:
+            self.troubled()
+
+    def _silent_s(self, end: End) -> float:
+        """For how long nothing may have come to that end."""
+        since_s = [self._network.cut_since_s(*(each.process.name for each in self.ends))]
+        since_s.append(self.other(end).process.paused_since_s)
+        begun_s = [each for each in since_s if each is not None]
+        return max((self._clock.now_s - each for each in begun_s), default=0.0)
+
+    def mended(self) -> None:
+        """What was kept back by the network comes now."""
+        for end in self.ends:
+            for _ in range(len(end.coming)):
+                delay_s = self._clock.random.random() * 0.2
+                self._clock.later(delay_s, lambda end=end: self._arrive(end))

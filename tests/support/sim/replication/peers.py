@@ -1,0 +1,183 @@
+"""One process and the other servers: links, what goes over them, and whether somebody answers."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from support.sim.replication.links import SILENCE_S, End, Link
+from support.sim.replication.setting import Setting
+
+from shoal_server.core.replication.protocol import effects as fx
+from shoal_server.core.replication.protocol import events as ev
+from shoal_server.core.replication.protocol.messages import (
+    Chunk,
+    ChunkTaken,
+    Holds,
+    Record,
+    Reply,
+    Request,
+)
+from shoal_server.core.shards.assignments import Holder
+from shoal_server.etcd import keys
+from shoal_server.etcd.records.servers import parse
+
+if TYPE_CHECKING:
+    from support.sim.replication.server import SimServer
+
+ANSWERS_WITHIN_S = SILENCE_S / 2
+HELLO, WELCOME = "hello", "welcome"
+
+
+class ServerPeers:
+    def __init__(self, server: "SimServer", setting: Setting) -> None:
+        self._server = server
+        self._setting = setting
+        self._opened: dict[tuple[Holder, int], tuple[Link, End]] = {}
+        """From here, by the peer and the number."""
+        self._accepted: dict[tuple[Holder, int], tuple[Link, End]] = {}
+        self.handlers: Mapping[type, Callable[[Any], None]] = {
+            fx.OpenLink: self._open,
+            fx.CloseLink: self._close,
+            fx.Send: self._send,
+            fx.Answer: self._answer,
+            fx.Probe: self._probe,
+        }
+
+    @property
+    def links(self) -> list[Link]:
+        return [link for link, _ in [*self._opened.values(), *self._accepted.values()]]
+
+    def died(self) -> None:
+        for link, end in [*self._opened.values(), *self._accepted.values()]:
+            link.process_died(end)
+
+    def _find(self, peer: Holder) -> "SimServer | None":
+        """The process, if it can be reached by what etcd says of its server."""
+        server = self._setting.servers.get(peer)
+        return server if server is not None and server.process.alive else None
+
+    def _is_replaced(self, peer: Holder) -> bool:
+        """Whether etcd lists another process under its id."""
+        value = self._setting.store.listed().get(peer.server_id)
+        listed = value and parse(keys.server(peer.server_id), value).holder
+        return bool(listed) and listed != peer
+
+    # --- links from here ---
+
+    def _open(self, effect: fx.OpenLink) -> None:
+        self._server.process.act(0.002, lambda: self._connect(effect.peer, effect.link))
+
+    def _connect(self, peer: Holder, number: int) -> None:
+        setting, name = self._setting, self._server.process.name
+        other = self._find(peer)
+        is_cut = setting.network.is_cut(name, f"{peer.server_id}#{peer.incarnation}")
+        if other is None or self._is_replaced(peer):
+            is_gone = setting.chance.random() < 0.9
+            within_s = 0.01 if is_gone else SILENCE_S
+            broke = ev.LinkBroke(peer, number, is_gone)
+            self._server.process.act(within_s, lambda: self._server.tell(broke))
+            return
+        if is_cut:
+            broke = ev.LinkBroke(peer, number, is_gone=False)
+            self._server.process.act(SILENCE_S, lambda: self._server.tell(broke))
+            return
+        me = self._server.me
+
+        def heard(message: object) -> None:
+            if message == WELCOME:
+                self._server.tell(ev.LinkOpened(peer, number))
+            else:
+                self._hear_reply(peer, number, message)  # type: ignore[arg-type]
+
+        def broken() -> None:
+            if self._opened.pop((peer, number), None) is not None:
+                self._server.tell(ev.LinkBroke(peer, number, False, near.was_heard))
+
+        def left() -> None:
+            other.peers.caller_left(me, number)
+
+        near = End(self._server.process, heard, broken)
+        far = End(other.process, lambda m: other.peers.hear(me, number, m), left)
+        link = Link(setting.clock, setting.network, near, far)
+        if other.process.paused_since_s is not None:
+            link.troubled()
+        self._opened[peer, number] = link, near
+        other.peers.accept(me, number, link, far)
+        link.send(near, HELLO)
+
+    def _close(self, effect: fx.CloseLink) -> None:
+        found = self._opened.pop((effect.peer, effect.link), None)
+        if found is not None:
+            found[0].close(found[1])
+
+    def _send(self, effect: fx.Send) -> None:
+        found = self._opened.get((effect.peer, effect.link))
+        assert found is not None, f"{effect} over a link that is not there"
+        link, end = found
+        link.send(end, (effect.request, self._data_of(effect.request)))
+
+    def _data_of(self, request: Request) -> Any:
+        copies, key = self._server.copies, request.key
+        if isinstance(request, Record):
+            log = copies.found[key].log
+            assert request.version in log, f"{request} is not kept any more"
+            return log[request.version]
+        if isinstance(request, Chunk):
+            self._setting.ledger.chunk_sent(self._server.me, request.image, request.index)
+            return copies.images[request.image].chunk(request.index)
+        return None
+
+    def _hear_reply(self, peer: Holder, number: int, reply: Reply) -> None:
+        ledger = self._setting.ledger
+        if isinstance(reply, ChunkTaken):
+            ledger.chunk_taken(self._server.me, reply.image, reply.next_chunk)
+        if isinstance(reply, Holds) and reply.image:
+            ledger.chunk_taken(self._server.me, reply.image, reply.next_chunk)
+        self._server.tell(ev.Replied(peer, number, reply))
+
+    # --- links to here ---
+
+    def accept(self, peer: Holder, number: int, link: Link, end: End) -> None:
+        self._accepted[peer, number] = link, end
+
+    def hear(self, peer: Holder, number: int, message: Any) -> None:
+        if message == HELLO:
+            self._server.tell(ev.CallerCame(peer, number))
+            link, end = self._accepted[peer, number]
+            link.send(end, WELCOME)
+            return
+        request, data = message
+        copies = self._server.copies
+        copies.incoming = request, data
+        self._server.tell(ev.Requested(peer, number, request))
+        copies.incoming = None
+
+    def caller_left(self, peer: Holder, number: int) -> None:
+        if self._accepted.pop((peer, number), None) is not None:
+            self._server.tell(ev.CallerLeft(peer, number))
+
+    def _answer(self, effect: fx.Answer) -> None:
+        found = self._accepted.get((effect.peer, effect.link))
+        if found is not None:  # Else its caller has left.
+            found[0].send(found[1], effect.reply)
+
+    # --- whether it lives ---
+
+    def _probe(self, effect: fx.Probe) -> None:
+        peer, setting = effect.peer, self._setting
+        me = self._server.process
+        name = f"{peer.server_id}#{peer.incarnation}"
+
+        def answered(answers: bool) -> None:
+            self._server.tell(ev.Probed(peer, answers))
+
+        def ask() -> None:
+            other = self._find(peer)
+            if other is None or self._is_replaced(peer):
+                me.act(0.01, lambda: answered(False))
+            elif setting.network.is_cut(me.name, name) or other.process.paused_since_s is not None:
+                me.act(ANSWERS_WITHIN_S, lambda: answered(False))
+            else:
+                delay_s = setting.network.delay_s(me.name, name)
+                me.act(delay_s, lambda: answered(True))
+
+        me.act(setting.network.delay_s(me.name, name), ask)

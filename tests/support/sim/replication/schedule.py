@@ -1,0 +1,215 @@
+"""One seeded run of replication: faults of every kind, which then stop."""
+
+import random
+import traceback
+
+from support.sim.replication.server import SimServer
+from support.sim.replication.store import ETCD
+from support.sim.replication.world import ReplicationWorld
+
+DURATIONS_S = (0.3, 0.3, 1.0, 3.0, 3.0, 6.0, 12.0, 20.0)
+FAULTS = (
+    ["kill", "restart", "cut peers", "pause"] * 4
+    + ["cut from etcd", "cut from worker", "isolate", "drain", "slow"] * 2
+    + ["cut all from etcd", "kill all", "etcd", "coordinator", "pause coordinator", "wipe"]
+    + ["cut coordinator", "full", "replace", "disk", "newcomer", "lag", "old pair"]
+)
+STORY_LINES = 250
+
+
+class Faults:
+    """Drawn from a seed of their own."""
+
+    def __init__(self, world: ReplicationWorld, seed: int) -> None:
+        self._world = world
+        self._chance = random.Random(f"faults {seed}")
+        self._newcomers = 0
+
+    def strike(self) -> None:
+        """One random fault, or a server that comes."""
+        name = self._chance.choice(FAULTS).replace(" ", "_")
+        living = self._world.living
+        if not living:
+            name = "restart"
+        strike = getattr(self, f"_{name}")
+        strike(self._chance.choice(living) if living else None)
+
+    def _for_s(self) -> float:
+        return self._chance.choice(DURATIONS_S) * (0.8 + 0.4 * self._chance.random())
+
+    def _kill(self, server: SimServer) -> None:
+        self._world.kill(server)
+        if self._chance.random() < 0.5:
+            server_id = server.me.server_id
+            self._world.clock.later(self._for_s(), lambda: self._start(server_id))
+
+    def _start(self, server_id: str) -> None:
+        if not self._world.current[server_id].process.alive:
+            self._world.start(server_id)
+
+    def _restart(self, server: SimServer | None) -> None:
+        dead = [i for i, s in sorted(self._world.current.items()) if not s.process.alive]
+        if dead:
+            self._world.start(self._chance.choice(dead))
+        elif server is not None:
+            self._world.kill(server)
+            self._world.start(server.me.server_id)
+
+    def _kill_all(self, server: SimServer) -> None:
+        for each in self._world.living:
+            self._world.kill(each)
+            server_id = each.me.server_id
+            if self._chance.random() < 0.8:
+                self._world.clock.later(self._for_s(), lambda i=server_id: self._start(i))
+
+    def _wipe(self, server: SimServer) -> None:
+        self._world.kill(server)
+        self._world.wipe(server.me.server_id)
+        self._world.clock.later(self._for_s(), lambda: self._start(server.me.server_id))
+
+    def _replace(self, server: SimServer) -> None:
+        """It is cut off from all but workers, and another process gets its id and its disk."""
+        world, old = self._world, server.process.name
+        for_s = self._for_s() + 3.0
+        self._cut_off(server, for_s)
+        fresh = world.start(server.me.server_id, is_replacement=True)
+        world.cut(old, fresh.process.name, for_s)
+
+    def _cut_off(self, server: SimServer, for_s: float) -> None:
+        world, name = self._world, server.process.name
+        for other in world.living:
+            if other is not server:
+                world.cut(name, other.process.name, for_s)
+        world.cut(name, ETCD, for_s)
+
+    def _isolate(self, server: SimServer) -> None:
+        self._cut_off(server, self._for_s())
+
+    def _pause(self, server: SimServer) -> None:
+        self._world.pause(server.process, self._for_s())
+
+    def _cut_peers(self, server: SimServer) -> None:
+        others = [each for each in self._world.living if each is not server]
+        if others:
+            other = self._chance.choice(others)
+            self._world.cut(server.process.name, other.process.name, self._for_s())
+
+    def _cut_from_etcd(self, server: SimServer) -> None:
+        self._world.cut(server.process.name, ETCD, self._for_s())
+
+    def _old_pair(self, server: SimServer) -> None:
+        """All holders of one shard are cut off from etcd, and from nobody else."""
+        for_s = self._for_s()
+        record = self._world.store.records[self._chance.choice(self._world.keys)]
+        for holder in record.holders:
+            self._world.cut(f"{holder.server_id}#{holder.incarnation}", ETCD, for_s)
+
+    def _cut_all_from_etcd(self, server: SimServer) -> None:
+        for_s = self._for_s()
+        for each in self._world.living:
+            self._world.cut(each.process.name, ETCD, for_s)
+
+    def _cut_from_worker(self, server: SimServer) -> None:
+        worker = self._chance.choice(self._world.workers)
+        self._world.cut(server.process.name, worker.name, self._for_s())
+
+    def _etcd(self, server: SimServer) -> None:
+        self._world.stop_etcd(self._for_s())
+
+    def _coordinator(self, server: SimServer) -> None:
+        self._world.replace_coordinator(kill=self._chance.random() < 0.5)
+
+    def _pause_coordinator(self, server: SimServer) -> None:
+        self._world.pause(self._world.coordinator.process, self._for_s())
+
+    def _cut_coordinator(self, server: SimServer) -> None:
+        self._world.cut(self._world.coordinator.process.name, ETCD, self._for_s())
+
+    def _full(self, server: SimServer) -> None:
+        full, server_id = self._world.setting.full, server.me.server_id
+        self._world.setting.note(server_id, "has no memory for more copies")
+        full.add(server_id)
+        self._world.clock.later(self._for_s(), lambda: full.discard(server_id))
+
+    def _slow(self, server: SimServer) -> None:
+        setting = self._world.setting
+        setting.slow_s = self._chance.choice([0.2, 1.0, 5.0, 15.0])
+        setting.note("world", f"copies take up to {setting.slow_s} s")
+        self._world.clock.later(self._for_s(), lambda: setattr(setting, "slow_s", 0.0))
+
+    def _lag(self, server: SimServer) -> None:
+        world = self._world
+        other = self._chance.choice(
+            [ETCD, *(each.process.name for each in world.living if each is not server)]
+        )
+        delay_s = self._chance.choice([0.05, 0.3, 1.0])
+        world.setting.note("network", f"{server.process.name} and {other} are {delay_s} s apart")
+        world.network.slow_down(server.process.name, other, delay_s)
+
+    def _disk(self, server: SimServer) -> None:
+        disk = server.disk
+        if disk is None:
+            return
+        self._world.setting.note(server.me.server_id, "cannot write to its disk")
+        disk.fails = True
+        server.disk_failed()
+        self._world.clock.later(self._for_s(), lambda: setattr(disk, "fails", False))
+
+    def _drain(self, server: SimServer) -> None:
+        leaving = not server.registration.is_leaving
+        self._world.setting.note(server.process.name, f"leaving: {leaving}")
+        server.registration.announce_leaving(leaving=leaving)
+
+    def _newcomer(self, server: SimServer) -> None:
+        if self._newcomers < 2:
+            self._newcomers += 1
+            self._world.start(f"n{self._newcomers}")
+
+
+def _run(world: ReplicationWorld, seed: int) -> None:
+    chance = random.Random(f"times {seed}")
+    faults = Faults(world, seed)
+    world.run(chance.choice([0.5, 2.0, 4.0]))
+    for _ in range(chance.randint(2, 9)):
+        world.run(chance.choice([0.0, 0.02, 0.3, 1.0, 2.5, 5.0]) * (0.5 + chance.random()))
+        faults.strike()
+    world.run(chance.choice([0.0, 1.0, 4.0]))
+    world.calm(accepts_loss=chance.random() < 0.5)
+    away_s = max(0.0, world.store.back_s - world.clock.now_s)
+    world.run(away_s)
+    bound_s = 5 * world.setting.limits.dead_after_s
+    rested = world.run(bound_s, until=lambda: not world.unrest())
+    assert rested, f"not at rest: {world.unrest()}"
+    for worker in world.workers:
+        worker.pushes = False
+    answered = world.run(40.0, until=lambda: not world.unanswered())
+    assert answered, f"not answered: {world.unanswered()}"
+    # Loads may still be evened out.
+    world.run(1.0)
+    rested = world.run(20.0, until=lambda: not world.unrest())
+    assert rested, f"at rest no longer: {world.unrest()}"
+
+
+def simulate_replication(seed: int) -> ReplicationWorld:
+    """One run. Raises AssertionError with the story."""
+    chance = random.Random(f"sizes {seed}")
+    world = ReplicationWorld(
+        seed,
+        num_servers=chance.choice([2, 3, 3, 4]),
+        num_shards=chance.choice([1, 2, 2]),
+        copies=chance.choice([1, 2, 2, 2, 3]),
+        think_s=chance.choice([0.1, 0.4, 1.0]),
+        journals=chance.random() < 0.6,
+    )
+    try:
+        _run(world, seed)
+    except Exception as error:
+        what = f"{error}" if isinstance(error, AssertionError) else traceback.format_exc()
+        raise AssertionError(f"{what}\nseed {seed}\n{told(world)}") from error
+    return world
+
+
+def told(world: ReplicationWorld) -> str:
+    """What happened, in order: what servers were told and did, and what befell them."""
+    lines = world.setting.story[-STORY_LINES:]
+    return "\n".join(f"{at_s:9.4f} {who:>14} {what}" for at_s, who, what in lines)

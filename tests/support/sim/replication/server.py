@@ -1,0 +1,249 @@
+"""One process of a parameter server: the core that ships, and around it a shell in virtual time."""
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from support.sim.replication.copies import ServerCopies
+from support.sim.replication.machine import SimProcess
+from support.sim.replication.peers import ServerPeers
+from support.sim.replication.registration import ServerRegistration
+from support.sim.replication.setting import Setting
+from support.sim.replication.shard import Disk, Update
+
+from shoal_server.core.replication.protocol import effects as fx
+from shoal_server.core.replication.protocol import events as ev
+from shoal_server.core.replication.protocol.events import Level
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.replication.replication_core import ReplicationCore
+from shoal_server.core.shards.assignments import Holder, ShardAssignment, off_disk
+from shoal_server.etcd.api import KeyValue
+
+Answer = Callable[[str], None]
+"""Tells a worker what came of its push."""
+RETRY_S = 0.1
+LOOK_EACH_S = 1.0
+
+
+class SimServer:
+    def __init__(
+        self, setting: Setting, me: Holder, disk: Disk | None, ended: frozenset[Holder]
+    ) -> None:
+        """`ended`: earlier processes of this server that are known to be gone."""
+        self.setting = setting
+        self.me = me
+        self.process = SimProcess(setting.clock, f"{me.server_id}#{me.incarnation}")
+        self.core = ReplicationCore(me, setting.limits)
+        self.core.leading.keeps_journal = disk is not None
+        self.disk = disk
+        self.recovered = dict(disk.shards) if disk is not None else {}
+        """What the disk had when the process began."""
+        self.copies = ServerCopies(self, setting)
+        self.peers = ServerPeers(self, setting)
+        self.registration = ServerRegistration(self, setting)
+        self.waiting: dict[Any, tuple[Key, int, int, Level, Answer]] = {}
+        """By token: who is to hear of which version, in which epoch and how safe."""
+        self.ended = ended
+        self._compared: set[Key] = set()
+        """Shards of which it was seen whether the disk has what it should have."""
+        self._records = self.registration.records
+        self._wakes_at_s = float("inf")
+        self._posted: deque[ev.Event] = deque()
+        self._handlers: Mapping[type, Callable[[Any], None]] = {
+            fx.Write: lambda effect: self._write(effect.key),
+            fx.Refresh: lambda effect: self._refresh(effect.key),
+            fx.Acknowledge: self._acknowledge,
+            fx.Refuse: self._refuse,
+            fx.Note: lambda effect: None,
+            **self.copies.handlers,
+            **self.peers.handlers,
+        }
+
+    def start(self) -> None:
+        for key in self.recovered:
+            self.tell(ev.JournalHas(key))
+        self.setting.store.watch(self.process, self.heard_record)
+        self.process.act(0.05, self.registration.register)
+        self.process.act(0.1, self._look_at_servers)
+
+    def die(self) -> None:
+        self.process.die()
+        self.peers.died()
+
+    # --- the core ---
+
+    def tell(self, event: ev.Event) -> None:
+        setting = self.setting
+        setting.note(self.process.name, event)
+        for effect in self.core.step(event, self.process.now_s):
+            setting.note(self.process.name, effect)
+            self._handlers[type(effect)](effect)
+        wakes_s = self.core.wakes_s()
+        if wakes_s < self._wakes_at_s:
+            self._wakes_at_s = wakes_s
+            self._wake_at(wakes_s)
+
+    def _wake_at(self, wakes_s: float) -> None:
+        def wake() -> None:
+            if wakes_s != self._wakes_at_s:
+                return
+            self._wakes_at_s = float("inf")
+            due_s = self.core.wakes_s()
+            if due_s <= self.process.now_s:
+                self.tell(ev.Woken())
+            elif due_s < float("inf"):
+                self._wakes_at_s = due_s
+                self._wake_at(due_s)
+
+        self.process.act(self.process.in_s(wakes_s) + 1e-6, wake)
+
+    def post(self, event: ev.Event) -> None:
+        """From another thread: told in the order in which they were posted."""
+        if not self._posted and self.setting.chance.random() < 0.8:
+            self.tell(event)
+            return
+        self._posted.append(event)
+        self.process.act(self.setting.chance.random() * 0.01, self._tell_posted)
+
+    def _tell_posted(self) -> None:
+        event = self._posted.popleft()
+        # A copy that is gone tells nothing.
+        if not isinstance(event, ev.Applied) or event.key in self.copies.found:
+            self.tell(event)
+
+    # --- pushes and pulls ---
+
+    def pushed(
+        self,
+        token: Any,
+        key: Key,
+        epoch: int,
+        *,
+        update: Update | None,
+        level: Level,
+        answer: Answer,
+    ) -> None:
+        """`update`: None for a pull."""
+        copy = self.copies.found.get(key)
+        if copy is None or not copy.takes_pushes or copy.epoch != epoch:
+            answer("not here")
+            return
+
+        def apply() -> None:
+            if not copy.takes_pushes or copy.epoch != epoch:
+                answer("not here")
+                return
+            version = copy.num_applied
+            if update is not None:
+                version = copy.sessions.get(update, 0)
+                if not version:
+                    version = copy.num_applied = copy.add(update)
+                    self.copies.on_applied(copy)
+                    self.post(ev.Applied(key, version))
+            self._ask(token, key, epoch, version, level=level, answer=answer)
+
+        copy.lane.put(self.setting.chance.random() * 0.003, apply)
+
+    def _ask(
+        self, token: Any, key: Key, epoch: int, version: int, *, level: Level, answer: Answer
+    ) -> None:
+        self.waiting[token] = key, epoch, version, level, answer
+        self.post(ev.Asked(token, key, epoch, version, level))
+
+    def disk_failed(self) -> None:
+        """What is led here is kept no longer."""
+        for key, copy in list(self.copies.found.items()):
+            if copy.leads:
+                self.post(ev.DiskFailed(key))
+
+    def create(self, key: Key, update: Update) -> None:
+        self.copies.create(key, update, self._records.get(key))
+
+    def _acknowledge(self, effect: fx.Acknowledge) -> None:
+        key, epoch, version, level, answer = self.waiting.pop(effect.token)
+        copy = self.copies.found.get(key)
+        assert copy is not None, f"{self.me} acknowledges {key}, and has nothing of it"
+        row = (version, copy.chain[version])
+        self.setting.ledger.acknowledged(self.me, key, epoch, row, level)
+        answer("acknowledged")
+
+    def _refuse(self, effect: fx.Refuse) -> None:
+        *_, answer = self.waiting.pop(effect.token)
+        answer("no disk" if effect.why is fx.Refusal.NO_DISK else "refused")
+
+    # --- records ---
+
+    def heard_record(self, item: KeyValue) -> None:
+        if self.registration.note(item):
+            self._known(*self.registration.newest(item))
+
+    def registered(self) -> None:
+        """Only now does what its disk has, and has not, count."""
+        for key, assignment in list(self._records.items()):
+            self._tidy_disk(key, assignment)
+
+    def _known(self, key: Key, assignment: ShardAssignment) -> None:
+        self.tell(ev.Assigned(key, assignment))
+        if self.registration.was_registered:
+            self._tidy_disk(key, assignment)
+
+    def _tidy_disk(self, key: Key, assignment: ShardAssignment) -> None:
+        self.copies.let_journal_go(key, assignment)
+        if key not in self._compared:
+            self._compared.add(key)
+            if assignment.on_disk == self.me.server_id and not self._has_on_disk(key):
+                self._disown(key)
+
+    def _has_on_disk(self, key: Key) -> bool:
+        return key in self.recovered or (self.disk is not None and key in self.disk.shards)
+
+    def _disown(self, key: Key) -> None:
+        """The record says that this server's disk has it, and it has not. Unless another process of
+        this server leads it: then the disk is with that one."""
+
+        def disowned(record: ShardAssignment) -> ShardAssignment:
+            primary = record.primary
+            is_other = primary.server_id == self.me.server_id and primary not in {
+                self.me,
+                *self.ended,
+            }
+            return record if is_other or self._has_on_disk(key) else off_disk(record, self.me)
+
+        self.registration.change(
+            key,
+            disowned,
+            self._known,
+            lambda: None,
+        )
+
+    def _write(self, key: Key) -> None:
+        self.registration.change(
+            key,
+            lambda record: self.core.revised(key, record),
+            self._known,
+            lambda: self.tell(ev.Written(key)),
+        )
+
+    def _refresh(self, key: Key) -> None:
+        def read(stored: Any) -> None:
+            if stored is not None and self.registration.note_stored(key, stored):
+                self._known(key, stored[0])
+            self.tell(ev.Refreshed(key))
+
+        self.registration.client.read(key, read, lambda is_unknown: self.tell(ev.Refreshed(key)))
+
+    def _look_at_servers(self) -> None:
+        """After a restart, for as long as the journal has what others may have too."""
+
+        asked_s = self.process.now_s
+
+        def seen(present: frozenset[Holder], ended: frozenset[Holder]) -> None:
+            self.tell(ev.ServersSeen(present, asked_s, ended | self.ended))
+            self.process.act(LOOK_EACH_S, self._look_at_servers)
+
+        if self.core.open_claims:
+            self.registration.read_servers(
+                seen, lambda: self.process.act(RETRY_S, self._look_at_servers)
+            )
+        else:
+            self.process.act(LOOK_EACH_S, self._look_at_servers)

@@ -1,0 +1,115 @@
+"""What a server has of a shard: the updates in the order in which they were applied."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from support.sim.replication.machine import Lane
+
+from shoal_server.core.replication.protocol.messages import Key
+
+Update = tuple[int, int]
+"""Who pushed, and the how many-th push of theirs to the shard. First values are of nobody: -1."""
+
+NOTHING = 0
+
+
+@cache
+def chained(before: int, update: Update) -> int:
+    """Names a whole row of updates by its last one and all before it."""
+    return hash((before, update))
+
+
+@dataclass(eq=False)
+class Copy:
+    """In memory. Also what was received and is not applied yet is there."""
+
+    key: Key
+    epoch: int
+    lane: Lane
+    updates: list[Update] = field(default_factory=list)
+    chain: list[int] = field(default_factory=lambda: [NOTHING])
+    """By version."""
+    sessions: dict[Update, int] = field(default_factory=dict)
+    """The version that each update made."""
+    num_applied: int = 0
+    """Of the updates; the others were received, and wait to be replayed."""
+    log: dict[int, Update] = field(default_factory=dict)
+    """By version: kept for those who lack them."""
+    leads: bool = False
+    is_open: bool = False
+    is_stopped: bool = False
+    is_dropped: bool = False
+    is_settled: bool = False
+    """No record is taken any more."""
+
+    @property
+    def version(self) -> int:
+        return len(self.updates)
+
+    @property
+    def takes_pushes(self) -> bool:
+        return self.leads and self.is_open and not self.is_stopped and not self.is_dropped
+
+    def add(self, update: Update) -> int:
+        """One more, in memory; raises AssertionError for one that is there."""
+        assert update not in self.sessions, f"{self.key}: {update} is applied twice"
+        self.updates.append(update)
+        self.chain.append(chained(self.chain[-1], update))
+        self.sessions[update] = self.log_version = len(self.updates)
+        self.log[len(self.updates)] = update
+        return len(self.updates)
+
+    def has(self, version: int, link: int) -> bool:
+        """Whether it has that row of updates, and maybe more."""
+        return version < len(self.chain) and self.chain[version] == link
+
+    def fill(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            self.add(update)
+        self.log.clear()
+        self.num_applied = len(self.updates)
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """As a primary cut it."""
+
+    key: Key
+    updates: tuple[Update, ...]
+    num_chunks: int
+
+    def chunk(self, index: int) -> tuple[Update, ...]:
+        size = -(-len(self.updates) // self.num_chunks)
+        return self.updates[index * size : (index + 1) * size]
+
+
+@dataclass(eq=False)
+class ArrivingImage:
+    num_chunks: int
+    version: int
+    chunks: dict[int, tuple[Update, ...]] = field(default_factory=dict)
+    num_stored: int = 0
+    is_restored: bool = False
+
+    @property
+    def updates(self) -> list[Update]:
+        return [update for index in range(self.num_chunks) for update in self.chunks[index]]
+
+
+@dataclass(frozen=True, slots=True)
+class OnDiskCopy:
+    updates: tuple[Update, ...]
+    chain: tuple[int, ...]
+
+    def has(self, version: int, link: int) -> bool:
+        return version < len(self.chain) and self.chain[version] == link
+
+
+@dataclass(eq=False)
+class Disk:
+    """Outlives the processes of its server."""
+
+    server_id: str
+    shards: dict[Key, OnDiskCopy] = field(default_factory=dict)
+    fails: bool = False

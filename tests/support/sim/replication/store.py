@@ -1,0 +1,258 @@
+"""etcd in virtual time, as servers and coordinators reach it: real transactions on real records."""
+
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from support.sim.replication.machine import Network, SimProcess
+from support.sim.virtual_time import Clock
+
+from shoal_server.core.replication.protocol.messages import Key
+from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.etcd import keys
+from shoal_server.etcd.api import Get, KeyValue, Put, Revision, unchanged_since
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.etcd.mirror import Item
+from shoal_server.etcd.records import assignments as records
+
+ETCD = "etcd"
+TIMEOUT_S = 1.0
+LOST_ANSWERS = 0.01
+LATE_WRITES = 0.1
+"""The part of all requests that find etcd away, or cut off, and are carried out a little later."""
+
+T = TypeVar("T")
+Stored = tuple[ShardAssignment, Revision]
+
+
+RUN = "1"
+
+
+def path(key: Key) -> str:
+    return keys.shard_assignment(key[0], RUN, key[1])
+
+
+def key_of(entry: str) -> Key:
+    job, _, shard_id = entry.removeprefix(keys.ASSIGNMENTS).split("/")
+    return job, int(shard_id)
+
+
+def encode(assignment: ShardAssignment) -> bytes:
+    return records.encode_shard(RUN, assignment)
+
+
+@lru_cache(maxsize=256)
+def _decoded(key: str, value: bytes) -> ShardAssignment:
+    return records.parse_shard(Item(key, value, Revision(1))).assignment
+
+
+def decode(item: KeyValue) -> Stored:
+    return _decoded(item.key, item.value), item.mod_revision
+
+
+class SimStore:
+    """What is in etcd, who hears of it, and what the test looks at."""
+
+    def __init__(self, clock: Clock, network: Network) -> None:
+        self.clock = clock
+        self.network = network
+        self.memory = MemoryStore(clock=lambda: clock.now_s, min_ttl_s=0.0)
+        self.back_s = 0.0
+        self.loses_answers = True
+        self.records: dict[Key, ShardAssignment] = {}
+        """As they stand."""
+        self.listed_until_s: dict[Holder, float] = {}
+        """When the lease of each server that ever registered runs out, or ran out."""
+        self.on_record: Callable[[Key, ShardAssignment | None, ShardAssignment], None] = (
+            lambda key, old, new: None
+        )
+        self._watches: list[RecordWatch] = []
+        self._revision = 0
+
+    @property
+    def is_away(self) -> bool:
+        return self.clock.now_s < self.back_s
+
+    def place(self, key: Key, assignment: ShardAssignment) -> None:
+        self.carry_out(lambda memory: memory.put(path(key), encode(assignment)))
+
+    def carry_out(self, work: Callable[[MemoryStore], Coroutine[Any, Any, T]]) -> T:
+        """Do it now, and have everybody hear of it who watches."""
+        outcome = done(work(self.memory))
+        found = done(self.memory.range(keys.ASSIGNMENTS))
+        changed = [item for item in found.items if item.mod_revision > self._revision]
+        self._revision = found.revision
+        for item in changed:
+            key, (new, _) = key_of(item.key), decode(item)
+            old = self.records.get(key)
+            self.records[key] = new
+            self.on_record(key, old, new)
+        if changed:
+            self._watches = [watch for watch in self._watches if watch.process.alive]
+            for watch in self._watches:
+                watch.tell(changed)
+        return outcome
+
+    def listed(self) -> Mapping[str, bytes]:
+        """Servers by id, and what they say of themselves."""
+        found = done(self.memory.range(keys.SERVERS))
+        return {item.key.removeprefix(keys.SERVERS): item.value for item in found.items}
+
+    def watch(self, process: SimProcess, note: Callable[[KeyValue], None]) -> "RecordWatch":
+        """Have a process hear of every record as it is, and of every newer one."""
+        watch = RecordWatch(self, process, note)
+        self._watches.append(watch)
+        watch.reconnect()
+        return watch
+
+    def mended(self) -> None:
+        """Who was cut off reconnects."""
+        for watch in self._watches:
+            watch.mended()
+
+
+class RecordWatch:
+    """Late, in order; once it was cut off, only what stands is told."""
+
+    def __init__(
+        self, store: SimStore, process: SimProcess, note: Callable[[KeyValue], None]
+    ) -> None:
+        self.process = process
+        self._store = store
+        self._note = note
+        self._coming: deque[list[KeyValue]] = deque()
+        self._last_s = 0.0
+        self._is_broken = True
+
+    def tell(self, items: list[KeyValue]) -> None:
+        if self._is_broken:
+            return
+        now_s = self._store.clock.now_s
+        self._last_s = max(
+            self._last_s, now_s + self._store.network.delay_s(self.process.name, ETCD)
+        )
+        self._coming.append(items)
+        self.process.act(self._last_s - now_s, self._hear)
+
+    def _hear(self) -> None:
+        if self._is_broken or not self._coming:
+            return
+        if self._store.is_away or self._store.network.is_cut(self.process.name, ETCD):
+            self._is_broken = True
+            self._coming.clear()
+            self.reconnect()
+            return
+        for item in self._coming.popleft():
+            self._note(item)
+
+    def mended(self) -> None:
+        """Nothing was written meanwhile that it missed, or it is told what stands."""
+        if self._is_broken:
+            self.reconnect()
+
+    def reconnect(self) -> None:
+        wait_s = max(0.0, self._store.back_s - self._store.clock.now_s)
+        self.process.act(wait_s + self._store.clock.random.uniform(0.01, 0.3), self._read)
+
+    def _read(self) -> None:
+        if not self._is_broken:
+            return
+        if self._store.is_away:
+            self.reconnect()
+        elif not self._store.network.is_cut(self.process.name, ETCD):
+            self._is_broken = False
+            for item in done(self._store.memory.range(keys.ASSIGNMENTS)).items:
+                self._note(item)
+
+
+class StoreClient:
+    """etcd as one process reaches it."""
+
+    def __init__(self, store: SimStore, process: SimProcess) -> None:
+        self._store = store
+        self._process = process
+
+    def ask(
+        self,
+        work: Callable[[MemoryStore], Coroutine[Any, Any, T]],
+        answered: Callable[[T], None],
+        failed: Callable[[bool], None],
+    ) -> None:
+        """Of `answered` and `failed` one is called. It has failed: whether it may have been made,
+        or may be yet."""
+        store, process = self._store, self._process
+        chance = store.clock.random
+
+        def fail(is_unknown: bool) -> None:
+            process.act(TIMEOUT_S, lambda: failed(is_unknown))
+
+        def arrive() -> None:
+            if store.is_away or store.network.is_cut(process.name, ETCD):
+                late = chance.random() < LATE_WRITES
+                if late:
+                    wait_s = max(0.0, store.back_s - store.clock.now_s)
+                    store.clock.later(wait_s + 0.3 * chance.random(), apply_late)
+                fail(late or chance.random() < 0.5)
+                return
+            outcome = store.carry_out(work)
+            lost = store.loses_answers and chance.random() < LOST_ANSWERS
+            store.clock.later(delay_s(), lambda: answer(outcome, lost))
+
+        def apply_late() -> None:
+            if not store.is_away and not store.network.is_cut(process.name, ETCD):
+                store.carry_out(work)
+
+        def answer(outcome: T, lost: bool) -> None:
+            if lost or store.network.is_cut(process.name, ETCD):
+                fail(True)
+            else:
+                process.do(lambda: answered(outcome))
+
+        def delay_s() -> float:
+            return store.network.delay_s(process.name, ETCD)
+
+        store.clock.later(delay_s(), arrive)
+
+    def replace(
+        self,
+        key: Key,
+        new: ShardAssignment,
+        since: Revision,
+        answered: Callable[[bool, Stored | None], None],
+        failed: Callable[[bool], None],
+    ) -> None:
+        """Compare-and-swap; answered with whether it was made, and what stands."""
+
+        async def work(memory: MemoryStore) -> tuple[bool, Stored | None]:
+            put = Put(path(key), encode(new))
+            result = await memory.transact(
+                [unchanged_since(path(key), since)], [put], [Get(path(key))]
+            )
+            if result.succeeded:
+                return True, (new, result.revision)
+            return False, decode(result.reads[0][0]) if result.reads[0] else None
+
+        self.ask(work, lambda outcome: answered(*outcome), failed)
+
+    def read(
+        self,
+        key: Key,
+        answered: Callable[[Stored | None], None],
+        failed: Callable[[bool], None],
+    ) -> None:
+        async def work(memory: MemoryStore) -> Stored | None:
+            item = await memory.get(path(key))
+            return None if item is None else decode(item)
+
+        self.ask(work, answered, failed)
+
+
+def done(work: Coroutine[Any, Any, T]) -> T:
+    """The outcome of a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration as stop:
+        outcome: T = stop.value
+        return outcome
+    raise AssertionError("it waits")
