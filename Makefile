@@ -52,10 +52,11 @@ test-long: .venv/.installed ## their further combinations
 
 check: lint types contracts proto-check test test-long ## what CI runs: all tests that need neither Docker nor a browser
 
-nightly: .venv/.installed ## the longer tests, and 10,000 seeds of the simulation
+nightly: .venv/.installed ## the longer tests, and 10,000 seeds of each simulation
 	$(BIN)/python -m pytest -m "nightly and not docker and not browser"
 	SHOAL_SIMULATION_SEEDS=10000 SHOAL_STATEFUL_EXAMPLES=3000 $(BIN)/python -m pytest \
-		tests/server/core/membership/test_job_simulation.py tests/server/core/membership/test_job_stateful.py
+		tests/server/core/membership/test_job_simulation.py tests/server/core/membership/test_job_stateful.py \
+		tests/server/core/replication/test_replication_simulation.py
 
 lint: .venv/.installed
 	$(BIN)/ruff check .

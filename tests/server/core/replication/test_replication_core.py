@@ -378,7 +378,7 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
     world.assigned(last)
     world.tell(ev.JournalHas(KEY))
     world.tell(ev.ServersSeen(frozenset(), world.now_s))
-    while away_s >= 1.0:
+    while away_s > 1.0:
         world.now_s, away_s = world.now_s + 1.0, away_s - 1.0
         world.tell(ev.ServersSeen(frozenset(), world.now_s))
     world.now_s += away_s

@@ -9,19 +9,16 @@ from support.sim.replication.schedule import simulate_replication
 from shoal_server.core.replication.backing.copies import Copies, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
 from shoal_server.core.replication.leading.followers import Follower
-from shoal_server.core.replication.leading.led_shard import HandoverPhase, LedShard
+from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.lease import Lease
-from shoal_server.core.replication.protocol.effects import Answer, Effect, Replay
-from shoal_server.core.replication.protocol.messages import Key, Received, Record
+from shoal_server.core.replication.protocol.effects import Effect
+from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards import rebalance
-from shoal_server.core.shards.absences import Absences
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.core.shards.sightings import Sightings
 
 MAX_SEEDS = 150
-RARE = {"an_absence_goes_on_while_nobody_looks": 1300}
-"""Where the search for a fault begins that only a rare schedule shows."""
 
 Patch = pytest.MonkeyPatch
 
@@ -33,19 +30,6 @@ def no_fence_after_the_lease(patch: Patch) -> None:
         lease.ends_s = math.inf
 
     patch.setattr(Lease, "renewed", renewed)
-
-
-def received_before_the_order_is_checked(patch: Patch) -> None:
-    """A record that follows on nothing is said to be here."""
-    real = Copies._record
-
-    def record(copies: Copies, peer: Holder, link: int, told: Record) -> Iterator[Effect]:
-        yield Answer(peer, link, Received(told.key, told.epoch, told.version))
-        for effect in real(copies, peer, link, told):
-            if isinstance(effect, Replay):
-                yield effect
-
-    patch.setattr(Copies, "_record", record)
 
 
 def a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step(patch: Patch) -> None:
@@ -69,21 +53,6 @@ def a_lost_backup_counts_for_nothing_before_that_is_written(patch: Patch) -> Non
     patch.setattr(LedShard, "_required", required)
 
 
-def an_image_is_adopted_without_a_second_look(patch: Patch) -> None:
-    """This server may have come to lead the shard while it was restored."""
-    real = Copies.restored
-
-    def restored(
-        copies: Copies, key: Key, image: int, assignment: ShardAssignment | None
-    ) -> Iterator[Effect]:
-        with pytest.MonkeyPatch.context() as blind:
-            blind.setattr(Copies, "_may_tell", lambda *arguments: True)
-            yield from list(real(copies, key, image, assignment))
-
-    patch.setattr(Copies, "restored", restored)
-    patch.setattr(Copies, "forget_unwanted_image", lambda *arguments: iter(()))
-
-
 def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
     """What it has received, and not applied, was acknowledged."""
     real = ReplicationCore._to_lead
@@ -98,23 +67,6 @@ def a_backup_leads_before_it_has_settled(patch: Patch) -> None:
             yield from real(core, key, new)
 
     patch.setattr(ReplicationCore, "_to_lead", to_lead)
-
-
-def a_copy_of_another_history_goes_on(patch: Patch) -> None:
-    """A deposed primary has updates that its successor never saw."""
-
-    def continues(led: LedShard, copy_epoch: int, born: int, version: int) -> bool:
-        return led._trimmed <= version <= led.version
-
-    patch.setattr(LedShard, "continues", continues)
-
-
-def a_shard_is_handed_over_before_its_successor_is_level(patch: Patch) -> None:
-    def is_level(led: LedShard, successor: Holder | None) -> bool:
-        stops = led.handover in (HandoverPhase.STOPPING, HandoverPhase.STOPPED)
-        return stops and successor is not None
-
-    patch.setattr(LedShard, "_is_level_with", is_level)
 
 
 def a_version_is_durable_before_the_record_names_the_disk(patch: Patch) -> None:
@@ -151,12 +103,6 @@ def a_process_is_dead_once_another_has_its_id(patch: Patch) -> None:
     patch.setattr(Sightings, "_dead", dead)
 
 
-def an_absence_goes_on_while_nobody_looks(patch: Patch) -> None:
-    """A server may have been there in between."""
-    real = Absences.__init__
-    patch.setattr(Absences, "__init__", lambda absences, longest_gap_s=0.0: real(absences))
-
-
 def a_lost_shard_begins_anew(patch: Patch) -> None:
     """Without an operator's word."""
     real = rebalance._rescue
@@ -189,17 +135,12 @@ def a_copy_follows_whoever_calls(patch: Patch) -> None:
 
 FAULTS: Sequence[Callable[[Patch], None]] = (
     no_fence_after_the_lease,
-    received_before_the_order_is_checked,
     a_joiner_counts_for_nothing_until_it_is_known_to_be_in_step,
     a_lost_backup_counts_for_nothing_before_that_is_written,
-    an_image_is_adopted_without_a_second_look,
     a_backup_leads_before_it_has_settled,
-    a_copy_of_another_history_goes_on,
-    a_shard_is_handed_over_before_its_successor_is_level,
     a_version_is_durable_before_the_record_names_the_disk,
     a_disk_is_led_from_while_its_last_process_may_live,
     a_process_is_dead_once_another_has_its_id,
-    an_absence_goes_on_while_nobody_looks,
     a_lost_shard_begins_anew,
     what_a_new_primary_has_is_said_to_be_on_its_followers,
     a_copy_follows_whoever_calls,
@@ -209,10 +150,9 @@ FAULTS: Sequence[Callable[[Patch], None]] = (
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_the_simulation_finds(fault: Callable[[Patch], None], monkeypatch: Patch) -> None:
     """Within some seeds an invariant does not hold; without the fault the same seed is passed."""
-    first = RARE.get(fault.__name__, 0)
     with monkeypatch.context() as patch:
         fault(patch)
-        found = next((seed for seed in range(first, first + MAX_SEEDS) if _fails(seed)), None)
+        found = next((seed for seed in range(MAX_SEEDS) if _fails(seed)), None)
     assert found is not None, f"not found in {MAX_SEEDS} seeds"
     simulate_replication(found)
 

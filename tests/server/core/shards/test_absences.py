@@ -17,3 +17,18 @@ def test_who_is_not_named_any_more_is_forgotten() -> None:
     assert absences.away_s({"b"}, 11.0) == {"b": 1.0}
     assert absences.away_s({"a", "b"}, 12.0) == {"a": 0.0, "b": 2.0}
     assert absences.away_s((), 13.0) == {}
+
+
+def test_an_absence_begins_anew_after_a_gap_between_two_looks() -> None:
+    """Who is gone at both ends of it may have been there in between, and have acknowledged."""
+    absences = Absences[str](longest_gap_s=2.0)
+    assert absences.away_s({"a"}, 10.0) == {"a": 0.0}
+    assert absences.away_s({"a"}, 12.0) == {"a": 2.0}
+    assert absences.away_s({"a"}, 14.5) == {"a": 0.0}
+
+
+def test_what_was_asked_for_long_ago_says_nothing_of_now() -> None:
+    """A process that was paused after it had asked knows of the time before the pause."""
+    absences = Absences[str]()
+    assert absences.away_s({"a"}, 11.0, asked_s=10.0) == {"a": 0.0}
+    assert absences.away_s({"a"}, 300.0, asked_s=15.0) == {"a": 4.0}

@@ -143,7 +143,7 @@ class ServerCopies:
             if not copy.is_dropped:
                 copy.num_applied += 1
 
-        copy.lane.put(self._takes_s(), apply)
+        copy.lane.put(self._takes_s(long=self._chance.random() < 0.1), apply)
 
     def _enter_epoch(self, effect: fx.EnterEpoch) -> None:
         copy = self.found[effect.key]

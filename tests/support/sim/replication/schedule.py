@@ -12,7 +12,8 @@ FAULTS = (
     ["kill", "restart", "cut peers", "pause"] * 4
     + ["cut from etcd", "cut from worker", "isolate", "drain", "slow"] * 2
     + ["cut all from etcd", "kill all", "etcd", "coordinator", "pause coordinator", "wipe"]
-    + ["cut coordinator", "full", "replace", "disk", "newcomer", "lag", "old pair"]
+    + ["cut coordinator", "full", "replace", "disk", "newcomer", "old pair"]
+    + ["replace", "lag", "slow"] * 2
 )
 STORY_LINES = 250
 
