@@ -18,7 +18,7 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.torch_versions import watching_torch_versions
-from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, ReplicationLimits
+from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, LONGEST_GAP_S
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
@@ -68,7 +68,7 @@ class ShardController:
         self._pushed: dict[str, Mapping[int, int]] = {}
         self._weights: dict[str, dict[int, int]] = {}
         self._sightings: defaultdict[str, Sightings] = defaultdict(
-            lambda: Sightings(ReplicationLimits(dead_after_s=DEAD_AFTER_S))
+            lambda: Sightings(DEAD_AFTER_S, LONGEST_GAP_S)
         )
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}

@@ -3,7 +3,6 @@ etcd lists and the time are arguments."""
 
 from dataclasses import replace
 
-from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.shards.absences import Absences
 from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.core.shards.rebalance import Servers, gone_on_without
@@ -14,10 +13,11 @@ SUSPECT_S = 3.0
 class Sightings:
     """Of one job, as one coordinator has seen them since it leads."""
 
-    def __init__(self, limits: ReplicationLimits) -> None:
-        self._dead_after_s = limits.dead_after_s
-        self._gone = Absences[Holder](limits.longest_gap_s)
-        self._gone_disks = Absences[str](limits.longest_gap_s)
+    def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
+        """See `ReplicationLimits`."""
+        self._dead_after_s = dead_after_s
+        self._gone = Absences[Holder](longest_gap_s)
+        self._gone_disks = Absences[str](longest_gap_s)
         self._suspect_until_s: dict[Holder, float] = {}
         self._is_missing = False
 

@@ -86,7 +86,7 @@ def test_what_is_given_up_begins_anew_and_no_disk_brings_the_old_one_back() -> N
     assert (anew.content, anew.epoch, anew.on_disk) == (ShardContent.NONE, 5, "")
     assert LOST.loss is not None
     assert anew.accepted_loss == AcceptedLoss(loss=LOST.loss, by="ann", accepted_unix_s=2.0)
-    assert led_from_disk(anew, NEW_A, frozenset(), frozenset({A, B})) == anew
+    assert led_from_disk(anew, NEW_A, frozenset({A, B})) == anew
     moved = rebalance(job(anew), Servers(present=frozenset({C}), dead=frozenset({A})), {})
     assert moved.shards[0].accepted_loss == anew.accepted_loss
     assert losses.given_up(TRAINED, "ann", 2.0) == TRAINED

@@ -23,7 +23,7 @@ class SimCoordinator:
         self._setting = setting
         self._copies = copies
         self._client = StoreClient(setting.store, self.process)
-        self._sightings = Sightings(setting.limits)
+        self._sightings = Sightings(setting.limits.dead_after_s, setting.limits.longest_gap_s)
         self._last: JobAssignments | None = None
         self.process.act(0.01, self._look)
 

@@ -6,6 +6,10 @@ DEAD_AFTER_S = 300.0
 """A server that etcd has not listed for so long is taken for dead with all that it held, whoever
 decides it: the coordinator that gives its shards away, the server that leads them from its disk."""
 
+LONGEST_GAP_S = 4.0
+"""Between two looks at the servers that etcd lists, for an absence to go on. Less than a lease
+lasts: else one that was back in between, and acknowledged, may be taken for dead."""
+
 STOPS_BEFORE = 0.9
 """The part of it after which a primary that could not renew its lease acknowledges nothing any
 more: clocks may run at rates that differ by as much as is left, and an answer may be on its way."""
@@ -23,9 +27,7 @@ class ReplicationLimits:
     """A server without memory for a copy is offered none for so long; each time twice as long."""
     max_full_s: float = 32.0
     dead_after_s: float = DEAD_AFTER_S
-    longest_gap_s: float = 4.0
-    """Between two looks at the servers that etcd lists, for an absence to go on. Less than any
-    lease lasts: else one that was back in between may be taken for dead."""
+    longest_gap_s: float = LONGEST_GAP_S
     transfer_attempts: int = 3
     """Links that may break under an image without a chunk of it getting through."""
     window_chunks: int = 4
