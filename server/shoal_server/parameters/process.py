@@ -36,7 +36,11 @@ from shoal_server.parameters.config import ParameterServerConfig
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.journal_recovery import JournalRecovery, disown
+from shoal_server.parameters.replication.journal_recovery import (
+    JournalRecovery,
+    disown,
+    disown_for_ever,
+)
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service import handlers
 from shoal_server.parameters.service.bulk_connection import BulkServices
@@ -173,7 +177,8 @@ async def running(
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))
         else:
             await predecessor.succeed(store, me)
-            await disown(replicas)
+            await disown(store, replicas)
+            await stack.enter_async_context(tasks.running(disown_for_ever(store, replicas)))
         stack.push_async_callback(server.stop, 1.0)
         listener = BulkListener(BulkServices(servicer, tables, replication), offers, memory)
         host = config.listen.rpartition(":")[0]

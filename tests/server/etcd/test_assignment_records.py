@@ -253,6 +253,34 @@ async def test_a_change_of_unknown_outcome_is_made_once(store: WatchedStore, is_
     assert found.shards[0].epoch == 2
 
 
+async def test_a_write_of_unknown_outcome_is_not_made_later(store: WatchedStore) -> None:
+    """It was on its way while its maker came to want nothing of the kind any more: then it must not
+    arrive after all."""
+    await records.place(store, placed(1))
+    transact, late = store.transact, list[tuple[Sequence[Compare], Sequence[Operation]]]()
+
+    async def lose_first(
+        compares: Sequence[Compare],
+        then: Sequence[Operation],
+        otherwise: Sequence[Operation] = (),
+    ) -> TransactionResult:
+        if not late and any(isinstance(operation, Put) for operation in then):
+            late.append((compares, then))
+            raise Unavailable("no answer", details={"outcome": "unknown"})
+        return await transact(compares, then, otherwise)
+
+    store.transact = lose_first  # type: ignore[method-assign]
+    async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as mirror:
+        wishes = iter([True])
+        await mirror.change(
+            "job", [0], lambda h: replace(h, primary=C) if next(wishes, False) else h
+        )
+    assert not (await transact(*late[0])).succeeded
+    found = await read(store)
+    assert found is not None
+    assert found.shards[0].primary == A
+
+
 async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
     """Also where word of it has not come yet; and it is told."""
     await records.place(store, placed(2))

@@ -129,7 +129,7 @@ class ReplicationCore:
         """What the journal has and others may have too."""
         return self._claims.open
 
-    def revised(self, key: Key, assignment: ShardAssignment) -> ShardAssignment:
+    def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
         """The record as this server wants it to be, from the newest one on."""
         led = self.leading.find(key)
         if led is not None and (assignment.primary, assignment.epoch) == (self.me, led.epoch):
@@ -137,7 +137,7 @@ class ReplicationCore:
         primary = assignment.primary
         if self._watch.is_dead(primary) and self._copies.is_held(key):
             assignment = promoted(assignment, primary, self.me)
-        return self._claims.revised(key, assignment)
+        return self._claims.revised(key, assignment, now_s)
 
     # --- the record ---
 
@@ -146,7 +146,7 @@ class ReplicationCore:
         assignment = self._assignments.get(key)
         if assignment is None or key in self._writing:
             return
-        if self.revised(key, assignment) != assignment:
+        if self.revised(key, assignment, self._now_s) != assignment:
             self._writing.add(key)
             yield Write(key)
         else:
@@ -212,8 +212,9 @@ class ReplicationCore:
         yield from self._copies.drop(key)
 
     def _leave_on_disk(self, led: LedShard) -> None:
-        """As long as the record names this disk, it may be all that is left of it one day."""
-        if led.disk_version is not None:
+        """As long as the record names this disk, it may be all that is left of it one day: also
+        where the disk takes nothing any more."""
+        if led.assignment.on_disk == self.me.server_id:
             self._claims.found(led.key)
 
     def _to_lead(self, key: Key, new: ShardAssignment) -> Effects:

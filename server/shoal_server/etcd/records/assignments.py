@@ -348,8 +348,8 @@ async def change(
     as they were read.
 
     Whether they were replaced, and the records that stand now; those that are gone are not among
-    them. After an unknown outcome they count as not replaced, and the records tell. Raises what
-    the store raises; then the change was not made.
+    them. After an unknown outcome they count as not replaced, and the records tell; it is not made
+    later. Raises what the store raises; then the change was not made, or may still be.
     """
     puts = [stored.replaced(target) for stored, target in zip(shards, targets, strict=True)]
     gets = [Get(stored.key) for stored in shards]
@@ -358,11 +358,27 @@ async def change(
     except RetryError as error:
         if error.details.get("outcome") != "unknown":
             raise
-        result = await store.transact((), gets)
-        return False, [item for found in result.reads for item in found]
+        return False, [item for stored in shards for item in await _settled(store, stored)]
     if result.succeeded:
         return True, [Item(put.key, put.value, result.revision) for put in puts]
     return False, [item for found in result.reads for item in found]
+
+
+async def _settled(store: KeyValueStore, stored: StoredShard) -> Sequence[KeyValue]:
+    """The record, once a write of unknown outcome was made, or can be made no more: it compares
+    the revision that it read, which the same content, written once more, replaces."""
+    while True:
+        try:
+            result = await store.transact(
+                [stored.is_unchanged],
+                [stored.replaced(stored.assignment), Get(stored.key)],
+                [Get(stored.key)],
+            )
+        except RetryError as error:
+            if error.details.get("outcome") != "unknown":
+                raise
+            continue  # Once more does no harm.
+        return result.reads[0]
 
 
 def _parsed(kind: type[M], entry: Item | KeyValue) -> M:

@@ -11,7 +11,7 @@ import structlog
 from shoal_proto.errors import AddressInUse, LeaseExpired, RetryError
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
-from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, LeaseId, Put
+from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, LeaseId, Put, value_is
 from shoal_server.etcd.api import absent as is_absent
 from shoal_server.etcd.mirror import follow_key
 from shoal_server.etcd.records import ended_servers
@@ -92,7 +92,10 @@ class Registration:
         """Have the coordinator give what this server holds to others. Raises RetryError."""
         self._leaving = True
         key = keys.server(self._identity.server_id)
-        await self._store.put(key, self._identity.record(leaving=True), self._lease)
+        # Who has lost the registration must not take it from a later process of this id.
+        is_mine = value_is(key, self._identity.record())
+        put = Put(key, self._identity.record(leaving=True), self._lease)
+        await self._store.transact([is_mine], [put])
 
     async def wait_failed(self) -> None:
         """Return never; raise what ended the registration."""

@@ -229,6 +229,11 @@ class ShardJournal:
     # --- shards that others lead ---
 
     @property
+    def all_keys(self) -> Collection[Key]:
+        """What this disk has, or is about to have."""
+        return {*self._led, *self._for_others}
+
+    @property
     def keeps_for_others(self) -> bool:
         """Whether this disk may be the only one that has something of what others lead."""
         return bool(self._for_others)

@@ -5,7 +5,7 @@ asked for what it has to know.
 """
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import structlog
@@ -48,7 +48,7 @@ class JournalRecovery:
         """
         loop = asyncio.get_running_loop()
         give_up_s = loop.time() + within_s
-        await disown(self._replicas, self._recovered)
+        await disown(self._store, self._replicas, self._recovered)
         self._replicas.found_in_journal(self._recovered)
         while True:
             await self._look()
@@ -67,6 +67,7 @@ class JournalRecovery:
             try:
                 if self._replicas.open_claims:
                     await self._look()
+                await disown(self._store, self._replicas, self._replicas.in_journal)
             except RetryError as error:
                 log.warning("journal_not_compared", reason=str(error))
 
@@ -83,17 +84,42 @@ class JournalRecovery:
 
 
 async def disown(
-    replicas: ShardReplicas, found: "Mapping[Key, object] | Collection[Key]" = ()
+    store: KeyValueStore, replicas: ShardReplicas, found: Collection[Key] = ()
 ) -> None:
     """Say so in the records where this server's disk should have a shard and has it not: a disk
-    that was lost, or a server that keeps no journal any more. Otherwise the shard is waited for."""
-    gone = partial(off_disk, server=replicas.me)
-    for job in replicas.jobs:
-        missing = [
-            shard_id
+    that was lost, or a server that keeps no journal any more. Otherwise the shard is waited for.
+
+    Not of what a process of this id leads that may be alive: its disk may be another one. Raises
+    what the store raises.
+    """
+    missing = {
+        job: {
+            shard_id: assignment.primary
             for shard_id, assignment in replicas.of_job(job).items()
             if assignment.on_disk == replicas.me.server_id and (job, shard_id) not in found
+        }
+        for job in replicas.jobs
+    }
+    if not any(missing.values()):
+        return
+    ended = await ended_servers.read(store)
+    for job, primaries in missing.items():
+        gone = [
+            shard_id
+            for shard_id, primary in primaries.items()
+            if primary.server_id != replicas.me.server_id or primary in ended
         ]
-        if missing:
-            log.warning("shards_not_in_journal", job=job, num_shards=len(missing))
-            await replicas.change_assignments(job, missing, gone)
+        if gone:
+            log.warning("shards_not_in_journal", job=job, num_shards=len(gone))
+            await replicas.change_assignments(job, gone, partial(off_disk, server=replicas.me))
+
+
+async def disown_for_ever(store: KeyValueStore, replicas: ShardReplicas) -> None:
+    """The same for a server without a journal, as long as it runs: of a process that had its id
+    and may be alive, it is known later that it is not."""
+    while True:
+        await asyncio.sleep(LOOK_LATER_EACH_S)
+        try:
+            await disown(store, replicas)
+        except RetryError as error:
+            log.warning("journal_not_compared", reason=str(error))

@@ -57,7 +57,8 @@ class RecordWriter:
             self._driver.tell(Written((job, shard_id)))
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
-        return self._driver.core.revised((job, assignment.shard_id), assignment)
+        now_s = asyncio.get_running_loop().time()
+        return self._driver.core.revised((job, assignment.shard_id), assignment, now_s)
 
     def _refresh(self, effect: Refresh) -> None:
         self._tasks.start(self._look(effect.key))

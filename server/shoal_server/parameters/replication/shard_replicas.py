@@ -277,6 +277,12 @@ class ShardReplicas:
             self._let_journal_go(job)
 
     @property
+    def in_journal(self) -> Collection[Key]:
+        """What this server's journal has, of what is led here and of what is not."""
+        shard_journal = self._roles.shard_journal
+        return () if shard_journal is None else shard_journal.all_keys
+
+    @property
     def open_claims(self) -> Collection[Key]:
         """What the journal has and others may have too."""
         return self._driver.core.open_claims

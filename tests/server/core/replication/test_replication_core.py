@@ -158,7 +158,7 @@ def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
     assert only(Write, world.broke(B)) == [Write(KEY)]
     world.tell(ev.Applied(KEY, 2))
     assert world.asks(2) == []
-    assert world.core.revised(KEY, record(ME, B)) == record(ME)
+    assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
     done = [*world.assigned(record(ME)), *world.tell(ev.Written(KEY))]
     assert only(Acknowledge, done) == [Acknowledge("asked")]
 
@@ -173,7 +173,7 @@ def joined(world: World) -> None:
         Chunk(KEY, 1, 0),
     ]
     assert only(Write, world.answered(B, Installed(KEY, 1, 1, 1))) == [Write(KEY)]
-    assert world.core.revised(KEY, record(ME, joining=B)) == record(ME, B)
+    assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
 
 def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
@@ -186,7 +186,7 @@ def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
     assert world.asks(2) == []
     assert only(Acknowledge, world.assigned(record(ME, B))) == []
     assert only(Write, world.tell(ev.Written(KEY))) == [Write(KEY)]
-    assert world.core.revised(KEY, record(ME, B)) == record(ME)
+    assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
     assert only(Acknowledge, world.assigned(record(ME))) == [Acknowledge("asked")]
 
 
@@ -279,7 +279,7 @@ def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:
     assert only(Write, world.tell(ev.Stopped(KEY, 3))) == []
     assert only(Write, world.answered(B, Received(KEY, 1, 3))) == [Write(KEY)]
     moved = record(B, ME, epoch=2)
-    assert world.core.revised(KEY, record(ME, B, successor=B)) == moved
+    assert world.core.revised(KEY, record(ME, B, successor=B), world.now_s) == moved
 
 
 def test_who_cannot_hand_over_leads_on() -> None:
@@ -297,7 +297,7 @@ def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
     effects = world.tell(ev.Created(KEY, 1, 1))
     assert only(Write, effects) == [Write(KEY)]
     assert [type(effect).__name__ for effect in effects if "Open" in type(effect).__name__] == []
-    assert world.core.revised(KEY, record(ME, content=ShardContent.NONE)) == record(ME)
+    assert world.core.revised(KEY, record(ME, content=ShardContent.NONE), world.now_s) == record(ME)
 
 
 # --- backing up ---
@@ -345,9 +345,9 @@ def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> 
     world.tell(ev.CallerLeft(B, 7))
     assert only(Write, world.tell(ev.Probed(B, answers=True))) == []
     assert only(Write, world.tell(ev.Probed(B, answers=False))) == [Write(KEY)]
-    assert world.core.revised(KEY, record(B, ME)) == record(ME, epoch=2)
+    assert world.core.revised(KEY, record(B, ME), world.now_s) == record(ME, epoch=2)
     world.tell(ev.CallerCame(B, 8))
-    assert world.core.revised(KEY, record(B, ME)) == record(B, ME)
+    assert world.core.revised(KEY, record(B, ME), world.now_s) == record(B, ME)
 
 
 def test_a_copy_of_what_was_written_anew_is_dropped() -> None:
@@ -384,4 +384,4 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
     world.now_s += away_s
     effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, ended))
     assert bool(only(Write, effects)) == leads
-    assert (world.core.revised(KEY, last).primary == ME) == leads
+    assert (world.core.revised(KEY, last, world.now_s).primary == ME) == leads

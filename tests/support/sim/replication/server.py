@@ -219,7 +219,7 @@ class SimServer:
     def _write(self, key: Key) -> None:
         self.registration.change(
             key,
-            lambda record: self.core.revised(key, record),
+            lambda record: self.core.revised(key, record, self.process.now_s),
             self._known,
             lambda: self.tell(ev.Written(key)),
         )

@@ -5,6 +5,8 @@ process may have led the shard to the end; or a backup took over from it and end
 was on a disk of its own.
 """
 
+from math import inf
+
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.absences import Absences
@@ -19,6 +21,8 @@ class JournalClaims:
         """What the journal has and others may have too."""
         self._absences = Absences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
+        self._judged_s = -inf
+        self._longest_gap_s = limits.longest_gap_s
 
     def found(self, key: Key) -> None:
         """The journal has it, and it is not led here."""
@@ -50,7 +54,10 @@ class JournalClaims:
         away_s = self._absences.away_s(holders - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)
+        self._judged_s = asked_s
 
-    def revised(self, key: Key, a: ShardAssignment) -> ShardAssignment:
-        """The record as this server wants it."""
-        return led_from_disk(a, self._me, self._dead) if key in self._keys else a
+    def revised(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
+        """The record as this server wants it. Who was dead a while ago may be back by now."""
+        if key not in self._keys or now_s - self._judged_s > self._longest_gap_s:
+            return a
+        return led_from_disk(a, self._me, self._dead)

@@ -106,11 +106,6 @@ class LedShard:
         return self._disk
 
     @property
-    def disk_version(self) -> int | None:
-        """The newest version that this server's journal has; None: it does not keep the shard."""
-        return self._disk
-
-    @property
     def _disk_id(self) -> str:
         return self.assignment.primary.server_id
 
