@@ -33,6 +33,8 @@ class Servers:
     """Those of the present that are to be emptied."""
     dead: frozenset[Holder] = frozenset()
     """Those known to be gone for good, with all that they held."""
+    awaited: frozenset[Holder] = frozenset()
+    """Those that are gone for so short a time that their shards are left to them."""
     suspects: frozenset[Holder] = frozenset()
     """Those of the present that another server has just gone on without: nothing is given to them
     until it is known whether they live."""
@@ -116,7 +118,7 @@ def _rescue(
     tells that a shard that was trained is lost. A disk that comes back may still have it."""
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)
-    if assignment.primary in servers.present:
+    if assignment.primary in servers.present | servers.awaited:
         return assignment
     for backup in assignment.backups:
         if backup in servers.present:

@@ -1,6 +1,7 @@
 """Who of the servers that a job's shards are on may be given shards, and who is dead. Pure: what
 etcd lists and the time are arguments."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal_server.core.shards.absences import Absences
@@ -8,6 +9,10 @@ from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.core.shards.rebalance import Servers, gone_on_without
 
 SUSPECT_S = 3.0
+RESCUE_AFTER_S = 10.0
+"""A primary that etcd has not listed for so long is replaced by the coordinator. Its backup does so
+at once if it does not hear of it; where it does, the primary is merely cut off from etcd, and goes
+on meanwhile."""
 
 
 class Sightings:
@@ -19,7 +24,7 @@ class Sightings:
         self._gone = Absences[Holder](longest_gap_s)
         self._gone_disks = Absences[str](longest_gap_s)
         self._suspect_until_s: dict[Holder, float] = {}
-        self._is_missing = False
+        self._away_s: Mapping[Holder, float] = {}
 
     def judged(
         self,
@@ -33,9 +38,13 @@ class Sightings:
         """What is known of the servers that etcd listed when it was asked; `seen.dead` are those
         known to have ended. `last`: the record as
         it was when they were looked at before."""
+        held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
+        self._away_s = self._gone.away_s(held_by - seen.present, now_s, asked_s=asked_s)
+        dead = self._dead(seen)
         return replace(
             seen,
-            dead=self._dead(assignments, seen, asked_s, now_s),
+            dead=dead,
+            awaited=self._awaited() - dead,
             suspects=self._suspects(last, assignments, seen, now_s),
             disks=self._disks(assignments, seen, asked_s, now_s),
         )
@@ -43,20 +52,19 @@ class Sightings:
     @property
     def is_due_soon(self) -> bool:
         """Whether it is to be looked again before long: somebody is gone, or has been suspected."""
-        return bool(self._suspect_until_s) or self._is_missing
+        return bool(self._suspect_until_s) or bool(self._away_s)
 
-    def _dead(
-        self, assignments: JobAssignments, seen: Servers, asked_s: float, now_s: float
-    ) -> frozenset[Holder]:
+    def _dead(self, seen: Servers) -> frozenset[Holder]:
         """Holders that will not come back with what they held: they are known to have ended, or
         were away for so long that they acknowledge nothing any more. That another process has their
         name says nothing: they may be cut off, and serve."""
-        held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
-        self._is_missing = not held_by <= seen.present
-        away_s = self._gone.away_s(held_by - seen.present, now_s, asked_s=asked_s)
         return seen.dead | frozenset(
-            holder for holder, for_s in away_s.items() if for_s >= self._dead_after_s
+            holder for holder, for_s in self._away_s.items() if for_s >= self._dead_after_s
         )
+
+    def _awaited(self) -> frozenset[Holder]:
+        """Those that are gone and that nothing is done about yet."""
+        return frozenset(holder for holder, for_s in self._away_s.items() if for_s < RESCUE_AFTER_S)
 
     def _disks(
         self, assignments: JobAssignments, seen: Servers, asked_s: float, now_s: float
